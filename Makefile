@@ -1,0 +1,41 @@
+# Two commands do everything: `make serve` and `make test`. Both set up what they need in .venv first.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+MODEL  ?= smollm2
+
+.PHONY: serve test check bench soak exact-gpu bench-gpu clean
+
+serve: $(READY)  ## set up and bring up the default model (today: a chat in this terminal)
+	$(BIN)/weft run $(MODEL)
+
+test: $(READY)  ## set up and run the tests: what CI does
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n auto
+
+check: test  ## what CI does, and the formatting
+	$(BIN)/ruff format --check .
+
+bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 6 minutes on two cores)
+	$(BIN)/python -m bench
+
+soak: $(READY)  ## ten thousand decode steps with random joins on a larger model
+	$(BIN)/pytest -m slow
+
+exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
+	$(PYTHON) -m bench.exact_gpu
+
+bench-gpu:  ## on a machine with a CUDA GPU: steps and prefill against mlx-lm
+	$(PYTHON) -m bench.gpu
+
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/native/*)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build src/weft/*.so src/*.egg-info

@@ -1,0 +1,21 @@
+"""The one part of weft that is compiled: the CPU matrix product for MLX on Linux.
+
+Optional: without a C compiler the package installs all the same, and `weft.blas` says what is missing.
+"""
+
+import sys
+
+from setuptools import Extension, setup
+
+# It exports C symbols and no Python module: weft.blas loads it with ctypes before MLX is imported.
+blas = Extension(
+    "weft._blas",
+    sources=["src/weft/native/sgemm.c"],
+    depends=["src/weft/native/kernels.h", "src/weft/native/pool.h"],
+    # No contraction, no fast math: the order of the additions is ours, and a row's bits depend on it.
+    extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden"],
+    libraries=["dl", "pthread"],
+    optional=True,
+)
+
+setup(ext_modules=[blas] if sys.platform == "linux" else [])

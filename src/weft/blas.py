@@ -1,0 +1,163 @@
+"""Binds a fast matrix product into the process before MLX is loaded.
+
+MLX's CPU wheel for Linux is linked against the reference BLAS, thirty to sixty times slower than OpenBLAS; the dynamic
+linker takes the three functions MLX needs from whatever was loaded first, so we load ours. This file knows the linker
+and ctypes, never MLX; whoever imports `mlx.core` calls `bind()` once before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+MISSING = (
+    "float32 matrix products run on MLX's reference BLAS, thirty to sixty times slower than they could: "
+    "install scipy-openblas32 and reinstall weft with a C compiler present, or install your system's libopenblas"
+)
+TOO_LATE = "mlx.core was imported before weft.blas.bind(): its BLAS is bound already and stays as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class BlasReport:
+    """What float32 products run on."""
+
+    name: str  # "weft+openblas", "openblas", "stock", or "none": MLX does not use a BLAS of ours here
+    path: str | None = None
+    threads: int | None = None
+    skinny: bool = False  # our own product is in front: small batches at memory speed, rows independent of neighbours
+    warning: str | None = None
+
+
+def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
+    """Put the best BLAS there is in MLX's way; never fails, and says what it did.
+
+    With `exact` a row's result has the same bits whatever other rows are computed with it, at any number of rows;
+    without it OpenBLAS is asked where it is faster, which makes bits depend on the size of the batch.
+    """
+    if not is_mlx_on_cpu():
+        return BlasReport("none")
+    if "mlx.core" in sys.modules:
+        return already_bound()
+    threads = max(1, threads or default_threads())
+    for find in (packaged_openblas, system_openblas):
+        backend = find()
+        report = backend and (bind_own(backend, threads, exact) or bind_plain(backend, threads))
+        if report:
+            return report
+    return BlasReport("stock", warning=MISSING)
+
+
+def is_mlx_on_cpu() -> bool:
+    """Whether MLX computes with a CPU BLAS here: on Linux, unless a CUDA wheel is installed."""
+    return sys.platform == "linux" and not any(is_installed(name) for name in ("mlx-cuda-12", "mlx-cuda-13"))
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether a distribution of this name is installed."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def default_threads() -> int:
+    """OPENBLAS_NUM_THREADS if it is a number, else the cores this process may use."""
+    wished = os.environ.get("OPENBLAS_NUM_THREADS", "")
+    return int(wished) if wished.isdecimal() and int(wished) > 0 else len(os.sched_getaffinity(0))
+
+
+def compiled_library() -> Path | None:
+    """Our own library, if it could be compiled when weft was installed."""
+    here = Path(__file__).parent
+    candidates = (here / f"_blas{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in candidates if path.exists()), None)
+
+
+def packaged_openblas() -> str | None:
+    """The OpenBLAS of PyPI's scipy-openblas32; its functions carry a prefix, so only our library can use it."""
+    try:
+        import scipy_openblas32
+    except ImportError:
+        return None
+    return str(Path(scipy_openblas32.get_lib_dir()) / scipy_openblas32.get_library(fullname=True))
+
+
+def system_openblas() -> str | None:
+    """The name of the system's OpenBLAS, for the linker to find."""
+    return ctypes.util.find_library("openblas")
+
+
+def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
+    """Our product in front of `backend`; nothing if it was not compiled or the two do not fit."""
+    library = compiled_library()
+    if library is None:
+        return None
+    try:
+        own = ctypes.CDLL(str(library))
+    except OSError:
+        return None  # compiled for another machine
+    if not own.weft_blas_open(backend.encode()):
+        return None
+    own.weft_blas_exact(int(exact))
+    own.weft_blas_threads(threads)
+    set_openblas_threads(ctypes.CDLL(backend), threads)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # only now: symbols that others may find must work
+    return BlasReport("weft+openblas", str(library), threads, skinny=True)
+
+
+def bind_plain(backend: str, threads: int) -> BlasReport | None:
+    """OpenBLAS alone, if its functions carry the names MLX asks for."""
+    try:
+        library = ctypes.CDLL(backend)
+    except OSError:
+        return None
+    if not hasattr(library, "cblas_sgemm"):
+        return None
+    set_openblas_threads(library, threads)
+    ctypes.CDLL(backend, mode=ctypes.RTLD_GLOBAL)
+    return BlasReport("openblas", library_of("cblas_sgemm"), threads)
+
+
+def set_openblas_threads(library: ctypes.CDLL, threads: int) -> None:
+    """Tell OpenBLAS how many threads to use, under whichever name it listens to."""
+    for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
+        if hasattr(library, name):
+            getattr(library, name)(threads)
+
+
+def already_bound() -> BlasReport:
+    """What is in place when MLX is loaded already: ours from an earlier call, or a warning that it is too late."""
+    path = library_of("cblas_sgemm")
+    if path is not None and path == str(compiled_library()):
+        return BlasReport("weft+openblas", path, skinny=True)
+    if path is not None and "openblas" in path:
+        return BlasReport("openblas", path)
+    return BlasReport("stock", path, warning=TOO_LATE)
+
+
+class _SymbolInfo(ctypes.Structure):
+    """C's Dl_info."""
+
+    _fields_ = (
+        ("library", ctypes.c_char_p),
+        ("library_base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def library_of(symbol: str) -> str | None:
+    """The file that a library loaded from now on would get this symbol from."""
+    process = ctypes.CDLL(None)
+    if not hasattr(process, symbol):
+        return None
+    info = _SymbolInfo()
+    address = ctypes.cast(getattr(process, symbol), ctypes.c_void_p)
+    return os.fsdecode(info.library) if process.dladdr(address, ctypes.byref(info)) else None

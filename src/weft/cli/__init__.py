@@ -1,0 +1,1 @@
+"""The command line. Imports stay light until a command needs more."""

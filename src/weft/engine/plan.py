@@ -1,0 +1,28 @@
+"""The scheduler's decision for one step, frozen: who runs, from where, how many tokens. The runner only obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a step: its tokens `start` to `start + count`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`steps` each give one token; `chunk` is prompt work that gives none, at most `slice_seconds` of it now."""
+
+    steps: tuple[Row, ...]
+    chunk: Row | None
+    slice_seconds: float | None  # None: nobody waits, do all of it
+
+    def __bool__(self) -> bool:
+        return bool(self.steps) or self.chunk is not None

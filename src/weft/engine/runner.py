@@ -1,0 +1,152 @@
+"""Obeys a plan: forwards over the rows' memory, then the choice of tokens. Keeps nothing between steps.
+
+A sequence's memory starts as its own caches (prefill, one row, unpadded) and is copied into the pool when it can join
+the batch. A row that can not join steps alone, on its own caches: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from weft.cache.slabs import Pool, RowState
+from weft.cache.views import make_batches
+from weft.config import EngineConfig
+from weft.engine.plan import Plan, Row
+from weft.engine.sampler import Choice, choose
+from weft.engine.sequence import Sequence
+from weft.model.adapter import Adapter, Chunk, LayerCaches
+
+
+@dataclass
+class Memory:
+    """A sequence's states: its own caches until it is seated in the pool, and the prompt chunk under way."""
+
+    own: LayerCaches | None
+    state: RowState = field(default_factory=RowState)
+    chunk: Chunk | None = None
+
+
+@dataclass
+class Step:
+    """A plan under way: its sequences in order, their lazy logits, then their lazy tokens."""
+
+    sequences: list[Sequence]
+    logits: mx.array  # (rows, V)
+    choice: Choice | None = None
+
+    @property
+    def tokens(self) -> mx.array:
+        """(rows,) the chosen tokens, lazy."""
+        assert self.choice is not None
+        return self.choice.tokens
+
+
+class Runner:
+    """The only one in the engine that runs the model."""
+
+    def __init__(self, adapter: Adapter, config: EngineConfig, clock: Callable[[], float]) -> None:
+        self.adapter = adapter
+        self.config = config
+        self.clock = clock
+        self.pool = Pool(adapter.specs, slab_tokens=config.slab_tokens, max_rows=config.max_rows)
+
+    def forward(self, plan: Plan, last: Step | None) -> Step | None:
+        """Start the steps of a plan; returns at once. `last` holds tokens that are not read yet."""
+        if not plan.steps:
+            return None
+        rows = {row.sequence: row for row in plan.steps}
+        for row in plan.steps:
+            self._seat(row.sequence)
+        order: list[Sequence] = []
+        logits: list[mx.array] = []
+        by_state = {id(_memory(sequence).state): sequence for sequence in rows if _memory(sequence).own is None}
+        if by_state:
+            states = [_memory(sequence).state for sequence in by_state.values()]
+            for batch in make_batches(self.pool, states, seam=self.adapter.way == "seam", width=self.config.width):
+                sequences = [None if state is None else by_state[id(state)] for state in batch.rows]
+                out = self.adapter.decode(self._inputs(sequences, last)[:, None], batch)
+                live = [index for index, sequence in enumerate(sequences) if sequence is not None]
+                logits.append(out if len(live) == len(sequences) else out[mx.array(live)])
+                order.extend(sequence for sequence in sequences if sequence is not None)
+                for state in batch.rows:
+                    if state is not None:
+                        state.length += 1
+        for sequence in rows:
+            if (own := _memory(sequence).own) is not None:
+                logits.append(self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own))
+                order.append(sequence)
+        for sequence in order:
+            sequence.num_computed += 1
+            sequence.num_in_flight += 1
+        step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits))
+        mx.async_eval(step.logits, *self.pool.arrays())  # type: ignore[no-untyped-call]
+        return step
+
+    def choose(self, step: Step) -> None:
+        """Start the choice of tokens; returns at once."""
+        step.choice = choose(step.logits, step.sequences)
+        mx.async_eval(*step.choice.arrays())  # type: ignore[no-untyped-call]
+
+    def prefill(self, row: Row, seconds: float | None) -> bool:
+        """Work on a prompt chunk for at most `seconds`, layer by layer; True when it is in memory.
+
+        The chunk is one lazy graph. Evaluating its layers' states in order cuts the time finely without cutting the
+        tokens: the numbers do not depend on how often the work was interrupted.
+        """
+        memory = _memory(row.sequence)
+        if memory.own is None:
+            memory.own = self.adapter.new_caches(len(row.sequence.prompt))
+        if memory.chunk is None:
+            tokens = row.sequence.prompt[row.start : row.start + row.count]
+            memory.chunk = self.adapter.prefill(tokens, memory.own)
+        if seconds is None:
+            memory.chunk.finish()
+        else:
+            end = self.clock() + seconds
+            while memory.chunk.advance() and self.clock() < end:
+                pass
+        if not memory.chunk.is_done:
+            return False
+        memory.chunk = None
+        row.sequence.num_computed += row.count
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Give a sequence's memory back."""
+        if sequence.memory is not None:
+            self.pool.leave(_memory(sequence).state, poisoned=sequence.finish == "error")
+            sequence.memory = None
+
+    def _seat(self, sequence: Sequence) -> None:
+        memory = _memory(sequence)
+        if memory.own is None and memory.state.slab is None:
+            memory.own = self.adapter.new_caches(len(sequence.prompt))  # a prompt of one token
+        if memory.own is None or self.adapter.way == "alone":
+            return
+        contents = self.adapter.contents(memory.own)
+        if self.pool.refusal(contents, sequence.num_computed) is None:
+            self.pool.seat(memory.state, contents, sequence.num_computed)
+            memory.own = None
+
+    def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
+        """(rows,) each row's newest token: known ones from the host, those in flight from the device."""
+        places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
+        flying = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
+        known = [0 if s is None or s.num_in_flight else (s.output or s.prompt)[-1] for s in sequences]
+        if last is None or max(flying) < 0:
+            return mx.array(known, mx.int32)
+        if flying == list(range(len(last.sequences))):
+            return last.tokens
+        taken = last.tokens[mx.array([max(place, 0) for place in flying])]
+        return mx.where(mx.array([place >= 0 for place in flying]), taken, mx.array(known, mx.int32))
+
+
+def _memory(sequence: Sequence) -> Memory:
+    if sequence.memory is None:
+        sequence.memory = Memory(own=None)
+    memory = sequence.memory
+    assert isinstance(memory, Memory)
+    return memory

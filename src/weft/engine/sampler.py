@@ -1,0 +1,202 @@
+"""Logits of a step → one token per row, in float32, in a few operations over the whole batch.
+
+Every row has its own parameters and its own random number, made from seed and position alone (`Sequence.uniform`), so a
+neighbour can not change a draw. Rows that need no sorting are not sorted. Knows sequences and arrays, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from weft.engine.sequence import Sequence
+from weft.wire import TokenLogprob
+
+CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partition instead of a full sort
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for the rows of a step, still on the device."""
+
+    tokens: mx.array  # (B,) int32
+    finite: mx.array  # (B,) False where a row's logits were not numbers
+    logprobs: list[RowLogprobs]
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to be evaluated."""
+        return [self.tokens, self.finite, *(array for row in self.logprobs for array in row.arrays())]
+
+    def read(self) -> tuple[list[int], list[bool]]:
+        """Bring tokens and flags to the host."""
+        return np.array(self.tokens).tolist(), np.array(self.finite).tolist()
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    """Log-probabilities of one row that asked for them."""
+
+    index: int
+    chosen: mx.array
+    top_tokens: mx.array | None
+    top_values: mx.array | None
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to be evaluated."""
+        return [self.chosen] + ([] if self.top_tokens is None or self.top_values is None else [self.top_tokens, self.top_values])
+
+    def read(self, token: int) -> TokenLogprob:
+        """Bring it to the host."""
+        chosen = float(np.array(self.chosen))
+        if self.top_tokens is None or self.top_values is None:
+            return TokenLogprob(token, chosen)
+        tops = zip(np.array(self.top_tokens).tolist(), np.array(self.top_values).tolist(), strict=True)
+        return TokenLogprob(token, chosen, tuple(sorted(tops, key=lambda pair: (-pair[1], pair[0]))))
+
+
+def choose(logits: mx.array, rows: Rows[Sequence]) -> Choice:
+    """Choose a token for each row of `logits` (B, V)."""
+    raw = logits.astype(mx.float32)
+    adjusted = _adjust(raw, rows)
+    greedy = mx.argmax(adjusted, axis=-1).astype(mx.int32)
+    hot = [index for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
+    tokens = _draw(adjusted, rows, hot, greedy) if hot else greedy
+    finite = mx.isfinite(mx.max(raw, axis=-1))
+    return Choice(tokens, finite, _logprobs(raw, rows, tokens))
+
+
+def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.array) -> mx.array:
+    """Sample the hot rows; the others keep their greedy token."""
+    vocab_size = logits.shape[-1]
+    kinds: dict[str, list[int]] = {"plain": [], "few": [], "all": []}
+    for index in hot:
+        sampling = rows[index].sampling
+        if 0 < sampling.top_k <= CANDIDATES < vocab_size:
+            kinds["few"].append(index)
+        elif sampling.top_p < 1.0 or sampling.top_k > 0:
+            kinds["all"].append(index)
+        else:
+            kinds["plain"].append(index)
+    tokens = greedy
+    for kind, indices in kinds.items():
+        if not indices:
+            continue
+        group = [rows[index] for index in indices]
+        taken = logits if len(indices) == len(rows) else logits[mx.array(indices)]
+        drawn = _draw_plain(taken, group) if kind == "plain" else _draw_ranked(taken, group, few=kind == "few")
+        tokens = drawn if len(indices) == len(rows) else _replace(tokens, indices, drawn)
+    return tokens
+
+
+def _replace(tokens: mx.array, indices: list[int], drawn: mx.array) -> mx.array:
+    tokens = mx.array(tokens)  # a new value; the greedy ones may still be read
+    tokens[mx.array(indices)] = drawn
+    return tokens
+
+
+def _draw_plain(logits: mx.array, group: Rows[Sequence]) -> mx.array:
+    """Rows over the whole vocabulary in token order: temperature and min_p only."""
+    weights = _weights(logits, group)
+    return _pick(weights, group)
+
+
+def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.array:
+    """Rows with top_k or top_p: over candidates in order of falling logit, ties by token."""
+    if few:
+        candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
+        candidates = mx.sort(candidates, axis=-1)  # so that equal logits stand in token order below
+        values = mx.take_along_axis(logits, candidates, axis=-1)
+        ranks = mx.argsort(-values, axis=-1)
+        order = mx.take_along_axis(candidates, ranks, axis=-1)
+    else:
+        order = mx.argsort(-logits, axis=-1)
+    ranked = mx.take_along_axis(logits, order, axis=-1)
+    top_k = mx.array([row.sampling.top_k or logits.shape[-1] for row in group])[:, None]
+    ranked = mx.where(mx.arange(ranked.shape[-1])[None] < top_k, ranked, -mx.inf)
+    weights = _weights(ranked, group)
+    top_p = mx.array([row.sampling.top_p for row in group], mx.float32)[:, None]
+    before = mx.cumsum(weights, axis=-1) - weights
+    # The likeliest token always stays: nothing comes before it.
+    weights = mx.where((before < top_p * mx.sum(weights, axis=-1, keepdims=True)) | (top_p >= 1.0), weights, 0.0)
+    picked = _pick(weights, group)
+    return mx.take_along_axis(order, picked[:, None], axis=-1)[:, 0].astype(mx.int32)
+
+
+def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
+    """exp((logit − highest) / temperature), cut at min_p: probabilities up to a factor."""
+    temperature = mx.array([row.sampling.temperature for row in group], mx.float32)[:, None]
+    min_p = mx.array([row.sampling.min_p for row in group], mx.float32)[:, None]
+    weights = mx.exp((logits - mx.max(logits, axis=-1, keepdims=True)) / temperature)
+    return mx.where(weights >= min_p, weights, 0.0)  # the highest weighs 1, so this is the share of its probability
+
+
+def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
+    """Inverse of the cumulative weights at each row's own random number."""
+    uniform = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)[:, None]
+    cumulative = mx.cumsum(weights, axis=-1)
+    total = cumulative[:, -1:]
+    beyond = (cumulative > uniform * total) & (weights > 0.0)
+    last = weights.shape[-1] - 1 - mx.argmax((weights > 0.0)[:, ::-1], axis=-1)
+    # Rounding can leave nothing beyond the last cent of probability: then the last possible token has it.
+    return mx.where(mx.any(beyond, axis=-1), mx.argmax(beyond, axis=-1), last).astype(mx.int32)
+
+
+def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
+    """Penalties, biases and held-back stop tokens, for the rows that have any, as one sparse update."""
+    at_row: list[int] = []
+    at_token: list[int] = []
+    factor: list[float] = []
+    shift: list[float] = []
+    for index, row in enumerate(rows):
+        for token, (by, plus) in adjustments(row).items():
+            at_row.append(index)
+            at_token.append(token)
+            factor.append(by)
+            shift.append(plus)
+    if not at_row:
+        return logits
+    row_index, token_index = mx.array(at_row), mx.array(at_token)
+    by_array = mx.array(factor, mx.float32)
+    old = logits[row_index, token_index]
+    new = mx.where(old > 0, old / by_array, old * by_array) + mx.array(shift, mx.float32)
+    adjusted = mx.array(logits)
+    adjusted[row_index, token_index] = new
+    return adjusted
+
+
+def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
+    """Token → (repetition factor, shift) for one row."""
+    sampling = row.sampling
+    result: dict[int, tuple[float, float]] = {}
+    if row.counts is not None:
+        seen = {*row.prompt, *row.counts} if sampling.repetition_penalty != 1.0 else row.counts
+        for token in seen:
+            count = row.counts.get(token, 0)
+            shift = -(sampling.presence_penalty * (count > 0) + sampling.frequency_penalty * count)
+            result[token] = (sampling.repetition_penalty, shift)
+    for token, bias in sampling.logit_bias.items():
+        by, shift = result.get(token, (1.0, 0.0))
+        result[token] = (by, shift + bias)
+    if len(row.output) < sampling.min_tokens:
+        for token in row.stop_ids:
+            result[token] = (1.0, -float("inf"))
+    return result
+
+
+def _logprobs(logits: mx.array, rows: Rows[Sequence], tokens: mx.array) -> list[RowLogprobs]:
+    """Log-probabilities under the model itself, before penalties and temperature, for the rows that asked."""
+    result = []
+    for index, row in enumerate(rows):
+        if (count := row.sampling.logprobs) is None:
+            continue
+        values = logits[index] - mx.logsumexp(logits[index])
+        chosen = values[tokens[index]]
+        if count == 0:
+            result.append(RowLogprobs(index, chosen, None, None))
+            continue
+        top = mx.argpartition(-values, min(count, values.size - 1))[:count]
+        result.append(RowLogprobs(index, chosen, top, values[top]))
+    return result

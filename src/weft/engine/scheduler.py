@@ -1,0 +1,83 @@
+"""Who runs next and how many tokens. Imports no mlx; reads the clock through a parameter.
+
+There are no phases: every sequence chases `num_computed < num_tokens`. Rows whose newest token is all that is missing
+step together; one prompt chunk at a time runs beside them, prompts taking turns chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from weft.config import EngineConfig
+from weft.engine.plan import Plan, Row
+from weft.engine.sequence import Sequence
+
+FIRST_GUESS_SECONDS = 0.05  # how long a decode step takes, until one was measured
+
+
+class Scheduler:
+    """Owns the two queues: waiting for a place, and running."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.prompts: deque[Sequence] = deque()  # running, prompt not yet in memory; the first has the turn
+        self.step_seconds = FIRST_GUESS_SECONDS
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def drop_finished(self) -> list[Sequence]:
+        """Let go of sequences that have their end; give back those that were running."""
+        gone = [sequence for sequence in self.running if sequence.is_finished]
+        if gone:
+            self.running = [sequence for sequence in self.running if not sequence.is_finished]
+        if any(sequence.is_finished for sequence in self.prompts):
+            self.prompts = deque(sequence for sequence in self.prompts if not sequence.is_finished)
+        if any(sequence.is_finished for sequence in self.waiting):
+            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+        return gone
+
+    def plan(self, now: float) -> Plan:
+        """Admit who fits, then say who runs."""
+        self._admit(now)
+        steps = tuple(
+            Row(sequence, sequence.num_computed, 1) for sequence in self.running if sequence.is_prefilled and sequence.wants_token
+        )
+        chunk = self._next_chunk()
+        slice_seconds = self.config.gap_factor * self.step_seconds if steps else None
+        return Plan(steps, chunk, slice_seconds)
+
+    def measured(self, seconds: float) -> None:
+        """Note how long a step without prompt work took."""
+        self.step_seconds += 0.2 * (seconds - self.step_seconds)
+
+    def chunk_done(self) -> None:
+        """The planned chunk is in memory: the next prompt has the turn."""
+        self.prompts.rotate(-1)
+
+    def _admit(self, now: float) -> None:
+        while self.waiting and len(self.running) < self.config.max_rows:
+            sequence = self.waiting.popleft()
+            sequence.timings.admitted = now
+            self.running.append(sequence)
+            if not sequence.is_prefilled:
+                self.prompts.append(sequence)
+
+    def _next_chunk(self) -> Row | None:
+        """Chunk ends are multiples of `chunk_tokens` from the prompt's start, whoever else runs: numbers never depend on load."""
+        while self.prompts and self.prompts[0].is_prefilled:
+            self.prompts.popleft()
+        if not self.prompts:
+            return None
+        sequence = self.prompts[0]
+        start, size = sequence.num_computed, self.config.chunk_tokens
+        end = min((start // size + 1) * size, len(sequence.prompt) - 1)
+        return Row(sequence, start, end - start)

@@ -1,0 +1,74 @@
+"""One request inside the engine: everything about it lives on this object and nowhere else.
+
+Ids, sampling, memory, timings, and why it ended. Leaving the batch is dropping one object. Imports no mlx: what it holds
+for the runner (states, a chunk under way) is opaque here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from typing import Any
+
+from weft.wire import FinishReason, Sampling, Timings, TokenLogprob
+
+
+class Sequence:
+    """A prompt, its answer so far, and what the engine needs to continue it."""
+
+    def __init__(self, number: int, prompt: list[int], sampling: Sampling, *, max_tokens: int, stop_ids: frozenset[int]):
+        self.id = number
+        self.prompt = prompt
+        self.sampling = sampling
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        self.output: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.num_computed = 0  # tokens whose states are in memory (or on their way)
+        self.num_in_flight = 0  # tokens chosen on the device but not yet read
+        self.finish: FinishReason | None = None
+        self.error: str | None = None
+        self.timings = Timings()
+        self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
+        self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
+        self.memory: Any = None  # the runner's: layer states, and the chunk under way
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and answer, tokens in flight included."""
+        return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its end."""
+        return self.finish is not None
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether all but the newest token are in memory."""
+        return self.num_computed >= len(self.prompt) - 1
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether another token may be asked for, given those in flight."""
+        return not self.is_finished and len(self.output) + self.num_in_flight < self.max_tokens
+
+    def append(self, token: int, logprob: TokenLogprob | None) -> None:
+        """Take a token that was in flight; decide whether it is the last."""
+        self.num_in_flight -= 1
+        if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
+            self.finish = "stop"
+            return
+        self.output.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if self.counts is not None:
+            self.counts[token] += 1
+        if len(self.output) >= self.max_tokens:
+            self.finish = "length"
+
+    def uniform(self, position: int) -> float:
+        """The random number in [0, 1) for the token at `position`: from seed and position, and nothing else."""
+        key = (self.seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32

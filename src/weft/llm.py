@@ -1,0 +1,186 @@
+"""The hand-hold: a model in your own process. `LLM("smollm2").generate(["Hello"], Sampling(max_tokens=20))`.
+
+Everything runs in the thread that made the object: MLX arrays belong to their thread. Binds the BLAS first, because that
+must come before mlx is imported anywhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft import blas
+
+BLAS = blas.bind()
+
+import mlx.core as mx  # noqa: E402 - after the binding
+import msgspec  # noqa: E402
+
+from weft.chat.template import ChatTemplate, Message  # noqa: E402
+from weft.chat.tokenizer import Detokenizer, Tokenizer  # noqa: E402
+from weft.config import Device, EngineConfig  # noqa: E402
+from weft.engine.engine import Engine  # noqa: E402
+from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
+from weft.errors import RequestError, WeftError  # noqa: E402
+from weft.model.adapter import Adapter  # noqa: E402
+from weft.model.loader import load  # noqa: E402
+from weft.model.resolve import resolve  # noqa: E402
+from weft.wire import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One answer. `error` says why there is none."""
+
+    token_ids: list[int]
+    text: str
+    finish: FinishReason
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    timings: Timings = field(default_factory=Timings)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a streamed answer: new text, the ids it came from, and at the end why it ended."""
+
+    text: str
+    token_ids: list[int]
+    finish: FinishReason | None = None
+
+
+class LLM:
+    """A loaded model with an engine of its own."""
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        exact: bool | None = None,
+        config: EngineConfig | None = None,
+        progress: bool = False,
+    ) -> None:
+        self.device = device_in_use()
+        folder = resolve(model, quantized=self.device != "cpu", progress=progress)
+        self.config = config or EngineConfig.for_device(self.device, exact=exact)
+        self.tokenizer = Tokenizer(folder)
+        self.template = ChatTemplate.of(folder)
+        self.loaded = load(folder)
+        self.engine = Engine(Adapter(self.loaded), self.config)
+        self._thread = threading.get_ident()
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:
+        """Answer prompts (texts or token ids) together. A prompt that can not be served gets a Result with its error."""
+        asked = _as_list(prompts)
+        samplings = _one_each(sampling, len(asked))
+        sequences = [self._try_submit(prompt, choice) for prompt, choice in zip(asked, samplings, strict=True)]
+        waiting = [sequence for sequence in sequences if isinstance(sequence, EngineSequence)]
+        try:
+            while not all(sequence.is_finished for sequence in waiting):
+                self.turn()
+        finally:
+            for sequence in waiting:
+                self.engine.cancel(sequence)
+            self._drain()
+        return [self.result(sequence) for sequence in sequences]
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Piece]:
+        """Answer one prompt piece by piece. Leaving the loop early cancels it."""
+        sequence = self.submit(prompt, sampling)
+        detokenizer = Detokenizer(self.tokenizer)
+        told = 0
+        try:
+            while True:
+                new = sequence.output[told:]
+                told += len(new)
+                text = "".join(detokenizer.feed(token) for token in new)
+                if sequence.is_finished:
+                    if sequence.error:
+                        raise WeftError(sequence.error)
+                    yield Piece(text + detokenizer.finish(), new, sequence.finish)
+                    return
+                if new:
+                    yield Piece(text, new)
+                self.turn()
+        finally:
+            self.engine.cancel(sequence)
+            self._drain()
+
+    def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> EngineSequence:
+        """Queue a request without waiting; drive it with `turn()` until it `is_finished`. Raises RequestError."""
+        self._check_thread()
+        return self.engine.submit(self.encode(prompt), sampling or Sampling())
+
+    def turn(self) -> list[TokenEvent]:
+        """One turn of the engine: at most one token for every running request. Gives back what happened."""
+        self._check_thread()
+        self.engine.turn()
+        return self.engine.take_events()
+
+    def result(self, sequence: EngineSequence | RequestError) -> Result:
+        """A finished request as a Result."""
+        if isinstance(sequence, RequestError):
+            return Result([], "", "error", error=str(sequence))
+        text = self.tokenizer.decode(sequence.output)
+        finish = sequence.finish or "cancelled"
+        return Result(list(sequence.output), text, finish, sequence.logprobs, sequence.timings, sequence.error)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt as token ids."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        return list(prompt)
+
+    def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
+        """A conversation as token ids, by the model's chat template; by its contents alone where there is none."""
+        if self.template is None:
+            text = "\n".join(str(message["content"]) for message in messages)
+            return self.tokenizer.encode(text, add_special_tokens=True)
+        return self.tokenizer.encode(self.template.render(messages, **template), add_special_tokens=False)
+
+    def recommended(self, sampling: Sampling, given: dict[str, Any] | None = None) -> Sampling:
+        """`sampling` with temperature, top_p, top_k and min_p as `given`, else as the model's makers recommend."""
+        advice = self.loaded.generation_config
+        known = {name: advice[name] for name in ("temperature", "top_p", "top_k", "min_p") if advice.get(name) is not None}
+        return msgspec.structs.replace(sampling, **{**known, **(given or {})})
+
+    def _try_submit(self, prompt: Prompt, sampling: Sampling) -> EngineSequence | RequestError:
+        try:
+            return self.submit(prompt, sampling)
+        except RequestError as error:
+            return error
+
+    def _drain(self) -> None:
+        """Let cancelled rows leave, unless others are still running."""
+        self.engine.take_events()
+        while self.engine.pending is not None and all(s.is_finished for s in self.engine.scheduler.running):
+            self.engine.turn()
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise WeftError("this LLM belongs to the thread that made it; make it and use it in one thread")
+
+
+def device_in_use() -> Device:
+    """What MLX computes on here."""
+    if mx.default_device() != mx.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # one prompt: a text, or its ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _one_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
+    if sampling is None or isinstance(sampling, Sampling):
+        return [sampling or Sampling()] * count
+    if len(sampling) != count:
+        raise ValueError(f"{len(sampling)} samplings were given for {count} prompts; give one, or one for each")
+    return list(sampling)

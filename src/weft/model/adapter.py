@@ -1,0 +1,280 @@
+"""Between mlx-lm's models and our rows: reads what each layer remembers, and runs forwards over our memory.
+
+At load the model is tried in three ways, best first. *seam*: all rows in one forward, attention answered from the slabs.
+*plain*: one forward per slab, the model reads one slab's arrays under a length mask. *alone*: every row on its own
+caches. A way is taken only if its numbers equal the row's own; nothing here is a table of model names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from weft.cache.attention import seam_over
+from weft.cache.slabs import Pool, RowState
+from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
+from weft.cache.views import Batch, CompositeView, KeyValueView, StateView, make_batches
+from weft.errors import UnsupportedModel, WeftError
+from weft.model.gated_delta import bind as bind_gated_delta
+from weft.model.loader import LoadedModel
+
+Way = Literal["seam", "plain", "alone"]
+LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one row
+
+DEFAULT_CONTEXT = 8192
+PROBE_LENGTHS = (9, 5, 13)
+PROBE_STEPS = 3
+# A way is refused when its logits leave the row's own by more than this share of their spread.
+PROBE_TOLERANCE = {mx.float32: 1e-3, mx.float16: 5e-2, mx.bfloat16: 2e-1}
+PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, RuntimeError, NotImplementedError)
+
+
+class RecurrentView(StateView, ArraysCache):  # type: ignore[misc]
+    """A StateView that passes mlx-lm's `isinstance(cache, ArraysCache)`."""
+
+
+class Chunk:
+    """A prompt chunk's forward, built but not yet run: the states of each layer, to be evaluated in order."""
+
+    def __init__(self, layers: list[list[mx.array]]) -> None:
+        self._layers = layers
+        self._next = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers are in memory."""
+        return self._next >= len(self._layers)
+
+    def advance(self) -> bool:
+        """Run one more layer; False when none is left."""
+        if not self.is_done:
+            mx.eval(self._layers[self._next])  # sync: a slice's end must be felt by the clock
+            self._layers[self._next] = []
+            self._next += 1
+        return not self.is_done
+
+    def finish(self) -> None:
+        """Run what is left."""
+        mx.eval(self._layers[self._next :])  # sync: the chunk's end
+        self._next = len(self._layers)
+
+
+class Adapter:
+    """One loaded model, as the runner uses it."""
+
+    def __init__(self, loaded: LoadedModel, *, way: Way | None = None) -> None:
+        self.model: Callable[..., mx.array] = loaded.model
+        self.name = loaded.folder.name
+        self.vocab_size = loaded.vocab_size
+        self.context_length = loaded.context_length or DEFAULT_CONTEXT
+        self.eos_token_ids = frozenset(loaded.eos_token_ids)
+        self.gated_delta_modules = bind_gated_delta(loaded.model)
+        _bind_seam(loaded.model)
+        self.specs, self.layout = self._read_specs()
+        self.refused: dict[Way, str] = {}
+        self.way: Way = way or self._choose_way()
+
+    def new_caches(self, prompt_tokens: int) -> LayerCaches:
+        """Fresh caches for one row, sized for its prompt so that no chunk copies the ones before it."""
+        caches: LayerCaches = make_prompt_cache(self.model)
+        for cache in _leaves(caches):
+            if type(cache) is KVCache:
+                cache.step = -(-prompt_tokens // KVCache.step) * KVCache.step
+        return caches
+
+    def prefill(self, tokens: list[int], caches: LayerCaches) -> Chunk:
+        """Build the forward of a prompt chunk for one row. The logits are never asked for, so never computed."""
+        self.model(mx.array([tokens], mx.int32), cache=caches)
+        return Chunk([_arrays(cache) for cache in _leaves(caches)])
+
+    def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
+        """What one row's own caches hold, layer by layer; None where a layer can not be read."""
+        return [_contents(cache) for cache in _leaves(caches)]
+
+    def decode(self, tokens: mx.array, batch: Batch) -> mx.array:
+        """One token per row, (B, 1) → (B, V)."""
+        return self.model(tokens, cache=self._views(batch))[:, -1]
+
+    def decode_alone(self, tokens: mx.array, caches: LayerCaches) -> mx.array:
+        """One token of one row on its own caches, (1, 1) → (1, V)."""
+        logits = self.model(tokens, cache=caches)[:, -1]
+        mx.async_eval(logits, [_arrays(cache) for cache in _leaves(caches)])  # type: ignore[no-untyped-call]
+        return logits
+
+    def _views(self, batch: Batch) -> list[Any]:
+        def view(place: int | tuple[int, ...]) -> Any:
+            if isinstance(place, tuple):
+                return CompositeView([view(inner) for inner in place])
+            if isinstance(self.specs[place], Recurrent):
+                return RecurrentView(batch, place)
+            return KeyValueView(batch, place)
+
+        return [view(place) for place in self.layout]
+
+    def _read_specs(self) -> tuple[list[LayerSpec], list[int | tuple[int, ...]]]:
+        """Build (not run) a short forward on fresh caches and read the geometry off them."""
+        caches: LayerCaches = make_prompt_cache(self.model)
+        try:
+            self.model(mx.zeros((1, 4), mx.int32), cache=caches)
+        except PROBE_ERRORS as error:
+            raise UnsupportedModel(f"{self.name}: its own forward fails ({error}); the model can not be served") from error
+        specs: list[LayerSpec] = []
+        layout: list[int | tuple[int, ...]] = []
+        self.unreadable: str | None = None
+        for index, cache in enumerate(caches):
+            inner = cache.caches if type(cache) is CacheList else (cache,)
+            places = []
+            for leaf in inner:
+                spec = _spec(leaf)
+                if spec is None:
+                    self.unreadable = f"layer {index} keeps its memory in a {type(leaf).__name__}"
+                    spec = Recurrent(())
+                places.append(len(specs))
+                specs.append(spec)
+            layout.append(tuple(places) if type(cache) is CacheList else places[0])
+        return specs, layout
+
+    def _choose_way(self) -> Way:
+        probe = Probe(self)
+        if reason := probe.leak():
+            raise UnsupportedModel(f"{self.name}: {reason}; it can not serve two requests at once")
+        if self.unreadable is not None:
+            self.refused = {"seam": self.unreadable, "plain": self.unreadable}
+            return "alone"
+        for way in ("seam", "plain"):
+            if reason := probe.differs(way):
+                self.refused[way] = reason
+            else:
+                return way
+        return "alone"
+
+
+class Probe:
+    """Three short rows, decoded on their own and then together: does together give the same numbers?"""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        vocab_size = adapter.vocab_size
+        self.prompts = [
+            [(7 + 31 * row + 11 * place * (place + row)) % vocab_size for place in range(length)]
+            for row, length in enumerate(PROBE_LENGTHS)
+        ]
+        self.fed = [[(3 + 17 * row + 5 * step) % vocab_size for step in range(PROBE_STEPS)] for row in range(3)]
+        self.alone = [self._decode_alone(row) for row in range(3)]  # one after the other
+
+    def leak(self) -> str | None:
+        """Whether a row on its own caches is changed by another between its steps: state on the model itself."""
+        caches = [self._prefilled(row) for row in range(3)]
+        for step in range(PROBE_STEPS):
+            for row in range(3):
+                logits = self.adapter.decode_alone(mx.array([[self.fed[row][step]]]), caches[row])
+                if reason := self._difference(logits[0], self.alone[row][step]):
+                    return f"rows on caches of their own disturb each other ({reason})"
+        return None
+
+    def differs(self, way: Way) -> str | None:
+        """Why this way can not be taken, or None."""
+        self.adapter.way = way
+        try:
+            return self._run_together(way)
+        except PROBE_ERRORS as error:
+            return f"{type(error).__name__}: {error}"
+
+    def _run_together(self, way: Way) -> str | None:
+        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4)
+        states = [RowState() for _ in self.prompts]
+        for row, state in enumerate(states):
+            contents = self.adapter.contents(self._prefilled(row))
+            if reason := pool.refusal(contents, len(self.prompts[row])):
+                return reason
+            pool.seat(state, contents, len(self.prompts[row]))
+        number = {id(state): row for row, state in enumerate(states)}
+        for step in range(PROBE_STEPS):
+            for batch in make_batches(pool, states, seam=way == "seam", width=None):
+                rows = [-1 if state is None else number[id(state)] for state in batch.rows]
+                tokens = mx.array([[0 if row < 0 else self.fed[row][step]] for row in rows])
+                logits = self.adapter.decode(tokens, batch)
+                for index, row in enumerate(rows):
+                    if row >= 0 and (reason := self._difference(logits[index], self.alone[row][step])):
+                        return reason
+            for state in states:
+                state.length += 1
+        return None
+
+    def _prefilled(self, row: int) -> LayerCaches:
+        caches = self.adapter.new_caches(len(self.prompts[row]))
+        self.adapter.prefill(self.prompts[row], caches).finish()
+        return caches
+
+    def _decode_alone(self, row: int) -> list[mx.array]:
+        caches = self._prefilled(row)
+        return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
+
+    @staticmethod
+    def _difference(found: mx.array, wanted: mx.array) -> str | None:
+        spread = mx.std(wanted.astype(mx.float32))
+        worst = mx.max(mx.abs(found.astype(mx.float32) - wanted.astype(mx.float32)))
+        share = float(np.array(worst / mx.maximum(spread, 1e-6)))
+        allowed = PROBE_TOLERANCE.get(wanted.dtype, PROBE_TOLERANCE[mx.bfloat16])
+        return None if share <= allowed else f"logits differ by {share:.2g} of their spread"
+
+
+def _bind_seam(model: Any) -> None:
+    """Bind attention in the modules this model is made of, in this process only, once."""
+    for name in sorted({type(module).__module__ for module in model.modules()}):
+        module = sys.modules[name]
+        original = getattr(module, "scaled_dot_product_attention", None)
+        if original is not None and not hasattr(original, "weft_seam"):
+            module.scaled_dot_product_attention = seam_over(original)  # type: ignore[attr-defined]
+
+
+def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    for cache in caches:
+        if type(cache) is CacheList:
+            yield from cache.caches
+        else:
+            yield cache
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    """Every array a cache of any class holds."""
+    match cache:
+        case ArraysCache():
+            return [array for array in cache.cache if array is not None]
+        case KVCache() | RotatingKVCache():
+            return [] if cache.keys is None else [cache.keys, cache.values]
+        case _:
+            return [value for value in vars(cache).values() if isinstance(value, mx.array)]
+
+
+def _spec(cache: Any) -> LayerSpec | None:
+    """The spec of a cache after a short forward; None when its class is not known to be held exactly."""
+    if type(cache) is ArraysCache:
+        return Recurrent(tuple(None if a is None else (tuple(a.shape[1:]), a.dtype) for a in cache.cache))
+    if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", False):
+        return None
+    if cache.keys is None:
+        return Recurrent(())  # a layer that never touches its cache remembers nothing
+    keys, values = (Plane(array.shape[1], array.shape[3], array.dtype) for array in (cache.keys, cache.values))
+    if type(cache) is RotatingKVCache:
+        return SlidingWindow(keys, values, cache.max_size)
+    return FullAttention(keys, values)
+
+
+def _contents(cache: Any) -> LayerContents | None:
+    if type(cache) is ArraysCache:
+        return tuple(cache.cache)
+    if type(cache) not in (KVCache, RotatingKVCache):
+        return None
+    if cache.keys is None:
+        return ()
+    if type(cache) is KVCache:
+        return KeyValues(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
+    keys, values = (cache._temporal_order(array) for array in (cache.keys, cache.values))
+    held = min(cache.offset, cache.max_size)
+    return KeyValues(keys[..., keys.shape[2] - held :, :], values[..., values.shape[2] - held :, :])

@@ -1,0 +1,288 @@
+"""The gated delta rule in chunks: a prompt's recurrence as a few large matrix products instead of a loop over tokens.
+
+mlx-lm has a kernel for it on Metal and a Python loop elsewhere; `bind` puts this one into a loaded model where Metal is
+absent. It knows nothing of caches or layers; the loader calls `bind`, the model's layers call `gated_delta_update`.
+
+The rule, per row and value head, with a state S of shape (V, K), a key k and a query q of K numbers, a value v of V:
+
+    S ← S · gate                  the state fades (one gate per head, or one per key number)
+    u = beta · (v − S k)          what the state does not yet answer to this key
+    S ← S + u kᵀ                  now it does
+    output = S q
+
+Inside a chunk the u of all tokens solve one triangular system, so they are linear in the state before the chunk, and so
+is the state after it: S' = S · carry + gain. Only this last line goes chunk by chunk; all else is done for all at once.
+
+Letters: B rows, T tokens, N chunks, C tokens of a chunk, H key heads, G value heads per key head, K and V as above.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import gated_delta as stock
+
+# Up to so many tokens single steps cost less than a chunk's fifty operations (two EPYC cores; H200).
+MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
+
+
+def bind(model: nn.Module) -> list[str]:
+    """Put our rule into every module of mlx-lm that this model's layers come from, and name those that hold it.
+
+    With Metal nothing is touched: mlx-lm has kernels there. Calling it again changes nothing.
+    """
+    if mx.metal.is_available():
+        return []
+    holders = [module for module in _modules_behind(model) if _holds_the_rule(module)]
+    for module in holders:
+        setattr(module, _NAME, gated_delta_update)
+    return [module.__name__ for module in holders]
+
+
+def gated_delta_update(
+    query: mx.array,
+    key: mx.array,
+    value: mx.array,
+    fading: mx.array,
+    writing: mx.array,
+    log_rate: mx.array,
+    bias: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+    *,
+    use_kernel: bool = True,
+    lower_bound: float | None = None,
+    allow_neg_eigval: bool = False,
+) -> tuple[mx.array, mx.array]:
+    """Stand in for mlx-lm's function of this name: gates and betas from their projections, then the rule."""
+    if not _on_cpu() and key.shape[1] <= MAX_STEPS_ON_GPU:  # mlx-lm's steps are compiled there: fewer launches
+        arguments = (query, key, value, fading, writing, log_rate, bias, state, mask)
+        options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
+        return stock.gated_delta_update(*arguments, **options)  # type: ignore[no-any-return]
+    beta = mx.sigmoid(writing)
+    if allow_neg_eigval:
+        beta = beta * 2.0
+    rate = mx.exp(log_rate.astype(mx.float32))
+    if lower_bound is None:
+        gate = mx.exp(-rate * nn.softplus(fading + bias))
+    else:
+        gate = mx.exp(lower_bound * mx.sigmoid(rate * (fading.astype(mx.float32) + bias)))
+    return gated_delta_rule(query, key, value, gate, beta, state, mask)
+
+
+def gated_delta_rule(
+    query: mx.array,  # (B, T, H, K)
+    key: mx.array,  # (B, T, H, K), of length one at most
+    value: mx.array,  # (B, T, HG, V)
+    gate: mx.array,  # (B, T, HG) or (B, T, HG, K), between 0 and 1
+    beta: mx.array,  # (B, T, HG), between 0 and 2
+    state: mx.array | None = None,  # (B, HG, V, K)
+    mask: mx.array | None = None,  # (B, T), False where a token must leave the state as it is; its output means nothing
+) -> tuple[mx.array, mx.array]:
+    """Give the outputs (B, T, HG, V) in the query's type, and the state after the last token in float32."""
+    rows, length, heads, _ = key.shape
+    groups, width = value.shape[2] // heads, value.shape[3]
+    if mask is not None:
+        gate = mx.where(mask.reshape(rows, length, *[1] * (gate.ndim - 2)), gate, 1)
+        beta = mx.where(mask[..., None], beta, 0)
+    if state is None:
+        state = mx.zeros((rows, heads * groups, width, key.shape[-1]))
+    tokens = _Tokens(*(array.astype(mx.float32) for array in (query, key, value, gate, beta)))
+    first = state.astype(mx.float32).reshape(rows, heads, groups, width, -1)
+    output, last = _single_steps(tokens, first) if length <= MAX_STEPS_ON_CPU else _chunks(tokens, first)
+    return output.astype(query.dtype), last.reshape(state.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """What a stretch of tokens brings, in float32: (B, T, …) as the rule's arguments, or cut to (N, B, H, G, C, …)."""
+
+    query: mx.array
+    key: mx.array
+    value: mx.array
+    gate: mx.array
+    beta: mx.array
+
+    def at(self, position: int) -> _Tokens:
+        """One of the tokens."""
+        if self.key.shape[1] == 1:
+            return self  # five slices are a fifth of a decode step on a CPU
+        here = slice(position, position + 1)
+        arrays = (self.query, self.key, self.value, self.gate, self.beta)
+        return _Tokens(*(array[:, here] for array in arrays))
+
+    def cut(self, size: int, heads: int, groups: int) -> _Tokens:
+        """Chunks of this size; the last one is filled with tokens that write nothing and fade nothing."""
+        rows, length = self.key.shape[:2]
+        missing = -length % size
+
+        def chunks(array: mx.array, groups: int, filler: float = 0.0) -> mx.array:
+            if missing:
+                array = mx.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2), constant_values=filler)
+            array = array.reshape(rows, (length + missing) // size, size, heads, groups, -1)
+            return array.transpose(1, 0, 3, 4, 2, 5)
+
+        return _Tokens(
+            query=chunks(self.query, 1),
+            key=chunks(self.key, 1),
+            value=chunks(self.value, groups),
+            gate=chunks(self.gate, groups, filler=1.0),
+            beta=chunks(self.beta, groups),
+        )
+
+
+def _single_steps(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
+    """The rule as it is written, token by token; the state is (B, H, G, V, K)."""
+    rows, heads, groups, width, _ = state.shape
+    outputs = []
+    for position in range(tokens.key.shape[1]):
+        token = tokens.at(position)
+        key = token.key.reshape(rows, heads, 1, 1, -1)
+        state = state * token.gate.reshape(rows, heads, groups, 1, -1)
+        missing = token.value.reshape(rows, heads, groups, width, 1) - state @ key.swapaxes(-1, -2)
+        state = state + missing * token.beta.reshape(rows, heads, groups, 1, 1) * key
+        output = state @ token.query.reshape(rows, heads, 1, -1, 1)
+        outputs.append(output.reshape(rows, 1, heads * groups, width))
+    return mx.concatenate(outputs, axis=1), state
+
+
+def _chunks(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
+    """The rule for whole chunks at once; the state is (B, H, G, V, K)."""
+    rows, heads, groups, width, _ = state.shape
+    length = tokens.key.shape[1]
+    chunk = tokens.cut(_chunk_size(tokens), heads, groups)
+    since_start = mx.cumprod(chunk.gate, axis=-2)  # what is left at each token of the state before the chunk
+    until_end = mx.cumprod(chunk.gate, axis=-2, reverse=True, inclusive=False)  # what is left of it after the chunk
+    overlap, readout = _pairs(chunk)  # (N, B, H, G, C, C) each
+
+    # u = own − seen · Sᵀ, with the state S before the chunk
+    solve = _inverse_of_one_plus(overlap * chunk.beta) * chunk.beta.swapaxes(-1, -2)
+    own = solve @ chunk.value  # (N, B, H, G, C, V)
+    seen = solve @ (chunk.key * since_start)  # (N, B, H, G, C, K)
+
+    # S' = S · carry + gain
+    kept = chunk.key * until_end
+    whole = _places(kept.shape[-1]).diagonal * since_start[..., -1:, :]
+    carry = mx.addmm(whole, seen.swapaxes(-1, -2), kept, alpha=-1.0)  # (N, B, H, G, K, K)
+    gain = own.swapaxes(-1, -2) @ kept  # (N, B, H, G, V, K)
+    states = [state]
+    for chunk_carry, chunk_gain in zip(carry, gain, strict=True):
+        states.append(mx.addmm(chunk_gain, states[-1], chunk_carry))
+
+    before = mx.stack(states[:-1]).swapaxes(-1, -2)  # (N, B, H, G, K, V)
+    written = mx.addmm(own, seen, before, alpha=-1.0)
+    output = mx.addmm(readout @ written, chunk.query * since_start, before)  # (N, B, H, G, C, V)
+    output = output.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads * groups, width)
+    return output[:, :length], states[-1]
+
+
+def _chunk_size(tokens: _Tokens) -> int:
+    """A power of two: the fastest on two EPYC cores by the key's width, and on an H200 from 256 tokens to 4,096."""
+    is_wide = tokens.key.shape[-1] >= 128 and tokens.gate.ndim == 3
+    return min(64 if is_wide or not _on_cpu() else 32, 1 << (tokens.key.shape[1] - 1).bit_length())
+
+
+def _pairs(chunk: _Tokens) -> tuple[mx.array, mx.array]:
+    """What token i's key and its query find of the key of an earlier token j; the first counts below the diagonal."""
+    return _pairs_by_head(chunk) if chunk.gate.shape[-1] == 1 else _pairs_by_number(chunk)
+
+
+def _pairs_by_head(chunk: _Tokens) -> tuple[mx.array, mx.array]:
+    """One gate per head: between two tokens the state fades by one number, the product of the gates after j up to i.
+
+    Products of gates, not exponentials of differences: nothing overflows, nothing cancels, and a gate of zero is fine.
+    """
+    places = _places(chunk.key.shape[-2])
+    fading = mx.cumprod(mx.maximum(chunk.gate, places.not_earlier), axis=-2) * places.not_later
+    keys = chunk.key.swapaxes(-1, -2)
+    return (chunk.key @ keys) * fading, (chunk.query @ keys) * fading
+
+
+def _pairs_by_number(chunk: _Tokens) -> tuple[mx.array, mx.array]:
+    """One gate per number of the key: the product of gates from j to i is split where their blocks meet.
+
+    With blocks of 1, 2, 4 … tokens every pair j < i meets at one length only. From j to the end of its block and from
+    the start of the next block to i are two factors of at most one each, so a product of matrices can be made of them.
+    """
+    size = chunk.key.shape[-2]
+    places = _places(size)
+    overlap = mx.zeros((size, size))
+    readout = (chunk.query * chunk.key).sum(axis=-1, keepdims=True) * places.diagonal
+    for block, meets in places.meetings:
+        gate = mx.unflatten(chunk.gate, -2, (size // block, block))
+        until_meeting = mx.flatten(mx.cumprod(gate, axis=-2, reverse=True, inclusive=False), -3, -2)
+        since_meeting = mx.flatten(mx.cumprod(gate, axis=-2), -3, -2)
+        keys = (chunk.key * until_meeting).swapaxes(-1, -2)
+        overlap = mx.where(meets, (chunk.key * since_meeting) @ keys, overlap)
+        readout = mx.where(meets, (chunk.query * since_meeting) @ keys, readout)
+    return overlap, readout
+
+
+def _inverse_of_one_plus(lower: mx.array) -> mx.array:
+    """The inverse of I plus what stands below the diagonal."""
+    if _on_cpu():
+        places = _places(lower.shape[-1])
+        return mx.linalg.tri_inv(mx.where(places.not_earlier, places.diagonal, lower))
+    return _inverse_by_doubling(lower)
+
+
+def _inverse_by_doubling(lower: mx.array) -> mx.array:
+    """The same in products of matrices: from the inverses of blocks on the diagonal to those of blocks twice as long.
+
+    Never by powers of the triangle: with keys alike they grow like binomials and drown the answer.
+    """
+    places = _places(lower.shape[-1])
+    inverse = places.diagonal
+    for block, meets in places.meetings:
+        between = mx.where(meets, lower, 0)
+        inverse = inverse - between if block == 1 else mx.addmm(inverse, inverse @ between, inverse, alpha=-1.0)
+    return inverse
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Fixed patterns over the pairs (i, j) of a square's rows and columns."""
+
+    diagonal: mx.array  # 1 where j = i, else 0
+    not_later: mx.array  # 1 where j ≤ i
+    not_earlier: mx.array  # 1 where j ≥ i
+    meetings: tuple[tuple[int, mx.array], ...]  # per block length 1, 2, 4 …: i in an odd block and j in the one before
+
+
+@cache
+def _places(size: int) -> _Places:
+    index = np.arange(size)
+
+    def meets(block: int) -> mx.array:
+        return mx.array((index[:, None] // block % 2 == 1) & (index[:, None] // block == index // block + 1))
+
+    return _Places(
+        diagonal=mx.array(np.eye(size, dtype=np.float32)),
+        not_later=mx.array(np.tri(size, dtype=np.float32)),
+        not_earlier=mx.array(np.tri(size, dtype=np.float32).T),
+        meetings=tuple((1 << power, meets(1 << power)) for power in range((size - 1).bit_length())),
+    )
+
+
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.cpu)
+
+
+_NAME = "gated_delta_update"
+
+
+def _modules_behind(model: nn.Module) -> Iterator[ModuleType]:
+    """The Python modules that define the model's layers and their base classes."""
+    names = {base.__module__ for layer in model.modules() for base in type(layer).__mro__}
+    return (sys.modules[name] for name in sorted(names))
+
+
+def _holds_the_rule(module: ModuleType) -> bool:
+    return getattr(module, _NAME, None) in (stock.gated_delta_update, gated_delta_update)

@@ -1,0 +1,366 @@
+/* cblas_sgemm, cblas_dgemm and cblas_cgemm for MLX's CPU build: OpenBLAS behind, our own small-batch product in front.
+ *
+ * Bound into the process by weft/blas.py before MLX is loaded; knows nothing of MLX or Python. Everything is forwarded
+ * to a CBLAS opened at run time, except float32 products that a model's layers and its attention make: those run here,
+ * because OpenBLAS packs the weights anew for every call, and because here a row's bits do not depend on its neighbours.
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "pool.h"
+
+#define EXPORT __attribute__((visibility("default")))
+enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
+enum { LANES = 16 };
+
+enum {
+    SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
+    WAKING_WORK = 1 << 19,   /* and from here on a sleeping one, for which the system is asked to wake it */
+    STACK_FLOATS = 1 << 13,  /* rows of a that are packed without asking for memory */
+    PANEL_FLOATS = 1 << 17,  /* rows of a that stay in the second cache level while the weights pass by */
+    MIN_PANEL_ROWS = 48,     /* fewer, and the weights come from memory too often */
+    SHORT_SUM = 256,         /* below, the folding of the lanes costs more than OpenBLAS's packing of many rows */
+    SHORT_SUM_ROWS = 48,
+    COPY_ROWS = 64           /* from here on a strip of b is worth a copy */
+};
+
+/* c (m, n) = alpha * a (m, k) * b + beta * c, where b is (n, k) for the dot kernels and (k, n) for the axpy kernels. */
+struct product {
+    size_t m, n, k;
+    float alpha, beta;
+    const float *a, *b;
+    float *c;
+    size_t a_row, a_column, ldb, ldc; /* the dot kernels want a_column = 1 and rows padded with zeros to whole lanes */
+};
+
+static __attribute__((noinline)) void settle_scaled(const struct product *p, float *c, const float *totals, int count) {
+    if (p->beta == 0.0f) /* then c may hold anything, also NaN */
+        for (int i = 0; i < count; i++) c[i] = p->alpha * totals[i];
+    else
+        for (int i = 0; i < count; i++) c[i] = p->alpha * totals[i] + p->beta * c[i];
+}
+
+static inline __attribute__((always_inline)) void settle(const struct product *p, size_t m, size_t n,
+                                                         const float *totals, int count) {
+    float *c = p->c + m * p->ldc + n;
+    if (p->alpha == 1.0f && p->beta == 0.0f)
+        memcpy(c, totals, (size_t)count * sizeof(float));
+    else
+        settle_scaled(p, c, totals, count);
+}
+
+/* ---- the instruction sets; all of them add in the same order, and those with a fused multiply-add agree bit for bit */
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Four sums of sixteen lanes at once: halves, quarters, pairs, single lanes. */
+static inline __attribute__((always_inline, target("avx512f,fma"))) void avx512_sum4(float *totals, const __m512 *v) {
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x44), _mm512_shuffle_f32x4(v[0], v[1], 0xEE));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x44), _mm512_shuffle_f32x4(v[2], v[3], 0xEE));
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+    sums = _mm512_add_ps(sums, _mm512_shuffle_ps(sums, sums, 0x4E));
+    sums = _mm512_add_ps(sums, _mm512_shuffle_ps(sums, sums, 0xB1));
+    const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(totals, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)));
+}
+
+static inline __attribute__((always_inline, target("avx512f,fma"))) __m512 avx512_load_some(const float *from, int count) {
+    return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+}
+
+#define NAME(x) avx512_##x
+#define TARGET __attribute__((target("avx512f,fma")))
+#define WIDTH 16
+#define VECTOR __m512
+#define LOAD(p) _mm512_loadu_ps(p)
+#define LOAD_SOME(p, count) avx512_load_some(p, count)
+#define STORE(p, v) _mm512_storeu_ps(p, v)
+#define SPREAD(x) _mm512_set1_ps(x)
+#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define SUM4(totals, parts, i) avx512_sum4(totals, parts[0] + (i))
+#define DOT_ROWS 4
+#define DOT_COLUMNS 6
+#define AXPY_ROWS 6
+#define AXPY_VECTORS 4
+#include "kernels.h"
+
+static inline __attribute__((always_inline, target("avx2,fma"))) void avx2_sum4(float *totals, const __m256 *low,
+                                                                                const __m256 *high) {
+    __m256 a8 = _mm256_add_ps(low[0], high[0]), b8 = _mm256_add_ps(low[1], high[1]);
+    __m256 c8 = _mm256_add_ps(low[2], high[2]), d8 = _mm256_add_ps(low[3], high[3]);
+    __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a8, b8, 0x20), _mm256_permute2f128_ps(a8, b8, 0x31));
+    __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c8, d8, 0x20), _mm256_permute2f128_ps(c8, d8, 0x31));
+    __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+    sums = _mm256_add_ps(sums, _mm256_shuffle_ps(sums, sums, 0xB1)); /* a a c c | b b d d */
+    _mm_storeu_ps(totals, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xA));
+}
+
+static inline __attribute__((always_inline, target("avx2,fma"))) __m256 avx2_load_some(const float *from, int count) {
+    const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
+    return _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
+}
+
+#define NAME(x) avx2_##x
+#define TARGET __attribute__((target("avx2,fma")))
+#define WIDTH 8
+#define VECTOR __m256
+#define LOAD(p) _mm256_loadu_ps(p)
+#define LOAD_SOME(p, count) avx2_load_some(p, count)
+#define STORE(p, v) _mm256_storeu_ps(p, v)
+#define SPREAD(x) _mm256_set1_ps(x)
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define SUM4(totals, parts, i) avx2_sum4(totals, parts[0] + (i), parts[1] + (i))
+#define DOT_ROWS 3
+#define DOT_COLUMNS 4
+#define AXPY_ROWS 3
+#define AXPY_VECTORS 4
+#include "kernels.h"
+#endif
+
+typedef float four __attribute__((vector_size(16)));
+
+static inline __attribute__((always_inline)) four plain_load_some(const float *from, int count) {
+    four value = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int lane = 0; lane < 4 && lane < count; lane++) value[lane] = from[lane];
+    return value;
+}
+
+static inline __attribute__((always_inline)) four plain_load(const float *from) {
+    four value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static inline __attribute__((always_inline)) float plain_sum(four a, four b, four c, four d) {
+    four sums = (a + c) + (b + d);
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+#define PLAIN_SUM(parts, i) plain_sum(parts[0][i], parts[1][i], parts[2][i], parts[3][i])
+#define NAME(x) plain_##x
+#define TARGET
+#define WIDTH 4
+#define VECTOR four
+#define LOAD(p) plain_load(p)
+#define LOAD_SOME(p, count) plain_load_some(p, count)
+#define STORE(p, v) memcpy(p, &(v), sizeof(four))
+#define SPREAD(x) ((four){x, x, x, x})
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#define FMA(a, b, c) ((four)vfmaq_f32((float32x4_t)(c), (float32x4_t)(a), (float32x4_t)(b)))
+#else
+#define FMA(a, b, c) ((c) + (a) * (b)) /* never contracted: setup.py says -ffp-contract=off */
+#endif
+#define SUM4(totals, parts, i) \
+    for (int each = 0; each < 4; each++) (totals)[each] = PLAIN_SUM(parts, (i) + each)
+#if defined(__aarch64__)
+#define DOT_ROWS 4
+#define DOT_COLUMNS 6
+#else
+#define DOT_ROWS 3
+#define DOT_COLUMNS 4
+#endif
+#define AXPY_ROWS 3
+#define AXPY_VECTORS 4
+#include "kernels.h"
+
+struct kernels {
+    const char *name;
+    void (*dot)(const struct product *, size_t begin, size_t end);
+    void (*axpy)(const struct product *, size_t begin, size_t end);
+    size_t fast_rows; /* of dot products; with more OpenBLAS is faster (EPYC of family 25, against the same set there) */
+};
+
+static const struct kernels all_kernels[] = {
+#if defined(__x86_64__)
+    {"avx512", avx512_dot_block, avx512_axpy_block, SIZE_MAX},
+    {"avx2", avx2_dot_block, avx2_axpy_block, 12},
+#endif
+    {"plain", plain_dot_block, plain_axpy_block, 8},
+};
+enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
+
+static int can_run(const char *name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (strcmp(name, "avx512") == 0) return __builtin_cpu_supports("avx512f");
+    if (strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+    return strcmp(name, "plain") == 0;
+}
+
+/* ---- what MLX calls */
+
+typedef void sgemm_function(int, int, int, int, int, int, float, const float *, int, const float *, int, float, float *,
+                            int);
+typedef void dgemm_function(int, int, int, int, int, int, double, const double *, int, const double *, int, double,
+                            double *, int);
+typedef void cgemm_function(int, int, int, int, int, int, const void *, const void *, int, const void *, int,
+                            const void *, void *, int);
+
+/* Set by the weft_blas_ functions below before the first product. */
+static struct {
+    sgemm_function *sgemm;
+    dgemm_function *dgemm;
+    cgemm_function *cgemm;
+    const struct kernels *kernels;
+    int is_exact;
+} bound = {.is_exact = 1};
+
+/* Shares a product by columns or rows, `grain` at least to each, with as much company as its size is worth. */
+static void share(work_function *work, const struct product *p, size_t total, size_t grain) {
+    const size_t size = p->n * p->k * ((p->m + 7) / 8), pieces = 4 * (size_t)pool_threads();
+    const size_t chunk = (total + pieces * grain - 1) / (pieces * grain) * grain;
+    if (size < SHARED_WORK)
+        work(p, 0, total);
+    else
+        pool_run(work, p, total, chunk, size >= WAKING_WORK);
+}
+
+static void dot_columns(const void *p, size_t begin, size_t end) { bound.kernels->dot(p, begin, end); }
+static void axpy_columns(const void *p, size_t begin, size_t end) { bound.kernels->axpy(p, begin, end); }
+
+static struct product rows_of(const struct product *whole, size_t begin, size_t end) {
+    struct product part = *whole;
+    part.m = end - begin;
+    part.a += begin * part.a_row;
+    part.c += begin * part.ldc;
+    return part;
+}
+
+static void axpy_rows(const void *whole, size_t begin, size_t end) {
+    struct product part = rows_of(whole, begin, end);
+    bound.kernels->axpy(&part, 0, part.n);
+}
+
+/* The rows of a as the dot kernels want them, each beginning on a cache line. */
+static void pack(const struct product *p, float *packed, size_t width) {
+    for (size_t m = 0; m < p->m; m++, packed += width) {
+        const float *row = p->a + m * p->a_row;
+        if (p->a_column == 1)
+            memcpy(packed, row, p->k * sizeof(float));
+        else
+            for (size_t k = 0; k < p->k; k++) packed[k] = row[k * p->a_column];
+        memset(packed + p->k, 0, (width - p->k) * sizeof(float));
+    }
+}
+
+static void dot_panels(const struct product *p, size_t rows, float *packed, size_t width) {
+    for (size_t m = 0; m < p->m; m += rows) {
+        struct product panel = rows_of(p, m, p->m - m < rows ? p->m : m + rows);
+        pack(&panel, packed, width);
+        panel.a = packed;
+        panel.a_row = width;
+        panel.a_column = 1;
+        share(dot_columns, &panel, panel.n, 6);
+    }
+}
+
+static int dot_product(const struct product *p) {
+    const size_t width = (p->k + LANES - 1) / LANES * LANES;
+    const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
+    const size_t rows = p->m < most ? p->m : most;
+    if (rows * width <= STACK_FLOATS) {
+        float packed[STACK_FLOATS] __attribute__((aligned(64)));
+        dot_panels(p, rows, packed, width);
+        return 1;
+    }
+    void *packed;
+    if (posix_memalign(&packed, 64, rows * width * sizeof(float)) != 0) return 0;
+    dot_panels(p, rows, packed, width);
+    free(packed);
+    return 1;
+}
+
+static int axpy_product(const struct product *p) {
+    if (p->n / 64 >= 2 * (size_t)pool_threads() || p->m < 12)
+        share(axpy_columns, p, p->n, 64);
+    else
+        share(axpy_rows, p, p->m, 6); /* many rows and few columns, as in attention over a prompt */
+    return 1;
+}
+
+static int is_faster_elsewhere(const struct product *p) {
+    return p->m > bound.kernels->fast_rows || (p->k < SHORT_SUM && p->m > SHORT_SUM_ROWS);
+}
+
+/* Computes c = a b, or c = a b^T if b is turned; 0 if that is left to the library behind. */
+static int computed_here(struct product p, int is_b_turned) {
+    if (!bound.is_exact && is_b_turned && is_faster_elsewhere(&p)) return 0;
+    if (p.n == 1 && !is_b_turned && p.ldb == 1) { /* a column is also a row */
+        is_b_turned = 1;
+        p.ldb = p.k;
+    }
+    if (p.n == 1 && is_b_turned && p.ldc == 1 && p.a_column == 1) { /* weights by a vector: the same sums from the other side */
+        struct product turned = {1, p.m, p.k, p.alpha, p.beta, p.b, p.a, p.c, p.k, 1, p.a_row, p.m};
+        return dot_product(&turned);
+    }
+    return is_b_turned ? dot_product(&p) : axpy_product(&p);
+}
+
+static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {
+    return order == ROW_MAJOR && (trans_a == NO_TRANS || trans_a == TRANS) &&
+           (trans_b == NO_TRANS || trans_b == TRANS) && m > 0 && n > 0 && k > 0;
+}
+
+EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
+                        const float *b, int ldb, float beta, float *c, int ldc) {
+    const size_t a_row = trans_a == TRANS ? 1 : (size_t)lda, a_column = trans_a == TRANS ? (size_t)lda : 1;
+    const struct product p = {(size_t)m, (size_t)n, (size_t)k, alpha,    beta,        a,
+                              b,         c,         a_row,     a_column, (size_t)ldb, (size_t)ldc};
+    if (!is_plain(order, trans_a, trans_b, m, n, k) || !computed_here(p, trans_b == TRANS))
+        bound.sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+EXPORT void cblas_dgemm(int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double *a, int lda,
+                        const double *b, int ldb, double beta, double *c, int ldc) {
+    bound.dgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+EXPORT void cblas_cgemm(int order, int trans_a, int trans_b, int m, int n, int k, const void *alpha, const void *a,
+                        int lda, const void *b, int ldb, const void *beta, void *c, int ldc) {
+    bound.cgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+/* ---- what weft/blas.py calls */
+
+static void *find(void *library, const char *name) {
+    char prefixed[64] = "scipy_"; /* as the OpenBLAS that PyPI carries spells them */
+    void *symbol = dlsym(library, strcat(prefixed, name));
+    return symbol != NULL ? symbol : dlsym(library, name);
+}
+
+/* Chooses the kernels of this name, or the first this machine can run; 0 if it can not. */
+EXPORT int weft_blas_kernels(const char *name) {
+    for (int i = 0; i < NUM_KERNELS; i++) {
+        if (name != NULL && strcmp(name, all_kernels[i].name) != 0) continue;
+        if (!can_run(all_kernels[i].name)) continue;
+        bound.kernels = &all_kernels[i];
+        return 1;
+    }
+    return 0;
+}
+
+/* On: every product is computed here whatever its number of rows. Off: where OpenBLAS is faster, it is asked. */
+EXPORT void weft_blas_exact(int is_exact) { bound.is_exact = is_exact; }
+
+EXPORT void weft_blas_threads(int threads) { pool_set_threads(threads); }
+
+/* Opens the CBLAS to forward to; 0 if it can not be loaded or lacks one of the three products. */
+EXPORT int weft_blas_open(const char *path) {
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) return 0;
+    sgemm_function *sgemm = (sgemm_function *)find(library, "cblas_sgemm");
+    dgemm_function *dgemm = (dgemm_function *)find(library, "cblas_dgemm");
+    cgemm_function *cgemm = (cgemm_function *)find(library, "cblas_cgemm");
+    if (sgemm == NULL || dgemm == NULL || cgemm == NULL) return 0;
+    if (bound.sgemm == NULL && pthread_atfork(NULL, NULL, pool_after_fork) != 0) return 0;
+    bound.sgemm = sgemm;
+    bound.dgemm = dgemm;
+    bound.cgemm = cgemm;
+    return weft_blas_kernels(NULL);
+}

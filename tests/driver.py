@@ -1,0 +1,93 @@
+"""Drives an engine turn by turn for tests: who is submitted when, and every logit it decided on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from weft.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.sequence import Sequence
+from weft.model.adapter import Adapter, Way
+from weft.model.loader import load
+from weft.wire import Sampling
+
+SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16)
+
+
+class Clock:
+    """A clock that only moves when told, or by a fixed tick at each look."""
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now = 0.0
+        self.tick = tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@dataclasses.dataclass
+class Run:
+    """An engine under test, with the logits of every token it gave."""
+
+    adapter: Adapter
+    config: EngineConfig = SMALL
+    keep_logits: bool = False
+    clock: Callable[[], float] = dataclasses.field(default_factory=lambda: Clock(tick=1.0))  # every slice is one layer
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.adapter, self.config, self.clock)
+        self.logits: dict[int, list[np.ndarray]] = {}
+
+    def submit(self, prompt: list[int], tokens: int, **sampling: object) -> Sequence:
+        """Queue a prompt that answers with `tokens` tokens unless told otherwise."""
+        return self.engine.submit(prompt, Sampling(**{"max_tokens": tokens, "ignore_eos": True, **sampling}))  # type: ignore[arg-type]
+
+    def turn(self) -> None:
+        """One turn, its logits kept."""
+        if not self.config.pipelined and self.keep_logits:
+            raise AssertionError("logits are kept from the pipelined turn")
+        self.engine.turn()
+        step = self.engine.pending
+        if self.keep_logits and step is not None:
+            rows = np.array(step.logits.astype(mx.float32))
+            for sequence, row in zip(step.sequences, rows, strict=True):
+                self.logits.setdefault(sequence.id, []).append(row)
+
+    def finish(self) -> None:
+        """Turn until nothing is left; nothing may stay behind."""
+        for _ in range(100_000):
+            if self.engine.idle:
+                break
+            self.turn()
+        assert self.engine.idle
+        assert self.engine.runner.pool.slabs == []
+        assert self.engine.runner.pool.tables == {}
+
+    def logits_of(self, sequence: Sequence) -> np.ndarray:
+        """(tokens, V) the logits that decided each token of an answer."""
+        return np.stack(self.logits[sequence.id][: len(sequence.output)])
+
+
+def adapter_for(folder: Path, way: Way | None = None) -> Adapter:
+    """A model folder, loaded by the real loader."""
+    return Adapter(load(folder), way=way)
+
+
+def answers(adapter: Adapter, prompts: Iterable[list[int]], tokens: int, config: EngineConfig = SMALL) -> list[list[int]]:
+    """Greedy answers of prompts that are submitted together."""
+    run = Run(adapter, config)
+    sequences = [run.submit(prompt, tokens) for prompt in prompts]
+    run.finish()
+    return [sequence.output for sequence in sequences]
+
+
+def random_prompts(vocab_size: int, lengths: Iterable[int], seed: int = 0) -> list[list[int]]:
+    """Prompts of these lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, length).tolist() for length in lengths]

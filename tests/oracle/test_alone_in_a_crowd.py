@@ -1,0 +1,162 @@
+"""The promise, for every architecture of the zoo: a row's tokens and logits do not depend on who else runs.
+
+Each model is a tiny random checkpoint saved to disk and brought up by the real loader. The first referee is mlx-lm's own
+single-stream loop; after that our own solo run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts
+from weft.model.adapter import Adapter
+from zoo import ARCHITECTURES, VOCABULARY, greedy
+
+Build = Callable[[str], Adapter]
+each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+
+SUBJECTS = random_prompts(VOCABULARY, (21, 7, 40), seed=1)
+NEIGHBOURS = random_prompts(VOCABULARY, (33, 1, 60, 2, 18, 5, 27), seed=2)
+TOKENS = 26  # with a window of 12, crossed several times
+
+
+@pytest.fixture(scope="module")
+def build(checkpoint: Callable[[str], Path]) -> Build:
+    def make(name: str) -> Adapter:
+        adapter = adapter_for(checkpoint(name))
+        adapter.context_length = 4096  # some configs are tiny here, to switch their rope scaling on
+        return adapter
+
+    return functools.cache(make)
+
+
+@pytest.fixture(scope="module")
+def solo(build: Build) -> Callable[[str], list[tuple[list[int], np.ndarray]]]:
+    """A function from a name to what each of SUBJECTS answers alone, with logits."""
+    return functools.cache(lambda name: [_solo(build(name), prompt) for prompt in SUBJECTS])
+
+
+def _solo(adapter: Adapter, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+    run = Run(adapter, keep_logits=True)
+    sequence = run.submit(prompt, TOKENS)
+    run.finish()
+    return sequence.output, run.logits_of(sequence)
+
+
+Solo = Callable[[str], list[tuple[list[int], np.ndarray]]]
+
+
+@each_architecture
+def test_alone_equals_mlx_lm(build: Build, solo: Solo, name: str) -> None:
+    model = build(name).model
+
+    expected = [greedy(model, prompt, TOKENS)[0] for prompt in SUBJECTS]  # type: ignore[arg-type]
+
+    assert [tokens for tokens, _ in solo(name)] == expected
+
+
+@each_architecture
+@pytest.mark.parametrize("others", [1, 3, 7])
+def test_neighbours_change_neither_tokens_nor_a_single_bit_of_the_logits(
+    build: Build, solo: Solo, name: str, others: int
+) -> None:
+    run = Run(build(name), keep_logits=True)
+    subject = run.submit(SUBJECTS[0], TOKENS)
+    for index, prompt in enumerate(NEIGHBOURS[:others]):
+        run.submit(prompt, 3 + 5 * index)  # they leave one after the other
+    run.finish()
+
+    tokens, logits = solo(name)[0]
+    assert subject.output == tokens
+    assert np.array_equal(run.logits_of(subject), logits)
+
+
+@each_architecture
+def test_joining_in_mid_stream_changes_nobody(build: Build, solo: Solo, name: str) -> None:
+    run = Run(build(name), keep_logits=True)
+    first = run.submit(SUBJECTS[0], TOKENS)
+    while len(first.output) < 5:
+        run.turn()
+    second = run.submit(SUBJECTS[1], TOKENS)
+    while len(second.output) < 4:
+        run.turn()
+    third = run.submit(SUBJECTS[2], TOKENS)
+    run.finish()
+
+    for sequence, (tokens, logits) in zip((first, second, third), solo(name), strict=True):
+        assert sequence.output == tokens
+        assert np.array_equal(run.logits_of(sequence), logits)
+
+
+@each_architecture
+def test_fifty_random_joins_and_leaves_change_nobody(build: Build, solo: Solo, name: str) -> None:
+    rng = np.random.default_rng(3)
+    run = Run(build(name))
+    live, done, events = [], [], 0
+    while events < 50:
+        if len(live) < 6 and rng.random() < 0.6:
+            which = int(rng.integers(len(SUBJECTS)))
+            live.append((which, run.submit(SUBJECTS[which], int(rng.integers(2, TOKENS + 1)))))
+            events += 1
+        elif live and rng.random() < 0.3:
+            run.engine.cancel(live[int(rng.integers(len(live)))][1])
+        for _ in range(int(rng.integers(1, 4))):
+            run.turn()
+        left = [entry for entry in live if entry[1].is_finished]
+        done += left
+        events += len(left)
+        live = [entry for entry in live if not entry[1].is_finished]
+    run.finish()
+
+    assert len(done) >= 15
+    for which, sequence in done + live:
+        assert sequence.output == solo(name)[which][0][: len(sequence.output)]
+    assert sum(len(sequence.output) for _, sequence in done + live) > 100
+
+
+@each_architecture
+def test_chunked_prefill_gives_the_tokens_of_a_whole_one(build: Build, name: str) -> None:
+    whole = answers(build(name), SUBJECTS, 12, dataclasses.replace(SMALL, chunk_tokens=4096))
+
+    for chunk_tokens in (5, 16):
+        assert answers(build(name), SUBJECTS, 12, dataclasses.replace(SMALL, chunk_tokens=chunk_tokens)) == whole
+
+
+@each_architecture
+def test_interrupting_a_prefill_at_every_layer_changes_no_bit(build: Build, solo: Solo, name: str) -> None:
+    run = Run(build(name), keep_logits=True, clock=Clock())  # time stands still: a chunk is never interrupted
+    neighbour = run.submit(NEIGHBOURS[0], 60)
+    while len(neighbour.output) < 2:
+        run.turn()
+    subject = run.submit(SUBJECTS[2], TOKENS)
+    run.finish()
+
+    tokens, logits = solo(name)[2]
+    assert subject.output == tokens
+    assert np.array_equal(run.logits_of(subject), logits)
+
+
+@each_architecture
+def test_pipelined_turns_give_the_tokens_of_plain_ones(build: Build, solo: Solo, name: str) -> None:
+    plain = answers(build(name), SUBJECTS, TOKENS, dataclasses.replace(SMALL, pipelined=False))
+
+    assert plain == [tokens for tokens, _ in solo(name)]
+
+
+@each_architecture
+def test_every_way_of_holding_a_row_gives_the_same_tokens(build: Build, solo: Solo, name: str) -> None:
+    adapter = build(name)
+    kept = adapter.way
+
+    try:
+        for way in {"seam", "plain", "alone"} - adapter.refused.keys():
+            adapter.way = way  # type: ignore[assignment]
+            assert answers(adapter, SUBJECTS, TOKENS) == [tokens for tokens, _ in solo(name)], way
+    finally:
+        adapter.way = kept

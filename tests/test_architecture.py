@@ -1,0 +1,108 @@
+"""The house is built as drawn: imports are read from the source and compared with the picture."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "weft"
+
+# The picture of docs/architecture.md: each room, and the rooms it may use. Nothing imports upward.
+SHARED = {"errors", "config", "wire", "blas"}
+MAY_USE: dict[str, set[str]] = {
+    "errors": set(),
+    "wire": {"errors"},
+    "config": {"errors"},
+    "blas": {"errors"},
+    "cache": SHARED,
+    "model": SHARED | {"cache"},
+    "engine": SHARED | {"cache", "model"},
+    "chat": SHARED,
+    "llm": SHARED | {"chat", "engine", "model"},
+    "cli": SHARED | {"llm", "chat", "__init__"},
+    "__init__": {"wire", "llm"},
+    "__main__": {"cli"},
+}
+# Whoever is imported by the front, or must be testable without a device.
+WITHOUT_MLX = [
+    "weft",
+    "weft.wire",
+    "weft.config",
+    "weft.errors",
+    "weft.blas",
+    "weft.cli.main",
+    "weft.chat.tokenizer",
+    "weft.chat.template",
+    "weft.engine.scheduler",
+    "weft.engine.sequence",
+    "weft.engine.plan",
+    "weft.model",
+    "weft.model.resolve",
+]
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    """Dotted names of everything a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import():
+                names |= {alias.name for alias in node.names}
+            case ast.ImportFrom(level=0, module=str(module)):
+                names.add(module)
+                names |= {f"{module}.{alias.name}" for alias in node.names if module == "weft"}
+            case ast.ImportFrom():
+                raise AssertionError(f"{path}: imports are written in full, not relative")
+    return names
+
+
+def _rooms_used(path: Path) -> set[str]:
+    used = set()
+    for name in _imports(path):
+        parts = name.split(".")
+        if parts[0] != "weft":
+            continue
+        room = parts[1] if len(parts) > 1 else None
+        if room is None:
+            continue  # `from weft import x` is listed as weft.x as well
+        used.add(room if (SOURCE / room).exists() or (SOURCE / f"{room}.py").exists() else "__init__")
+    return used
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_uses_only_the_rooms_below_it(path: Path) -> None:
+    room = _room(path)
+
+    assert _rooms_used(path) - {room} <= MAY_USE[room]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_only_the_model_room_imports_mlx_lm(path: Path) -> None:
+    uses = any(name.split(".")[0] == "mlx_lm" for name in _imports(path))
+
+    assert not uses or _room(path) == "model"
+
+
+@pytest.mark.parametrize("module", WITHOUT_MLX)
+def test_importing_it_does_not_load_mlx(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(any(name.split('.')[0] == 'mlx' for name in sys.modules))"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_reader_of_imports_sees_an_upward_import(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text("def later():\n    from weft.engine import engine\n    from weft import llm\n")
+
+    assert _rooms_used(file) == {"engine", "llm"}
