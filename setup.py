@@ -13,7 +13,7 @@ blas = Extension(
     sources=["src/weft/native/sgemm.c"],
     depends=["src/weft/native/kernels.h", "src/weft/native/pool.h"],
     # No contraction, no fast math: the order of the additions is ours, and a row's bits depend on it.
-    extra_compile_args=["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden"],
+    extra_compile_args=["-O3", "-g0", "-std=gnu11", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden"],
     libraries=["dl", "pthread"],
     optional=True,
 )

@@ -38,6 +38,7 @@ def logits_of(adapter: Adapter, config: EngineConfig, subject: list[int], crowd:
 def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
     """Compare alone with three crowds; print what was found."""
     adapter = Adapter(loaded)
+    print(f"{name}: {adapter.way} way, refused {adapter.refused}")
     rng = random.Random(0)
     vocab = loaded.vocab_size - 1
     prompts = [[rng.randrange(vocab) for _ in range(rng.choice([2, 9, 60, 200]))] for _ in range(40)]

@@ -60,13 +60,13 @@ class LLM:
         self,
         model: str = "smollm2",
         *,
-        exact: bool | None = None,
+        exact: bool = False,
         config: EngineConfig | None = None,
         progress: bool = False,
     ) -> None:
         self.device = device_in_use()
         folder = resolve(model, quantized=self.device != "cpu", progress=progress)
-        self.config = config or EngineConfig.for_device(self.device, exact=exact)
+        self.config = config or EngineConfig.for_device(self.device, exact=exact, row_invariant=BLAS.skinny)
         self.tokenizer = Tokenizer(folder)
         self.template = ChatTemplate.of(folder)
         self.loaded = load(folder)

@@ -169,8 +169,8 @@ static void pool_run(work_function *work, const void *subject, size_t total, siz
     pthread_mutex_unlock(&pool.caller);
 }
 
-static void pool_set_threads(int threads) {
-    atomic_store(&pool.threads, threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads);
+static int pool_set_threads(int threads) {
+    return atomic_exchange(&pool.threads, threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads);
 }
 
 /* A forked child has none of our threads: it begins with an empty pool and hires its own. */

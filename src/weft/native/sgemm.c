@@ -1,8 +1,9 @@
-/* cblas_sgemm, cblas_dgemm and cblas_cgemm for MLX's CPU build: OpenBLAS behind, our own small-batch product in front.
+/* cblas_sgemm, cblas_dgemm and cblas_cgemm for MLX's CPU build: our own float32 product, OpenBLAS for the rest.
  *
- * Bound into the process by weft/blas.py before MLX is loaded; knows nothing of MLX or Python. Everything is forwarded
- * to a CBLAS opened at run time, except float32 products that a model's layers and its attention make: those run here,
- * because OpenBLAS packs the weights anew for every call, and because here a row's bits do not depend on its neighbours.
+ * Bound into the process by weft/blas.py before MLX is loaded; knows nothing of MLX or Python. float32 is computed here
+ * because OpenBLAS packs the weights anew for every call, which costs a small batch twice its time, and because here a
+ * row's bits depend on that row and the weights alone, not on how many rows there are. What is not ours is forwarded to
+ * a CBLAS opened at run time.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -52,13 +53,16 @@ static inline __attribute__((always_inline)) void settle(const struct product *p
         settle_scaled(p, c, totals, count);
 }
 
-/* ---- the instruction sets; all of them add in the same order, and those with a fused multiply-add agree bit for bit */
+/* ---- the instruction sets: all add in the same order, and those with a fused multiply-add agree bit for bit */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#define AVX512 __attribute__((target("avx512f,fma")))
+#define AVX2 __attribute__((target("avx2,fma")))
+
 /* Four sums of sixteen lanes at once: halves, quarters, pairs, single lanes. */
-static inline __attribute__((always_inline, target("avx512f,fma"))) void avx512_sum4(float *totals, const __m512 *v) {
+AVX512 static inline __attribute__((always_inline)) void avx512_sum4(float *totals, const __m512 *v) {
     __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x44), _mm512_shuffle_f32x4(v[0], v[1], 0xEE));
     __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x44), _mm512_shuffle_f32x4(v[2], v[3], 0xEE));
     __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
@@ -68,12 +72,12 @@ static inline __attribute__((always_inline, target("avx512f,fma"))) void avx512_
     _mm_storeu_ps(totals, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)));
 }
 
-static inline __attribute__((always_inline, target("avx512f,fma"))) __m512 avx512_load_some(const float *from, int count) {
+AVX512 static inline __attribute__((always_inline)) __m512 avx512_load_some(const float *from, int count) {
     return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
 }
 
 #define NAME(x) avx512_##x
-#define TARGET __attribute__((target("avx512f,fma")))
+#define TARGET AVX512
 #define WIDTH 16
 #define VECTOR __m512
 #define LOAD(p) _mm512_loadu_ps(p)
@@ -88,8 +92,8 @@ static inline __attribute__((always_inline, target("avx512f,fma"))) __m512 avx51
 #define AXPY_VECTORS 4
 #include "kernels.h"
 
-static inline __attribute__((always_inline, target("avx2,fma"))) void avx2_sum4(float *totals, const __m256 *low,
-                                                                                const __m256 *high) {
+AVX2 static inline __attribute__((always_inline)) void avx2_sum4(float *totals, const __m256 *low,
+                                                                   const __m256 *high) {
     __m256 a8 = _mm256_add_ps(low[0], high[0]), b8 = _mm256_add_ps(low[1], high[1]);
     __m256 c8 = _mm256_add_ps(low[2], high[2]), d8 = _mm256_add_ps(low[3], high[3]);
     __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a8, b8, 0x20), _mm256_permute2f128_ps(a8, b8, 0x31));
@@ -99,13 +103,13 @@ static inline __attribute__((always_inline, target("avx2,fma"))) void avx2_sum4(
     _mm_storeu_ps(totals, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xA));
 }
 
-static inline __attribute__((always_inline, target("avx2,fma"))) __m256 avx2_load_some(const float *from, int count) {
+AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some(const float *from, int count) {
     const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
     return _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
 }
 
 #define NAME(x) avx2_##x
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET AVX2
 #define WIDTH 8
 #define VECTOR __m256
 #define LOAD(p) _mm256_loadu_ps(p)
@@ -172,7 +176,7 @@ struct kernels {
     const char *name;
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
-    size_t fast_rows; /* of dot products; with more OpenBLAS is faster (EPYC of family 25, against the same set there) */
+    size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
 static const struct kernels all_kernels[] = {
@@ -295,7 +299,7 @@ static int computed_here(struct product p, int is_b_turned) {
         is_b_turned = 1;
         p.ldb = p.k;
     }
-    if (p.n == 1 && is_b_turned && p.ldc == 1 && p.a_column == 1) { /* weights by a vector: the same sums from the other side */
+    if (p.n == 1 && is_b_turned && p.ldc == 1 && p.a_column == 1) { /* weights by a vector: seen from the other side */
         struct product turned = {1, p.m, p.k, p.alpha, p.beta, p.b, p.a, p.c, p.k, 1, p.a_row, p.m};
         return dot_product(&turned);
     }
@@ -316,8 +320,8 @@ EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k
         bound.sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
-EXPORT void cblas_dgemm(int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double *a, int lda,
-                        const double *b, int ldb, double beta, double *c, int ldc) {
+EXPORT void cblas_dgemm(int order, int trans_a, int trans_b, int m, int n, int k, double alpha, const double *a,
+                        int lda, const double *b, int ldb, double beta, double *c, int ldc) {
     bound.dgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
@@ -348,7 +352,8 @@ EXPORT int weft_blas_kernels(const char *name) {
 /* On: every product is computed here whatever its number of rows. Off: where OpenBLAS is faster, it is asked. */
 EXPORT void weft_blas_exact(int is_exact) { bound.is_exact = is_exact; }
 
-EXPORT void weft_blas_threads(int threads) { pool_set_threads(threads); }
+/* Returns how many there were before. */
+EXPORT int weft_blas_threads(int threads) { return pool_set_threads(threads); }
 
 /* Opens the CBLAS to forward to; 0 if it can not be loaded or lacks one of the three products. */
 EXPORT int weft_blas_open(const char *path) {

@@ -1,0 +1,309 @@
+"""The CPU matrix product: right, the same for a row in any company, and really bound into MLX."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import weft.blas
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on macOS MLX brings its own BLAS")
+
+Array = NDArray[np.float32]
+ROW_MAJOR, COLUMN_MAJOR, NO_TRANS, TRANS = 101, 102, 111, 112
+KERNELS = ("avx512", "avx2", "plain")
+SHAPES = [  # m, n, k: around the tiles, the lanes, the panels, and the sizes from which threads are asked
+    (2, 1, 1), (3, 6, 15), (5, 7, 16), (4, 12, 17), (7, 13, 31), (9, 64, 64), (16, 100, 128), (33, 50, 576),
+    (17, 192, 576), (6, 1536, 576), (12, 300, 1000), (130, 66, 1536), (300, 70, 64), (8, 512, 300),
+]  # fmt: skip
+
+
+@pytest.fixture
+def library() -> Iterator[ctypes.CDLL]:
+    """Our library, opened; its settings are put back afterwards."""
+    path, backend = weft.blas.compiled_library(), weft.blas.packaged_openblas()
+    if path is None or backend is None:
+        pytest.skip("weft was installed without a C compiler or without scipy-openblas32")
+    own = ctypes.CDLL(str(path))
+    assert own.weft_blas_open(backend.encode())
+    threads = own.weft_blas_threads(2)
+    yield own
+    own.weft_blas_kernels(None)
+    own.weft_blas_exact(1)
+    own.weft_blas_threads(threads)
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+def sgemm_of(library: ctypes.CDLL, name: str = "cblas_sgemm") -> Callable[..., None]:
+    function = getattr(library, name)
+    whole, real, address = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+    function.argtypes = [whole] * 6 + [real, address, whole, address, whole, real, address, whole]
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+def multiply(library: ctypes.CDLL, a: Array, b: Array, *, turned: bool, name: str = "cblas_sgemm") -> Array:
+    """a b, or a b^T if b is turned, with memory as MLX hands it over."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    (m, k), n = a.shape, b.shape[0] if turned else b.shape[1]
+    c = np.full((m, n), np.nan, np.float32)  # beta = 0 must not read this
+    trans = TRANS if turned else NO_TRANS
+    sgemm = sgemm_of(library, name)
+    sgemm(ROW_MAJOR, NO_TRANS, trans, m, n, k, 1, a.ctypes.data, k, b.ctypes.data, b.shape[1], 0, c.ctypes.data, n)
+    return c
+
+
+def matrices(random: np.random.Generator, m: int, n: int, k: int, turned: bool) -> tuple[Array, Array]:
+    a = random.standard_normal((m, k), np.float32)
+    return a, random.standard_normal((n, k) if turned else (k, n), np.float32)
+
+
+def assert_close(c: Array, a: Array, b: Array) -> None:
+    exact = a.astype(np.float64) @ b
+    np.testing.assert_allclose(c, exact, rtol=0, atol=2e-6 * a.shape[1] ** 0.5 * 4)
+
+
+def available(library: ctypes.CDLL) -> list[str]:
+    return [name for name in KERNELS if library.weft_blas_kernels(name.encode())]
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_row_has_the_same_bits_in_any_company(
+    library: ctypes.CDLL, random: np.random.Generator, kernel: str, turned: bool
+) -> None:
+    if not library.weft_blas_kernels(kernel.encode()):
+        pytest.skip(f"this machine can not run {kernel}")
+    for m, n, k in SHAPES:
+        a, b = matrices(random, m, n, k, turned)
+        together = multiply(library, a, b, turned=turned)
+        assert_close(together, a, b.T if turned else b)
+
+        for row in random.choice(m, min(m, 8), replace=False):
+            alone = multiply(library, a[row : row + 1], b, turned=turned)
+            assert alone.tobytes() == together[row : row + 1].tobytes(), (m, n, k, row)
+        for size in {2, 3, 5, m // 2, m - 1} & set(range(1, m)):
+            rows = random.choice(m, size, replace=False)
+            assert multiply(library, a[rows], b, turned=turned).tobytes() == together[rows].tobytes(), (m, n, k, size)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_the_number_of_threads_does_not_change_the_bits(library: ctypes.CDLL, random: np.random.Generator, turned: bool) -> None:
+    for m, n, k in SHAPES:
+        a, b = matrices(random, m, n, k, turned)
+        results = set()
+        for threads in (1, 2, 3):
+            library.weft_blas_threads(threads)
+            results.add(multiply(library, a, b, turned=turned).tobytes())
+
+        assert len(results) == 1, (m, n, k)
+
+
+@pytest.mark.parametrize("turned", [True, False])
+def test_kernels_with_a_fused_multiply_add_agree_bit_for_bit(
+    library: ctypes.CDLL, random: np.random.Generator, turned: bool
+) -> None:
+    fused = [name for name in available(library) if name != "plain"]
+    if len(fused) < 2:
+        pytest.skip("this machine has only one of them")
+    for m, n, k in SHAPES:
+        a, b = matrices(random, m, n, k, turned)
+        results = set()
+        for name in fused:
+            library.weft_blas_kernels(name.encode())
+            results.add(multiply(library, a, b, turned=turned).tobytes())
+
+        assert len(results) == 1, (m, n, k)
+
+
+def test_masked_positions_at_the_end_do_not_change_the_bits_of_attention(
+    library: ctypes.CDLL, random: np.random.Generator
+) -> None:
+    for rows, length, padded in [(1, 17, 32), (3, 100, 101), (1, 300, 512), (64, 70, 200)]:
+        probabilities, values = matrices(random, rows, 64, padded, turned=False)
+        probabilities[:, length:] = 0
+
+        short = multiply(library, probabilities[:, :length], values[:length], turned=False)
+        assert multiply(library, probabilities, values, turned=False).tobytes() == short.tobytes()
+
+
+def test_scales_strides_and_turned_rows_are_honoured(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    m, n, k = 5, 21, 37
+    sgemm = sgemm_of(library)
+    for turned in (True, False):
+        a, b = matrices(random, m, n, k, turned)
+        wide = random.standard_normal((b.shape[0], b.shape[1] + 5), np.float32)
+        wide[:, : b.shape[1]] = b
+        upright = np.ascontiguousarray(a.T)  # (k, m), read as its transpose
+        c = random.standard_normal((m, n + 3), np.float32)
+        before = c.copy()
+        sgemm(ROW_MAJOR, TRANS, TRANS if turned else NO_TRANS, m, n, k, 0.5, upright.ctypes.data, m,
+              wide.ctypes.data, b.shape[1] + 5, 2, c.ctypes.data, n + 3)  # fmt: skip
+
+        product = a.astype(np.float64) @ (b.T if turned else b)
+        np.testing.assert_allclose(c[:, :n], 0.5 * product + 2 * before[:, :n], atol=1e-4)
+        assert c[:, n:].tobytes() == before[:, n:].tobytes()
+
+
+def test_weights_by_a_vector_have_the_bits_of_a_vector_by_weights(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    weights, vector = matrices(random, 70, 1, 100, turned=False)
+
+    column = multiply(library, weights, vector, turned=False)
+    assert column.tobytes() == multiply(library, vector.T, weights, turned=True).tobytes()
+
+
+def test_what_is_not_ours_is_forwarded(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    a, b = matrices(random, 4, 6, 5, turned=False)
+    c = np.zeros((4, 6), np.float32)
+    sgemm_of(library)(COLUMN_MAJOR, NO_TRANS, NO_TRANS, 6, 4, 5, 1, b.ctypes.data, 6, a.ctypes.data, 5, 0,
+                      c.ctypes.data, 6)  # fmt: skip
+    assert_close(c, a, b)
+
+    address, whole = ctypes.c_void_p, ctypes.c_int
+    for name, kind in (("cblas_dgemm", np.float64), ("cblas_cgemm", np.complex64)):
+        x, y = a.astype(kind), b.astype(kind) * kind(2)
+        z = np.zeros((4, 6), kind)
+        one, zero = np.ones(1, kind), np.zeros(1, kind)
+        scale: Any = ctypes.c_double if kind is np.float64 else address
+        function = getattr(library, name)
+        function.argtypes = [whole] * 6 + [scale, address, whole, address, whole, scale, address, whole]
+        alpha, beta = (1.0, 0.0) if kind is np.float64 else (one.ctypes.data, zero.ctypes.data)
+        function(ROW_MAJOR, NO_TRANS, NO_TRANS, 4, 6, 5, alpha, x.ctypes.data, 5, y.ctypes.data, 6, beta,
+                 z.ctypes.data, 6)  # fmt: skip
+        np.testing.assert_allclose(z, x @ y, atol=1e-5)
+
+
+def test_without_exactness_the_faster_library_is_asked(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    a, b = matrices(random, 100, 200, 64, turned=True)
+    openblas = ctypes.CDLL(weft.blas.packaged_openblas() or "")
+    theirs = multiply(openblas, a, b, turned=True, name="scipy_cblas_sgemm")
+    ours = multiply(library, a, b, turned=True)
+    library.weft_blas_exact(0)
+
+    assert multiply(library, a, b, turned=True).tobytes() == theirs.tobytes()
+    assert ours.tobytes() == np.concatenate([multiply(library, row[None], b, turned=True) for row in a]).tobytes()
+
+
+def test_callers_at_the_same_time_all_get_the_right_answer(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    a, b = matrices(random, 4, 1200, 600, turned=True)
+    expected = multiply(library, a, b, turned=True).tobytes()
+    wrong: list[int] = []
+
+    def call() -> None:
+        wrong.extend(i for i in range(30) if multiply(library, a, b, turned=True).tobytes() != expected)
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+
+    assert wrong == []
+
+
+FORK = """
+import ctypes, os, sys
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+import test_blas, weft.blas
+library = ctypes.CDLL(str(weft.blas.compiled_library()))
+assert library.weft_blas_open(weft.blas.packaged_openblas().encode())
+library.weft_blas_threads(3)
+a, b = test_blas.matrices(np.random.default_rng(1), 4, 1200, 600, True)
+before = test_blas.multiply(library, a, b, turned=True).tobytes()
+child = os.fork()
+after = test_blas.multiply(library, a, b, turned=True).tobytes()
+if child == 0:
+    os._exit(int(before != after))
+assert os.waitpid(child, 0)[1] == 0 and before == after
+print("both")
+"""
+
+
+def test_a_forked_child_computes_and_the_process_ends(library: ctypes.CDLL) -> None:
+    assert run(FORK, str(Path(__file__).parent), flags=["-W", "ignore"]) == ["both"]
+    assert library
+
+
+def run(code: str, *arguments: str, flags: list[str] | None = None, path: Path | None = None) -> list[str]:
+    """The lines a fresh Python prints; fails if it fails or does not end."""
+    source = path or Path(weft.blas.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    command = [sys.executable, *(flags or []), "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+TIMED = """
+import sys, time
+import weft.blas
+report = weft.blas.bind() if sys.argv[1] == "bound" else None
+import mlx.core as mx
+a, b = mx.random.normal((512, 512)), mx.random.normal((512, 512))
+mx.eval(a, b)
+seconds = []
+for _ in range(5):
+    start = time.perf_counter()
+    mx.eval(a @ b.T)
+    seconds.append(time.perf_counter() - start)
+print(min(seconds))
+print(weft.blas.library_of("cblas_sgemm"))
+if report:
+    print(report.path, report.skinny, report.warning)
+    print(weft.blas.bind().path)
+    rows = [a[:size] @ b.T for size in (1, 2, 7, 33)]
+    print(all(mx.array_equal(row[0], (a @ b.T)[0]).item() for row in rows))
+"""
+
+
+def test_mlx_computes_with_what_was_bound(library: ctypes.CDLL) -> None:
+    stock = run(TIMED, "stock")
+    bound = run(TIMED, "bound")
+    path = str(weft.blas.compiled_library())
+
+    assert stock[1] == "None"
+    assert bound[1:] == [path, f"{path} True None", path, "True"]
+    assert float(stock[0]) / float(bound[0]) >= 5
+    assert library
+
+
+def test_binding_after_mlx_does_nothing_and_says_so() -> None:
+    code = "import mlx.core, weft.blas; report = weft.blas.bind(); print(report.name, report.warning, report.path)"
+
+    assert run(code) == [f"stock {weft.blas.TOO_LATE} None"]
+
+
+def test_without_our_library_there_is_a_report_and_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "weft").mkdir()
+    shutil.copy(weft.blas.__file__, tmp_path / "weft" / "blas.py")
+    code = (
+        "import weft.blas; r = weft.blas.bind(); print(r.name); print(r.warning); "
+        "import mlx.core as mx; print(mx.ones((2, 2)) @ mx.ones((2, 2)))"
+    )
+
+    name, warning, *_ = run(code, path=tmp_path)
+    assert (name, warning) in {("stock", weft.blas.MISSING), ("openblas", "None")}
+
+
+def test_threads_come_from_the_environment_or_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
+    assert weft.blas.default_threads() == 3
+
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
+    assert weft.blas.default_threads() == len(os.sched_getaffinity(0))
