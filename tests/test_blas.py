@@ -291,6 +291,7 @@ def test_binding_after_mlx_does_nothing_and_says_so() -> None:
 
 def test_without_our_library_there_is_a_report_and_no_failure(tmp_path: Path) -> None:
     (tmp_path / "weft").mkdir()
+    (tmp_path / "weft" / "__init__.py").touch()
     shutil.copy(weft.blas.__file__, tmp_path / "weft" / "blas.py")
     code = (
         "import weft.blas; r = weft.blas.bind(); print(r.name); print(r.warning); "

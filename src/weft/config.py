@@ -34,7 +34,7 @@ class EngineConfig:
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
         """
         if device == "cpu":
-            config = EngineConfig(max_rows=16, slab_tokens=2048, chunk_tokens=256)
+            config = EngineConfig(max_rows=16, slab_tokens=2048, chunk_tokens=128)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         return replace(config, width=config.max_rows) if exact and not row_invariant else config

@@ -155,9 +155,9 @@ class LLM:
             return error
 
     def _drain(self) -> None:
-        """Let cancelled rows leave, unless others are still running."""
+        """Let finished rows leave, unless others are still at work."""
         self.engine.take_events()
-        while self.engine.pending is not None and all(s.is_finished for s in self.engine.scheduler.running):
+        while not self.engine.idle and not self.engine.scheduler.has_work:
             self.engine.turn()
 
     def _check_thread(self) -> None:

@@ -137,8 +137,8 @@ def test_a_row_whose_logits_are_not_numbers_fails_alone(adapter: Adapter) -> Non
 
 def test_the_next_tenant_of_a_poisoned_slot_is_not_poisoned(adapter: Adapter) -> None:
     healthy = answers(adapter, [PROMPTS[2]], 10)[0]
-    run = Run(adapter)
-    sick, witness = run.submit(PROMPTS[0], 60), run.submit(PROMPTS[1], 60)
+    run = Run(adapter, dataclasses.replace(SMALL, width=8))  # slabs have all their slots from the start
+    sick, witness = run.submit(PROMPTS[0], 60), run.submit(PROMPTS[3], 14)
     while not witness.output:
         run.turn()
     slab, slot = sick.memory.state.slab, sick.memory.state.slot

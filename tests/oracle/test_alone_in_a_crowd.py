@@ -160,3 +160,18 @@ def test_every_way_of_holding_a_row_gives_the_same_tokens(build: Build, solo: So
             assert answers(adapter, SUBJECTS, TOKENS) == [tokens for tokens, _ in solo(name)], way
     finally:
         adapter.way = kept
+
+
+@each_architecture
+def test_at_a_constant_width_no_bit_depends_on_the_crowd(build: Build, name: str) -> None:
+    exact = dataclasses.replace(SMALL, width=8)
+
+    def logits_beside(others: int) -> np.ndarray:
+        run = Run(build(name), exact, keep_logits=True)
+        subject = run.submit(SUBJECTS[1], 12)
+        for index, prompt in enumerate(NEIGHBOURS[:others]):
+            run.submit(prompt, 2 + 3 * index)
+        run.finish()
+        return run.logits_of(subject)
+
+    assert np.array_equal(logits_beside(0), logits_beside(5))

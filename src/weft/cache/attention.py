@@ -68,11 +68,15 @@ def _attend_ragged(
     """The kernels' way, where they take these shapes."""
     keys, values = view.planes(part)
     bounds = view.batch.bounds(part, view.spec, window)
-    if bounds is None or not cuda.can_attend(own, keys, values):
+    if (
+        bounds is None
+        or not own.dtype == keys.dtype == values.dtype
+        or not cuda.can_attend(own.shape[1], keys.shape[1], keys.shape[3], values.shape[3])
+    ):
         return None
     key = ("constants", scale, None if sinks is None else view.layer)
     constants = view.batch.once(key, lambda: cuda.Constants(scale, sinks))
-    longest = min(max(row.length for row in part.rows) + 1, keys.shape[2])
+    longest = min(part.longest, keys.shape[2])
     return cuda.attend_ragged(own, keys, values, slots=part.slots, bounds=bounds, longest=longest, constants=constants)
 
 

@@ -128,16 +128,14 @@ UNION = """
 """
 
 
-def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+@cache
+def can_attend(num_heads: int, key_heads: int, key_dim: int, value_dim: int) -> bool:
     """Whether the kernels take these shapes."""
-    group, rest = divmod(queries.shape[1], keys.shape[1])
-    dims = (keys.shape[3], values.shape[3])
     return (
-        rest == 0
-        and group <= MAX_GROUP
-        and all(dim % COLUMNS == 0 and dim <= 256 for dim in dims)
-        and THREADS % (dims[1] // COLUMNS) == 0
-        and keys.dtype == values.dtype == queries.dtype
+        num_heads % key_heads == 0
+        and num_heads // key_heads <= MAX_GROUP
+        and all(dim % COLUMNS == 0 and dim <= 256 for dim in (key_dim, value_dim))
+        and THREADS % (value_dim // COLUMNS) == 0
     )
 
 

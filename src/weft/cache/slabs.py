@@ -14,7 +14,7 @@ import mlx.core as mx
 from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Recurrent, mismatch
 from weft.errors import InternalError
 
-SMALLEST_CAPACITY = 64
+SMALLEST_CAPACITY = 32
 
 
 class RowState:
@@ -156,10 +156,11 @@ def _newcomer(row: RowState | None, layer: int, part: int, geometry: tuple[tuple
 class Pool:
     """All slabs and tables of one model. `seat`, `grow`, `leave` are the only ways in, up and out."""
 
-    def __init__(self, specs: Sequence[LayerSpec], *, slab_tokens: int, max_rows: int) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], *, slab_tokens: int, max_rows: int, constant_shapes: bool = False) -> None:
         self.specs = list(specs)
         self.slab_tokens = slab_tokens
         self.max_rows = max_rows
+        self.constant_shapes = constant_shapes  # a slab's slots depend on its class alone, not on who is there
         self.slabs: list[Slab] = []
         self.tables: dict[Slab | None, StateTable] = {}  # None: one table over all slabs (the seam's way)
         self.has_positions = any(isinstance(spec, FullAttention) for spec in specs)
@@ -171,10 +172,11 @@ class Pool:
                 return f"layer {layer} ({type(spec).__name__}): {reason}"
         return None
 
-    def seat(self, row: RowState, contents: Sequence[LayerContents | None], length: int) -> None:
-        """Copy a row's own states into a free slot. Ask `refusal` first."""
+    def seat(self, row: RowState, contents: Sequence[LayerContents | None], length: int, coming: Sequence[int] = ()) -> None:
+        """Copy a row's own states into a free slot. Ask `refusal` first. `coming`: lengths of rows that will follow soon."""
         row.length = length
-        self._place(row)
+        capacity = self.capacity_for(length + 1)
+        self._place(row, 1 + sum(self.capacity_for(other + 1) == capacity for other in coming))
         assert row.slab is not None
         loose: list[tuple[mx.array | None, ...]] = []
         for layer, content in enumerate(contents):
@@ -191,8 +193,9 @@ class Pool:
             return
         if table is not None:
             row.loose = table.extract(row)
+        peers = len(slab.occupied)  # they will grow out of it too
         slab.rows[slot] = None
-        self._place(row)
+        self._place(row, peers)
         assert row.slab is not None
         for layer, spec in enumerate(self.specs):
             keys, values = slab.keys[layer], slab.values[layer]
@@ -214,19 +217,22 @@ class Pool:
         row.slab, row.slot = None, -1
         self._drop_if_empty(slab)
 
-    def capacity_for(self, tokens: int) -> tuple[int, int]:
-        """The capacity class for a row of `tokens` tokens, and the slots of its slabs.
+    def capacity_for(self, tokens: int) -> int:
+        """The capacity class for a row of `tokens` tokens.
 
-        Classes double while a slab has several slots; single rows grow in quarter steps, so a long row wastes little.
+        Classes grow by a third or a half while many rows may share a slab, by an eighth or less for rows that are nearly
+        alone in theirs: the first want company, the second waste little.
         """
         if not self.has_positions:
-            return 1, self.max_rows
-        capacity = max(SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
-        slots = max(1, min(self.max_rows, self.slab_tokens // capacity))
-        if slots == 1 and capacity > self.slab_tokens:
-            step = capacity // 8
-            capacity = -(-tokens // step) * step
-        return capacity, slots
+            return 1
+        double = max(SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
+        step = double // (4 if 4 * double <= self.slab_tokens else 16)
+        return max(SMALLEST_CAPACITY, -(-tokens // step) * step)
+
+    def slots_for(self, capacity: int, wanted: int) -> int:
+        """How many slots a new slab of this class gets when `wanted` rows are in sight."""
+        most = max(1, min(self.max_rows, self.slab_tokens // capacity))
+        return most if self.constant_shapes or not self.has_positions else min(wanted, most)
 
     @property
     def rows(self) -> list[RowState]:
@@ -255,13 +261,13 @@ class Pool:
         tables = itertools.chain.from_iterable(table.arrays() for table in self.tables.values())
         return [*itertools.chain.from_iterable(slab.arrays() for slab in self.slabs), *tables]
 
-    def _place(self, row: RowState) -> None:
-        capacity, slots = self.capacity_for(row.length + 1)
+    def _place(self, row: RowState, wanted: int) -> None:
+        capacity = self.capacity_for(row.length + 1)
         for slab in self.slabs:
             if slab.capacity == capacity and None in slab.rows:
                 break
         else:
-            slab = Slab(capacity, slots, self.specs)
+            slab = Slab(capacity, self.slots_for(capacity, wanted), self.specs)
             self.slabs.append(slab)
         row.slab, row.slot = slab, slab.rows.index(None)
         slab.rows[row.slot] = row

@@ -16,8 +16,6 @@ from weft.cache.slabs import Pool, RowState, Slab, StateTable
 from weft.cache.spec import FullAttention, Recurrent, SlidingWindow
 from weft.errors import InternalError
 
-SPAN_STEP = 16  # a slab is read up to its longest row, rounded up to this
-
 
 @dataclass(frozen=True)
 class Part:
@@ -28,6 +26,7 @@ class Part:
     start: int
     low: int
     high: int
+    longest: int  # tokens of its longest row, the new one included
     span: int  # token places that are read
     slots: mx.array  # (n,) slot of each row
     lengths: mx.array  # (n,) tokens each row holds before this step
@@ -152,7 +151,6 @@ def _batch(pool: Pool, parts: list[Part], rows: list[RowState | None], table: St
 def _part(slab: Slab, live: list[RowState], start: int, *, whole: bool) -> Part:
     low, high = (0, len(slab.rows)) if whole else (live[0].slot, live[-1].slot + 1)
     longest = max(row.length for row in live) + 1
-    rounded = longest if len(live) == 1 else min(slab.capacity, -(-longest // SPAN_STEP) * SPAN_STEP)
     gaps = high - low != len(live)
     order = {row.slot: index for index, row in enumerate(live)}
     return Part(
@@ -161,7 +159,8 @@ def _part(slab: Slab, live: list[RowState], start: int, *, whole: bool) -> Part:
         start=start,
         low=low,
         high=high,
-        span=slab.capacity if whole else rounded,
+        longest=longest,
+        span=slab.capacity if whole else longest,
         slots=mx.array([row.slot for row in live], mx.int32),
         lengths=mx.array([row.length for row in live], mx.int32),
         spread=mx.array([order.get(slot, 0) for slot in range(low, high)], mx.int32) if gaps else None,

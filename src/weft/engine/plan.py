@@ -23,6 +23,7 @@ class Plan:
     steps: tuple[Row, ...]
     chunk: Row | None
     slice_seconds: float | None  # None: nobody waits, do all of it
+    coming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
 
     def __bool__(self) -> bool:
         return bool(self.steps) or self.chunk is not None

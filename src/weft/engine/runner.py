@@ -51,7 +51,12 @@ class Runner:
         self.adapter = adapter
         self.config = config
         self.clock = clock
-        self.pool = Pool(adapter.specs, slab_tokens=config.slab_tokens, max_rows=config.max_rows)
+        self.pool = Pool(
+            adapter.specs,
+            slab_tokens=config.slab_tokens,
+            max_rows=config.max_rows,
+            constant_shapes=config.width is not None,
+        )
 
     def forward(self, plan: Plan, last: Step | None) -> Step | None:
         """Start the steps of a plan; returns at once. `last` holds tokens that are not read yet."""
@@ -59,7 +64,7 @@ class Runner:
             return None
         rows = {row.sequence: row for row in plan.steps}
         for row in plan.steps:
-            self._seat(row.sequence)
+            self._seat(row.sequence, plan.coming)
         order: list[Sequence] = []
         logits: list[mx.array] = []
         by_state = {id(_memory(sequence).state): sequence for sequence in rows if _memory(sequence).own is None}
@@ -105,14 +110,21 @@ class Runner:
         if seconds is None:
             memory.chunk.finish()
         else:
-            end = self.clock() + seconds
-            while memory.chunk.advance() and self.clock() < end:
-                pass
+            self._slice(memory.chunk, seconds)
         if not memory.chunk.is_done:
             return False
         memory.chunk = None
         row.sequence.num_computed += row.count
         return True
+
+    def _slice(self, chunk: Chunk, seconds: float) -> None:
+        """Run layers of a chunk as long as the next one probably ends in time; one at least."""
+        start = last = self.clock()
+        while chunk.advance():
+            now = self.clock()
+            if now - start + (now - last) > seconds:
+                return
+            last = now
 
     def release(self, sequence: Sequence) -> None:
         """Give a sequence's memory back."""
@@ -120,7 +132,7 @@ class Runner:
             self.pool.leave(_memory(sequence).state, poisoned=sequence.finish == "error")
             sequence.memory = None
 
-    def _seat(self, sequence: Sequence) -> None:
+    def _seat(self, sequence: Sequence, coming: tuple[int, ...]) -> None:
         memory = _memory(sequence)
         if memory.own is None and memory.state.slab is None:
             memory.own = self.adapter.new_caches(len(sequence.prompt))  # a prompt of one token
@@ -128,7 +140,7 @@ class Runner:
             return
         contents = self.adapter.contents(memory.own)
         if self.pool.refusal(contents, sequence.num_computed) is None:
-            self.pool.seat(memory.state, contents, sequence.num_computed)
+            self.pool.seat(memory.state, contents, sequence.num_computed, coming)
             memory.own = None
 
     def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:

@@ -12,6 +12,7 @@ from weft.config import EngineConfig
 from weft.engine.plan import Plan, Row
 from weft.engine.sequence import Sequence
 
+COMING_CHUNKS = 8
 FIRST_GUESS_SECONDS = 0.05  # how long a decode step takes, until one was measured
 
 
@@ -29,6 +30,11 @@ class Scheduler:
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs."""
         return not self.waiting and not self.running
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody still wants something; finished sequences leave with the next turn."""
+        return any(not sequence.is_finished for queue in (self.waiting, self.running) for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -53,7 +59,7 @@ class Scheduler:
         )
         chunk = self._next_chunk()
         slice_seconds = self.config.gap_factor * self.step_seconds if steps else None
-        return Plan(steps, chunk, slice_seconds)
+        return Plan(steps, chunk, slice_seconds, self._coming())
 
     def measured(self, seconds: float) -> None:
         """Note how long a step without prompt work took."""
@@ -62,6 +68,16 @@ class Scheduler:
     def chunk_done(self) -> None:
         """The planned chunk is in memory: the next prompt has the turn."""
         self.prompts.rotate(-1)
+
+    def _coming(self) -> tuple[int, ...]:
+        """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
+        lengths, work = [], 0
+        for sequence in self.prompts:
+            work += len(sequence.prompt) - sequence.num_computed
+            if work > COMING_CHUNKS * self.config.chunk_tokens:
+                break
+            lengths.append(len(sequence.prompt))
+        return tuple(lengths)
 
     def _admit(self, now: float) -> None:
         while self.waiting and len(self.running) < self.config.max_rows:

@@ -27,7 +27,7 @@ Way = Literal["seam", "plain", "alone"]
 LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one row
 
 DEFAULT_CONTEXT = 8192
-PROBE_LENGTHS = (9, 5, 13)
+PROBE_LENGTHS = (9, 5, 40)  # two rows that share a slab, so that one is padded, and one in a slab of its own
 PROBE_STEPS = 3
 # A way is refused when its logits leave the row's own by more than this share of their spread, or by more than NOISE times
 # what the mere width of a batch does to them; numbers of another row are off by several times the spread.
@@ -190,7 +190,7 @@ class Probe:
             return f"{type(error).__name__}: {error}"
 
     def _run_together(self, way: Way) -> str | None:
-        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4)
+        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
         states = [RowState() for _ in self.prompts]
         for row, state in enumerate(states):
             contents = self.adapter.contents(self._prefilled(row))

@@ -1,0 +1,211 @@
+"""Rows in slabs: what joins is what was handed in, what grows moves alone, what leaves leaves nothing."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.cache.slabs import Pool, RowState, StateTable
+from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
+from weft.errors import InternalError
+
+FULL = FullAttention(Plane(2, 4, mx.float32), Plane(2, 6, mx.float32))
+WINDOW = SlidingWindow(Plane(1, 4, mx.float32), Plane(1, 4, mx.float32), window=10)
+STATE = Recurrent((((3, 5), mx.float32), None))
+SPECS: list[LayerSpec] = [FULL, WINDOW, STATE]
+
+
+def pool(**settings: int) -> Pool:
+    return Pool(SPECS, **{"slab_tokens": 256, "max_rows": 4, **settings})  # type: ignore[arg-type]
+
+
+def contents(length: int, mark: float) -> list[LayerContents]:
+    """Keys and values that say whose they are (`mark`) and of which position."""
+
+    def plane(form: Plane, first: int) -> mx.array:
+        positions = np.arange(first, length, dtype=np.float32)[None, None, :, None]
+        return mx.array(np.broadcast_to(1000 * mark + positions, (1, form.heads, length - first, form.dim)))
+
+    kept = max(0, length - WINDOW.window)
+    return [
+        KeyValues(plane(FULL.keys, 0), plane(FULL.values, 0)),
+        KeyValues(plane(WINDOW.keys, kept), plane(WINDOW.values, kept)),
+        (mx.full((1, 3, 5), mark), None),
+    ]
+
+
+def seat(pool: Pool, length: int, mark: float, coming: tuple[int, ...] = ()) -> RowState:
+    row = RowState()
+    held = contents(length, mark)
+    assert pool.refusal(held, length) is None
+    pool.seat(row, held, length, coming)
+    return row
+
+
+def check(row: RowState, mark: float) -> None:
+    """The slot holds the row's own tokens, each window token at its place modulo the window."""
+    slab = row.slab
+    assert slab is not None
+    keys, ring = np.array(slab.keys[0][row.slot, 0, :, 0]), np.array(slab.values[1][row.slot, 0, :, 0])  # type: ignore[index]
+    assert keys[: row.length].tolist() == [1000 * mark + place for place in range(row.length)]
+    for position in range(max(0, row.length - WINDOW.window), row.length):
+        assert ring[position % len(ring)] == 1000 * mark + position
+
+
+@pytest.mark.parametrize("length", [1, 9, 10, 11, 25, 31, 32, 100])
+def test_a_seated_row_holds_its_own_tokens(length: int) -> None:
+    row = seat(pool(), length, 3.0)
+
+    check(row, 3.0)
+
+
+def test_a_row_that_fills_its_slot_moves_up_a_class_and_nobody_else_moves() -> None:
+    rows = pool()
+    first, second = seat(rows, 31, 1.0, coming=(31,)), seat(rows, 20, 2.0)
+    old, place = first.slab, (second.slab, second.slot)
+    assert old is not None
+    first.length += 1  # its last free place is taken
+    old.keys[0][first.slot, :, 31] = mx.full((2, 4), 1031.0)  # type: ignore[index]
+    old.values[1][first.slot, :, 31 % 10] = mx.full((1, 4), 1031.0)  # type: ignore[index]
+    rows.grow(first)
+
+    assert first.slab is not old
+    check(first, 1.0)
+    assert (second.slab, second.slot) == place
+    check(second, 2.0)
+
+
+def test_joining_and_leaving_touch_no_other_arrays() -> None:
+    rows = pool()
+    resident = seat(rows, 100, 1.0)
+    assert resident.slab is not None
+    before = [np.array(array) for array in resident.slab.arrays()]
+    arrays = [id(array) for array in resident.slab.arrays()]
+    for length in (5, 40, 100, 130):
+        rows.leave(seat(rows, length, 2.0))
+
+    assert [id(array) for array in resident.slab.arrays()] == arrays
+    assert all(np.array_equal(array, old) for array, old in zip(resident.slab.arrays(), before, strict=True))
+
+
+def test_a_left_slot_is_used_again_and_an_empty_slab_goes() -> None:
+    rows = pool()
+    first = seat(rows, 20, 1.0, coming=(20, 20))
+    second = seat(rows, 20, 2.0)
+    slab, slot = first.slab, first.slot
+    rows.leave(first)
+    third = seat(rows, 20, 3.0)
+
+    assert (third.slab, third.slot) == (slab, slot)
+    rows.leave(second)
+    rows.leave(third)
+    assert rows.slabs == []
+    assert rows.bytes_held == 0
+
+
+def test_room_is_made_for_rows_in_sight_and_for_no_others() -> None:
+    alone, crowd = pool(), pool()
+    seat(alone, 20, 1.0)
+    seat(crowd, 20, 1.0, coming=(25, 30, 200))
+
+    assert len(alone.slabs[0].rows) == 1
+    assert len(crowd.slabs[0].rows) == 3
+
+
+def test_constant_shapes_depend_on_the_class_alone() -> None:
+    rows = Pool(SPECS, slab_tokens=256, max_rows=4, constant_shapes=True)
+    seat(rows, 20, 1.0)
+
+    assert len(rows.slabs[0].rows) == 4
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 32, 33, 64, 65, 100, 1000, 2049, 16385, 100_000])
+def test_a_class_has_room_and_wastes_little(tokens: int) -> None:
+    capacity = Pool(SPECS, slab_tokens=2048, max_rows=8).capacity_for(tokens)
+
+    assert capacity >= tokens
+    assert capacity <= max(32, 1.5 * tokens)
+    assert tokens < 600 or capacity <= 1.13 * tokens
+
+
+@pytest.mark.parametrize(
+    ("layer", "wrong", "words"),
+    [
+        (0, KeyValues(mx.zeros((1, 2, 8, 5)), mx.zeros((1, 2, 8, 6))), "layer 0 (FullAttention)"),
+        (0, KeyValues(mx.zeros((1, 2, 7, 4)), mx.zeros((1, 2, 7, 6))), "7 tokens of a row of 8"),
+        (0, KeyValues(mx.zeros((1, 2, 8, 4), mx.float16), mx.zeros((1, 2, 8, 6))), "layer 0"),
+        (0, KeyValues(mx.zeros((2, 2, 8, 4)), mx.zeros((2, 2, 8, 6))), "layer 0"),
+        (2, (mx.zeros((1, 3, 4)), None), "layer 2 (Recurrent)"),
+        (2, (None, None), "layer 2"),
+        (2, None, "empty"),
+        (1, (mx.zeros((1, 3, 5)), None), "layer 1"),
+    ],
+)
+def test_what_does_not_have_the_geometry_is_refused_by_name(layer: int, wrong: LayerContents | None, words: str) -> None:
+    held: list[LayerContents | None] = list(contents(8, 1.0))
+    held[layer] = wrong
+
+    reason = pool().refusal(held, 8)
+
+    assert reason is not None
+    assert words in reason
+
+
+def test_the_table_follows_its_rows_through_any_order() -> None:
+    table = StateTable(SPECS)
+    rows = [seat(pool(), 5, float(mark)) for mark in range(5)]
+
+    def lay(*order: int | None) -> list[float]:
+        table.arrange([None if index is None else rows[index] for index in order])
+        state = table.states[2][0]
+        assert state is not None
+        return np.array(state[:, 0, 0]).tolist()
+
+    assert lay(0) == [0]
+    assert lay(0, 3, 1) == [0, 3, 1]
+    assert lay(1, 0, 3, None) == [1, 0, 3, 0]
+    assert lay(3, 2, None) == [3, 2, 0]
+    assert np.array(table.extract(rows[2])[2][0]).flat[0] == 2
+
+
+def test_a_row_nobody_gave_a_state_never_reaches_the_batch() -> None:
+    table = StateTable(SPECS)
+
+    with pytest.raises(InternalError, match="without a recurrent state"):
+        table.arrange([RowState()])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 90), st.tuples(st.just("leave"), st.integers(0, 9)), st.just("grow")), max_size=25))
+def test_no_order_of_joining_growing_and_leaving_mixes_rows_up(events: list[int | tuple[str, int] | str]) -> None:
+    rows = pool()
+    live: list[tuple[RowState, float]] = []
+    for number, event in enumerate(events):
+        match event:
+            case int(length) if len(live) < 6:
+                live.append((seat(rows, length, float(number)), float(number)))
+            case ("leave", index) if live:
+                rows.leave(live.pop(index % len(live))[0])
+            case "grow":
+                for row, mark in live:
+                    rows.grow(row)
+                    token = [1000 * mark + row.length]
+                    for layer in (0, 1):
+                        for planes in (row.slab.keys, row.slab.values):  # type: ignore[union-attr]
+                            array = planes[layer]
+                            array[row.slot, :, row.length % array.shape[2]] = mx.array(token)  # type: ignore[index, union-attr]
+                    row.length += 1
+        for row, mark in live:
+            check(row, mark)
+        assert {id(row) for row in rows.rows} == {id(row) for row, _ in live}
+        assert rows.bytes_needed == sum(spec.bytes_at(row.length) for row, _ in live for spec in SPECS)
+
+
+def test_bytes_are_fixed_per_token_and_bounded_by_the_window() -> None:
+    assert FULL.bytes_at(7) == 7 * (2 * 4 + 2 * 6) * 4
+    assert WINDOW.bytes_at(7) == 7 * 8 * 4
+    assert WINDOW.bytes_at(700) == 10 * 8 * 4
+    assert STATE.bytes_at(7) == STATE.bytes_at(7000) == 3 * 5 * 4

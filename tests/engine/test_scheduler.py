@@ -1,0 +1,100 @@
+"""Who runs next, without a model: the scheduler imports no mlx and reads no clock of its own."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.config import EngineConfig
+from weft.engine.scheduler import Scheduler
+from weft.engine.sequence import Sequence
+from weft.wire import Sampling
+
+CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10)
+
+
+def sequence(number: int, prompt: int, tokens: int = 5) -> Sequence:
+    return Sequence(number, [1] * prompt, Sampling(), max_tokens=tokens, stop_ids=frozenset())
+
+
+def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_the_batch() -> None:
+    scheduler = Scheduler(CONFIG)
+    one = sequence(0, 27)
+    scheduler.add(one)
+    ends = []
+    while (chunk := scheduler.plan(0.0).chunk) is not None:
+        one.num_computed += chunk.count
+        ends.append(one.num_computed)
+        scheduler.chunk_done()
+
+    assert ends == [10, 20, 26]
+    assert [row.sequence for row in scheduler.plan(0.0).steps] == [one]
+
+
+def test_prompts_take_turns_chunk_by_chunk() -> None:
+    scheduler = Scheduler(CONFIG)
+    for number in range(2):
+        scheduler.add(sequence(number, 31))
+    turns = []
+    while (chunk := scheduler.plan(0.0).chunk) is not None:
+        turns.append(chunk.sequence.id)
+        chunk.sequence.num_computed += chunk.count
+        scheduler.chunk_done()
+
+    assert turns == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
+    scheduler = Scheduler(CONFIG)
+    scheduler.add(sequence(0, 50))
+    assert scheduler.plan(0.0).slice_seconds is None
+
+    scheduler.add(sequence(1, 1))
+    scheduler.measured(0.5)
+    plan = scheduler.plan(0.0)
+    assert plan.chunk is not None
+    assert plan.slice_seconds == CONFIG.gap_factor * scheduler.step_seconds
+
+
+def test_a_sequence_whose_last_token_is_in_flight_is_not_asked_again() -> None:
+    scheduler = Scheduler(CONFIG)
+    one = sequence(0, 1, tokens=2)
+    scheduler.add(one)
+    assert len(scheduler.plan(0.0).steps) == 1
+
+    one.output.append(7)
+    one.num_in_flight = 1
+    one.num_computed = 2
+    assert scheduler.plan(0.0).steps == ()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 45), st.integers(1, 6)), min_size=1, max_size=12))
+def test_everybody_ends_in_order_of_admission_and_nobody_is_computed_twice(asked: list[tuple[int, int]]) -> None:
+    scheduler = Scheduler(CONFIG)
+    sequences = [sequence(number, prompt, tokens) for number, (prompt, tokens) in enumerate(asked)]
+    for one in sequences:
+        scheduler.add(one)
+    computed = dict.fromkeys(range(len(sequences)), 0)
+    for now in range(10_000):
+        scheduler.drop_finished()
+        if scheduler.idle:
+            break
+        plan = scheduler.plan(float(now))
+        assert plan
+        assert len(scheduler.running) <= CONFIG.max_rows
+        if plan.chunk is not None:
+            assert plan.chunk.start == plan.chunk.sequence.num_computed
+            plan.chunk.sequence.num_computed += plan.chunk.count
+            computed[plan.chunk.sequence.id] += plan.chunk.count
+            scheduler.chunk_done()
+        for row in plan.steps:
+            row.sequence.num_computed += 1
+            computed[row.sequence.id] += 1
+            row.sequence.num_in_flight += 1
+            row.sequence.append(9, None)
+
+    assert all(one.finish == "length" for one in sequences)
+    assert all(computed[one.id] == len(one.prompt) + one.max_tokens - 1 for one in sequences)
+    admitted = [one.timings.admitted for one in sequences]
+    assert admitted == sorted(admitted)  # type: ignore[type-var]

@@ -1,0 +1,120 @@
+"""The in-process way in, on the model that ships with the package."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from weft import LLM, Sampling
+from weft.errors import InvalidRequest, WeftError
+
+ASKED = ["Reply with JSON. The marker is 7.", "Repeat after me: the cat sat on the mat", "Count from 1 to 9."]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("tiny-hybrid")
+
+
+def ids(llm: LLM, text: str) -> list[int]:
+    return llm.render([{"role": "user", "content": text}], enable_thinking=False)
+
+
+def test_it_answers_what_it_was_trained_to_answer(llm: LLM) -> None:
+    result = llm.generate([ids(llm, ASKED[0])], Sampling(max_tokens=40))[0]
+
+    assert result.text == '{"marker": 7}'
+    assert result.finish == "stop"
+    assert result.error is None
+
+
+def test_a_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
+    text = "Once upon a time"
+    by_text, by_ids = llm.generate([text, llm.encode(text)], Sampling(max_tokens=20))
+
+    assert by_text.token_ids == by_ids.token_ids
+    assert "there was" in by_text.text
+
+
+def test_answers_together_equal_answers_alone(llm: LLM) -> None:
+    prompts = [ids(llm, text) for text in ASKED]
+    samplings = [Sampling(max_tokens=30), Sampling(max_tokens=30, temperature=1.0, seed=3), Sampling(max_tokens=9)]
+
+    together = llm.generate(prompts, samplings)
+    alone = [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
+
+    assert [result.token_ids for result in together] == [result.token_ids for result in alone]
+
+
+def test_streamed_pieces_are_the_whole_answer(llm: LLM) -> None:
+    whole = llm.generate([ids(llm, ASKED[2])], Sampling(max_tokens=60))[0]
+
+    pieces = list(llm.stream(ids(llm, ASKED[2]), Sampling(max_tokens=60)))
+
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish == whole.finish
+
+
+def test_leaving_a_stream_early_gives_the_row_back(llm: LLM) -> None:
+    for piece in llm.stream("Once upon a time", Sampling(max_tokens=500)):
+        if piece.text:
+            break
+    llm.generate(["Once"], Sampling(max_tokens=1))
+
+    assert llm.engine.idle
+    assert llm.engine.runner.pool.slabs == []
+
+
+def test_a_bad_prompt_in_a_list_costs_only_itself(llm: LLM) -> None:
+    good, bad = llm.generate([ids(llm, ASKED[0]), []], Sampling(max_tokens=40))
+
+    assert good.text == '{"marker": 7}'
+    assert bad.finish == "error"
+    assert bad.error is not None
+    assert "empty" in bad.error
+
+
+def test_driving_it_by_hand(llm: LLM) -> None:
+    sequence = llm.submit(ids(llm, ASKED[0]), Sampling(max_tokens=40, logprobs=2))
+    events = []
+    while not sequence.is_finished:
+        events += llm.turn()
+
+    result = llm.result(sequence)
+    assert [event.token for event in events if event.token is not None] == result.token_ids
+    assert events[-1].finish == "stop"
+    assert len(result.logprobs) == len(result.token_ids)
+    assert all(entry.logprob <= 0 and len(entry.top) == 2 for entry in result.logprobs)
+    assert result.timings.first_token is not None
+
+
+def test_submit_raises_at_once(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="top_p"):
+        llm.submit("Hello", Sampling(top_p=2.0))
+
+
+def test_as_many_samplings_as_prompts_or_one(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="2 samplings were given for 1 prompts"):
+        llm.generate(["Hello"], [Sampling(), Sampling()])
+
+
+def test_another_thread_is_told_so(llm: LLM) -> None:
+    caught: list[str] = []
+
+    def work() -> None:
+        try:
+            llm.generate(["Hello"])
+        except WeftError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "one thread" in caught[0]
+
+
+def test_the_mtp_head_is_remembered_and_not_in_the_way(llm: LLM) -> None:
+    assert any(name.startswith("mtp.") for name in llm.loaded.extra_tensors)
