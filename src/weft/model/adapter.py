@@ -29,6 +29,7 @@ LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one ro
 DEFAULT_CONTEXT = 8192
 PROBE_LENGTHS = (9, 5, 40)  # two rows that share a slab, so that one is padded, and one in a slab of its own
 PROBE_STEPS = 3
+PROBE_CHUNK = 16
 # A way is refused when its logits leave the row's own by more than this share of their spread, or by more than NOISE times
 # what the mere width of a batch does to them; numbers of another row are off by several times the spread.
 PROBE_TOLERANCE = 1e-3
@@ -144,8 +145,8 @@ class Adapter:
 
     def _choose_way(self) -> Way:
         probe = Probe(self)
-        if reason := probe.leak():
-            raise UnsupportedModel(f"{self.name}: {reason}; it can not serve two requests at once")
+        if reason := probe.leak() or probe.chunk_dependence():
+            raise UnsupportedModel(f"{self.name}: {reason}; its answers would depend on who else is served")
         if self.unreadable is not None:
             self.refused = {"seam": self.unreadable, "plain": self.unreadable}
             return "alone"
@@ -180,6 +181,15 @@ class Probe:
                 if reason := self._differs(logits[0], self.alone[row][step]):
                     return f"rows on caches of their own disturb each other ({reason})"
         return None
+
+    def chunk_dependence(self) -> str | None:
+        """Whether a prompt computed in chunks gives other numbers than the whole."""
+        row, caches = len(PROBE_LENGTHS) - 1, self.adapter.new_caches(PROBE_LENGTHS[-1])
+        for start in range(0, PROBE_LENGTHS[-1], PROBE_CHUNK):
+            self.adapter.prefill(self.prompts[row][start : start + PROBE_CHUNK], caches).finish()
+        logits = self.adapter.decode_alone(mx.array([[self.fed[row][0]]]), caches)
+        reason = self._differs(logits[0], self.alone[row][0])
+        return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
 
     def differs(self, way: Way) -> str | None:
         """Why this way can not be taken, or None."""
