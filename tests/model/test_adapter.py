@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from driver import adapter_for
 from weft.cache.spec import FullAttention, Recurrent, SlidingWindow
@@ -56,6 +57,23 @@ class Disturbed:
         logits = self.inner(tokens, cache=cache) + self.left_behind
         self.left_behind = mx.mean(tokens).astype(mx.float32) / 10 * mx.arange(logits.shape[-1])
         return logits
+
+
+class ChunkCounting(Disturbed):
+    """A model whose numbers depend on where chunks end."""
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:  # type: ignore[override]
+        if tokens.shape[1] > 1 and getattr(cache[0], "offset", 0):
+            tokens = tokens + 1
+        return self.inner(tokens, cache=cache)
+
+
+def test_a_model_that_depends_on_where_chunks_end_is_refused(checkpoint: Checkpoint) -> None:
+    loaded = load(checkpoint("llama"))
+    counting = LoadedModel(**{**vars(loaded), "model": ChunkCounting(loaded)})
+
+    with pytest.raises(UnsupportedModel, match="in chunks is not the prompt as a whole"):
+        Adapter(counting)
 
 
 def test_a_model_that_keeps_state_between_requests_is_refused(checkpoint: Checkpoint) -> None:
