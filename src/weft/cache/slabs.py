@@ -193,7 +193,7 @@ class Pool:
             return
         if table is not None:
             row.loose = table.extract(row)
-        peers = len(slab.occupied)  # they will grow out of it too
+        peers = sum(len(other.occupied) for other in self.slabs if other.capacity == slab.capacity)  # they follow soon
         slab.rows[slot] = None
         self._place(row, peers)
         assert row.slab is not None

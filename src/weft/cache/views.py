@@ -16,6 +16,8 @@ from weft.cache.slabs import Pool, RowState, Slab, StateTable
 from weft.cache.spec import FullAttention, Recurrent, SlidingWindow
 from weft.errors import InternalError
 
+FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look nowhere stays a number
+
 
 @dataclass(frozen=True)
 class Part:
@@ -23,6 +25,7 @@ class Part:
 
     slab: Slab
     rows: tuple[RowState, ...]
+    num_rows: int
     start: int
     low: int
     high: int
@@ -32,11 +35,6 @@ class Part:
     lengths: mx.array  # (n,) tokens each row holds before this step
     spread: mx.array | None  # slot of the range → row of the part, when slots lie empty between
     gather: mx.array | None  # row of the part → slot of the range
-
-    @property
-    def num_rows(self) -> int:
-        """How many live rows it has."""
-        return len(self.rows)
 
 
 @dataclass
@@ -49,13 +47,14 @@ class Batch:
     offsets: mx.array  # (B,) position of each row's new token
     table: StateTable
     seam: bool
+    idle: int  # rows without an owner
     _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def target(self, part: Part, heads: int, places: int) -> tuple[mx.array, mx.array, mx.array]:
         """Where the rows of a part write their new tokens, as indices into (slots, heads, places)."""
 
         def make() -> tuple[mx.array, mx.array, mx.array]:
-            return part.slots[:, None], mx.arange(heads)[None], (part.lengths % places)[:, None]
+            return part.slots[:, None, None], mx.arange(heads)[None, :, None], (part.lengths % places)[:, None, None]
 
         found: tuple[mx.array, mx.array, mx.array] = self.once(("target", part.start, heads, places), make)
         return found
@@ -64,6 +63,12 @@ class Batch:
         """(n or range, 1, 1, span) True where a row may look; None when it may look everywhere."""
         ring, window = _reach(part, spec, window)
         found: mx.array | None = self.once(("mask", part.start, ring, window), lambda: _mask(part, ring, window))
+        return found
+
+    def bias(self, part: Part, spec: FullAttention, window: int | None) -> mx.array | None:
+        """The mask as numbers to add to scores."""
+        ring, window = _reach(part, spec, window)
+        found: mx.array | None = self.once(("bias", part.start, ring, window), lambda: _bias(_mask(part, ring, window)))
         return found
 
     def bounds(self, part: Part, spec: FullAttention, window: int | None) -> mx.array | None:
@@ -85,6 +90,10 @@ def _reach(part: Part, spec: FullAttention, window: int | None) -> tuple[int | N
     """The ring a part's rows lie in, if it can be full, and the window a model asks for beyond what the ring gives."""
     ring = spec.window if isinstance(spec, SlidingWindow) and part.slab.capacity >= spec.window else None
     return ring, None if ring is not None and window is not None and window >= ring else window
+
+
+def _bias(allowed: mx.array | None) -> mx.array | None:
+    return None if allowed is None else mx.where(allowed, 0.0, FORBIDDEN)
 
 
 def _bounds(part: Part, ring: int | None, window: int | None) -> mx.array:
@@ -145,7 +154,7 @@ def _plain_batch(pool: Pool, slab: Slab, live: list[RowState], *, whole: bool) -
 def _batch(pool: Pool, parts: list[Part], rows: list[RowState | None], table: StateTable, *, seam: bool) -> Batch:
     table.arrange(rows)
     offsets = mx.array([0 if row is None else row.length for row in rows], mx.int32)
-    return Batch(pool, parts, rows, offsets, table, seam)
+    return Batch(pool, parts, rows, offsets, table, seam, rows.count(None))
 
 
 def _part(slab: Slab, live: list[RowState], start: int, *, whole: bool) -> Part:
@@ -156,6 +165,7 @@ def _part(slab: Slab, live: list[RowState], start: int, *, whole: bool) -> Part:
     return Part(
         slab=slab,
         rows=tuple(live),
+        num_rows=len(live),
         start=start,
         low=low,
         high=high,
@@ -206,21 +216,20 @@ class KeyValueView:
         return self.keys_and_values()
 
     def _append(self, part: Part, keys: mx.array, values: mx.array) -> None:
-        for planes, new in ((part.slab.keys, keys), (part.slab.values, values)):
-            target = planes[self.layer]
-            assert target is not None
-            new = self.rows_of(part, new)
+        for target, new in zip(self.planes(part), (self.rows_of(part, keys), self.rows_of(part, values)), strict=True):
+            _, heads, places, _ = target.shape
             if part.num_rows == 1:
-                slot, place = part.rows[0].slot, part.rows[0].length % target.shape[2]
+                slot, place = part.rows[0].slot, part.rows[0].length % places
                 target[slot : slot + 1, :, place : place + 1] = new
             else:
-                target[self.batch.target(part, target.shape[1], target.shape[2])] = new.squeeze(2)
+                target[self.batch.target(part, heads, places)] = new
 
     def rows_of(self, part: Part, array: mx.array) -> mx.array:
         """The part's rows out of a batch-wide array; in the plain way the batch is the slab's slot range."""
         if self.batch.seam:
-            whole = part.num_rows == len(self.batch.rows)
-            return array if whole else array[part.start : part.start + part.num_rows]
+            if part.num_rows == array.shape[0]:
+                return array
+            return array[part.start : part.start + part.num_rows]
         return array if part.gather is None else array[part.gather]
 
     def keys_and_values(self) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from weft.cache.slabs import Pool, RowState
 from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.cache.views import Batch, CompositeView, KeyValueView, StateView, make_batches
 from weft.errors import UnsupportedModel, WeftError
+from weft.model.activations import bind as bind_activations
 from weft.model.gated_delta import bind as bind_gated_delta
 from weft.model.loader import LoadedModel
 
@@ -78,6 +79,7 @@ class Adapter:
         self.context_length = loaded.context_length or DEFAULT_CONTEXT
         self.eos_token_ids = frozenset(loaded.eos_token_ids)
         self.gated_delta_modules = bind_gated_delta(loaded.model)
+        bind_activations(loaded.model)
         _bind_seam(loaded.model)
         self.specs, self.layout = self._read_specs()
         self.refused: dict[Way, str] = {}
