@@ -25,10 +25,10 @@ soak: $(READY)  ## ten thousand decode steps with random joins on a larger model
 	$(BIN)/pytest -m slow
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
-	$(PYTHON) -m bench.exact_gpu
+	PYTHONPATH=src $(PYTHON) -m bench.exact_gpu
 
 bench-gpu:  ## on a machine with a CUDA GPU: steps and prefill against mlx-lm
-	$(PYTHON) -m bench.gpu
+	PYTHONPATH=src $(PYTHON) -m bench.gpu
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }

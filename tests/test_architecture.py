@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +101,23 @@ def test_importing_it_does_not_load_mlx(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(name.split('.')[0] == 'mlx' for name in sys.modules))"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_nothing_weft_needs_needs_torch() -> None:
+    seen, waiting = set(), ["weft"]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            needs = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        waiting += [re.split(r"[\s<>=!~;\[(]", need)[0].lower() for need in needs if "extra ==" not in need]
+
+    assert "mlx-lm" in seen
+    assert "torch" not in seen
 
 
 def test_the_reader_of_imports_sees_an_upward_import(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from weft.engine.engine import Engine  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
 from weft.errors import RequestError, WeftError  # noqa: E402
 from weft.model.adapter import Adapter  # noqa: E402
+from weft.model.fetch import shown  # noqa: E402
 from weft.model.loader import load  # noqa: E402
 from weft.model.resolve import resolve  # noqa: E402
 from weft.wire import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
@@ -65,11 +66,12 @@ class LLM:
         progress: bool = False,
     ) -> None:
         self.device = device_in_use()
-        folder = resolve(model, quantized=self.device != "cpu", progress=progress)
+        with shown(progress or False) as report:
+            folder = resolve(model, quantized=self.device != "cpu", progress=report)
+            self.loaded = load(folder, progress=report)
         self.config = config or EngineConfig.for_device(self.device, exact=exact, row_invariant=BLAS.skinny)
         self.tokenizer = Tokenizer(folder)
         self.template = ChatTemplate.of(folder)
-        self.loaded = load(folder)
         self.engine = Engine(Adapter(self.loaded), self.config)
         self._thread = threading.get_ident()
 

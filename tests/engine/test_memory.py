@@ -20,6 +20,19 @@ def _active() -> int:
     return mx.get_active_memory()
 
 
+def test_memory_and_graph_stay_flat_while_a_row_grows(checkpoint: Callable[[str], Path]) -> None:
+    run = Run(adapter_for(checkpoint("qwen3_5")), SMALL)
+    rows = [run.submit(prompt, 700) for prompt in random_prompts(128, (3, 20))]
+    beside: list[int] = []  # what is held apart from the rows' own slabs and tables
+    while not all(row.is_finished for row in rows):
+        run.turn()
+        if min(len(row.output) for row in rows) in (100, 350, 600):
+            beside.append(_active() - run.engine.runner.pool.bytes_held)
+
+    assert len(beside) >= 3
+    assert max(beside) - min(beside) < 100_000
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3n"])
 def test_memory_returns_to_its_start_after_ten_thousand_steps(checkpoint: Callable[[str], Path], name: str) -> None:
     adapter = adapter_for(checkpoint(name))

@@ -40,9 +40,7 @@ def run_command(options: Options) -> None:
     notes = Console(stderr=True, highlight=False)
     if BLAS.warning:
         notes.print(f"weft: {BLAS.warning}", style="yellow")
-    with notes.status(f"loading {options.model}"):
-        llm = LLM(options.model, progress=True)
-    chat = Chat(llm, options, notes)
+    chat = Chat(LLM(options.model, progress=True), options, notes)
     if options.prompt is not None:
         chat.answer(options.prompt)
     else:

@@ -6,7 +6,8 @@ the batch. A row that can not join steps alone, on its own caches: slower, never
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -62,33 +63,41 @@ class Runner:
         """Start the steps of a plan; returns at once. `last` holds tokens that are not read yet."""
         if not plan.steps:
             return None
-        rows = {row.sequence: row for row in plan.steps}
-        for row in plan.steps:
-            self._seat(row.sequence, plan.coming)
+        sequences = [row.sequence for row in plan.steps]
+        for sequence in sequences:
+            self._seat(sequence, plan.coming)
         order: list[Sequence] = []
         logits: list[mx.array] = []
-        by_state = {id(_memory(sequence).state): sequence for sequence in rows if _memory(sequence).own is None}
-        if by_state:
-            states = [_memory(sequence).state for sequence in by_state.values()]
-            for batch in make_batches(self.pool, states, seam=self.adapter.way == "seam", width=self.config.width):
-                sequences = [None if state is None else by_state[id(state)] for state in batch.rows]
-                out = self.adapter.decode(self._inputs(sequences, last)[:, None], batch)
-                live = [index for index, sequence in enumerate(sequences) if sequence is not None]
-                logits.append(out if len(live) == len(sequences) else out[mx.array(live)])
-                order.extend(sequence for sequence in sequences if sequence is not None)
-                for state in batch.rows:
-                    if state is not None:
-                        state.length += 1
-        for sequence in rows:
-            if (own := _memory(sequence).own) is not None:
-                logits.append(self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own))
-                order.append(sequence)
+        for stepped, out in itertools.chain(self._together(sequences, last), self._alone(sequences, last)):
+            order += stepped
+            logits.append(out)
         for sequence in order:
             sequence.num_computed += 1
             sequence.num_in_flight += 1
         step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits))
         mx.async_eval(step.logits, *self.pool.arrays())  # type: ignore[no-untyped-call]
         return step
+
+    def _together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+        """The seated rows, in one forward or in one for each slab."""
+        owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
+        if not owner:
+            return
+        states = [_memory(sequence).state for sequence in owner.values()]
+        for batch in make_batches(self.pool, states, seam=self.adapter.way == "seam", width=self.config.width):
+            rows = [None if state is None else owner[id(state)] for state in batch.rows]
+            logits = self.adapter.decode(self._inputs(rows, last)[:, None], batch)
+            live = [index for index, row in enumerate(rows) if row is not None]
+            for state in batch.rows:
+                if state is not None:
+                    state.length += 1
+            yield [row for row in rows if row is not None], logits if len(live) == len(rows) else logits[mx.array(live)]
+
+    def _alone(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+        """The rows that are on caches of their own, one forward each."""
+        for sequence in sequences:
+            if (own := _memory(sequence).own) is not None:
+                yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)
 
     def choose(self, step: Step) -> None:
         """Start the choice of tokens; returns at once."""

@@ -392,7 +392,8 @@ def _bring_in(folder: Path, model: nn.Module, progress: Progress) -> None:
         except RuntimeError as error:
             raise BadModel(f"the weights in {folder} could not be read ({error}); download the model again") from error
         done += step_bytes
-        progress("loading weights", done, total)
+        if total > STEP_BYTES:  # what loads at once needs no bar
+            progress("loading weights", done, total)
 
 
 def _for_cpu(array: mx.array) -> mx.array:
