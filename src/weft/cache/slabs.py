@@ -242,8 +242,7 @@ class Pool:
     @property
     def bytes_held(self) -> int:
         """Bytes of slabs and tables, free slots included."""
-        tables = sum(array.nbytes for table in self.tables.values() for array in table.arrays())
-        return sum(slab.nbytes for slab in self.slabs) + tables
+        return sum(slab.nbytes for slab in self.slabs) + sum(array.nbytes for array in self.states())
 
     @property
     def bytes_needed(self) -> int:
@@ -256,10 +255,9 @@ class Pool:
             self.tables[slab] = StateTable(self.specs)
         return self.tables[slab]
 
-    def arrays(self) -> list[mx.array]:
-        """Every array that a step may have renewed."""
-        tables = itertools.chain.from_iterable(table.arrays() for table in self.tables.values())
-        return [*itertools.chain.from_iterable(slab.arrays() for slab in self.slabs), *tables]
+    def states(self) -> list[mx.array]:
+        """Every recurrent state."""
+        return [array for table in self.tables.values() for array in table.arrays()]
 
     def _place(self, row: RowState, wanted: int) -> None:
         capacity = self.capacity_for(row.length + 1)

@@ -75,7 +75,8 @@ class Runner:
             sequence.num_computed += 1
             sequence.num_in_flight += 1
         step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits))
-        mx.async_eval(step.logits, *self.pool.arrays())  # type: ignore[no-untyped-call]
+        # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
+        mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
         return step
 
     def _together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
