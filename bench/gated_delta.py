@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from weft import blas
 
 blas.bind()  # before mlx is loaded
 
 import mlx.core as mx  # noqa: E402
-import mlx.nn as nn  # noqa: E402
+from mlx_lm.models import activations, base, qwen3_5, qwen3_next  # noqa: E402
 from mlx_lm.models import gated_delta as stock  # noqa: E402
-from mlx_lm.models import qwen3_5  # noqa: E402
-from mlx_lm.utils import load_model  # noqa: E402
 
-import weft.model  # noqa: E402
-from weft.model.gated_delta import bind, gated_delta_rule, gated_delta_update  # noqa: E402
+from weft.model.adapter import Adapter  # noqa: E402
+from weft.model.gated_delta import gated_delta_rule  # noqa: E402
+from weft.model.loader import load  # noqa: E402
+from weft.model.resolve import TINY_HYBRID  # noqa: E402
 
 TURNS = 5
 NUM_TOKENS = 1024
@@ -44,27 +43,32 @@ def compare(what: str, tokens: tuple[mx.array, ...], repeats: int) -> None:
 
 
 def compare_prefill() -> None:
-    """The whole model over one prompt, its head included."""
-    model, _ = load_model(Path(weft.model.__path__[0]) / "tiny-hybrid")
-    model.set_dtype(mx.float32)
-    bind(model)
+    """A prompt as weft computes it, against the same model with everything mlx-lm's own."""
+    adapter = Adapter(load(TINY_HYBRID))
+    own = {"gated_delta_update": stock.gated_delta_update, "swiglu": activations.swiglu}
+    own["scaled_dot_product_attention"] = base.scaled_dot_product_attention
+    bound = [(module, name) for module in (qwen3_5, qwen3_next) for name in own if hasattr(module, name)]
+    ours = {(module, name): getattr(module, name) for module, name in bound}
 
-    def prefill_with(rule: object) -> Work:
-        def work() -> Sequence[mx.array]:
-            qwen3_5.gated_delta_update = rule
-            return prefill(model)
+    def theirs() -> Sequence[mx.array]:
+        for module, name in bound:
+            setattr(module, name, own[name])
+        return prefill(adapter, NUM_TOKENS)
 
-        return work
+    def weft() -> Sequence[mx.array]:
+        for (module, name), function in ours.items():
+            setattr(module, name, function)
+        return prefill(adapter, 128)
 
-    works = (prefill_with(stock.gated_delta_update), prefill_with(gated_delta_update))
-    report(f"tiny-hybrid, prefill of {NUM_TOKENS} tokens", *take_turns(works, 1))
+    report(f"tiny-hybrid, prefill of {NUM_TOKENS} tokens", *take_turns((theirs, weft), 1))
 
 
-def prefill(model: nn.Module) -> Sequence[mx.array]:
-    """The logits and all states the layers keep."""
-    caches = model.make_cache()
-    logits = model(mx.arange(NUM_TOKENS)[None] % 4000, cache=caches)
-    return [logits, *(array for layer in caches for array in layer.state if isinstance(array, mx.array))]
+def prefill(adapter: Adapter, chunk: int) -> Sequence[mx.array]:
+    """All states the layers keep; the head is not computed, as in either's serving."""
+    caches = adapter.new_caches(NUM_TOKENS)
+    for start in range(0, NUM_TOKENS, chunk):
+        adapter.prefill([token % 4000 for token in range(start, start + chunk)], caches).finish()
+    return [array for layer in caches for array in layer.state if isinstance(array, mx.array)]
 
 
 def make_tokens(rows: int, length: int, is_vector: bool) -> tuple[mx.array, ...]:

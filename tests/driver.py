@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import activations, base, gated_delta
 
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
@@ -85,6 +89,25 @@ def answers(adapter: Adapter, prompts: Iterable[list[int]], tokens: int, config:
     sequences = [run.submit(prompt, tokens) for prompt in prompts]
     run.finish()
     return [sequence.output for sequence in sequences]
+
+
+@contextmanager
+def stock_mlx_lm(model: Any) -> Iterator[None]:
+    """The model with nothing of ours bound into its modules: a referee must not play for either side."""
+    stock = {
+        "scaled_dot_product_attention": base.scaled_dot_product_attention,
+        "gated_delta_update": gated_delta.gated_delta_update,
+        "swiglu": activations.swiglu,
+    }
+    modules = {sys.modules[kind.__module__] for layer in model.modules() for kind in type(layer).__mro__}
+    ours = [(module, name, getattr(module, name)) for module in modules for name in stock if hasattr(module, name)]
+    for module, name, _ in ours:
+        setattr(module, name, stock[name])
+    try:
+        yield
+    finally:
+        for module, name, function in ours:
+            setattr(module, name, function)
 
 
 def random_prompts(vocab_size: int, lengths: Iterable[int], seed: int = 0) -> list[list[int]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts
+from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts, stock_mlx_lm
 from weft.model.adapter import Adapter
 from zoo import ARCHITECTURES, VOCABULARY, greedy
 
@@ -56,9 +56,13 @@ Solo = Callable[[str], list[tuple[list[int], np.ndarray]]]
 def test_alone_equals_mlx_lm(build: Build, solo: Solo, name: str) -> None:
     model = build(name).model
 
-    expected = [greedy(model, prompt, TOKENS)[0] for prompt in SUBJECTS]  # type: ignore[arg-type]
+    with stock_mlx_lm(model):
+        expected = [greedy(model, prompt, TOKENS) for prompt in SUBJECTS]  # type: ignore[arg-type]
 
-    assert [tokens for tokens, _ in solo(name)] == expected
+    for (tokens, logits), (their_tokens, their_logits) in zip(solo(name), expected, strict=True):
+        assert tokens == their_tokens
+        spread = float(np.std(np.array(their_logits)))
+        assert np.abs(logits - np.array(their_logits)).max() < 1e-3 * spread
 
 
 @each_architecture
