@@ -53,6 +53,21 @@ def test_what_can_not_be_done_is_one_sentence_and_status_one(arguments: tuple[st
     assert "Traceback" not in done.stderr
 
 
+def test_a_reader_that_leaves_ends_the_answer_quietly() -> None:
+    with subprocess.Popen(
+        [*WEFT, "run", "tiny-hybrid", "Once upon a time", "--seed", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **OFFLINE},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(20)
+        process.stdout.close()
+        told = process.stderr.read()
+
+    assert "Traceback" not in told
+    assert process.returncode == 141
+
+
 def test_help_is_there_at_once() -> None:
     times = []
     for _ in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from cyclopts import App
@@ -62,5 +63,8 @@ def main() -> None:
     except WeftError as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(1)
+    except BrokenPipeError:  # whoever read our output has gone; the exit must not try to flush it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except KeyboardInterrupt:
         sys.exit(130)
