@@ -3,7 +3,6 @@
     WeftError
     ├── RequestError     the caller can mend it: InvalidRequest(param) · ContextTooLong
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
-    ├── EngineError      ours: RowFailed, that row only
     └── InternalError    "this can not happen": an invariant broke
 
 A message is one sentence that names the thing, the value, the limit, and what to do.
@@ -46,14 +45,6 @@ class BadModel(ModelError):
 
 class UnsupportedModel(ModelError):
     """The model's architecture or one of its layers can not be held exactly."""
-
-
-class EngineError(WeftError):
-    """Ours, not the caller's."""
-
-
-class RowFailed(EngineError):
-    """One row could not be computed; its neighbours went on."""
 
 
 class InternalError(WeftError):

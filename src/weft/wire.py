@@ -16,7 +16,6 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 MAX_LOGPROBS = 128
 MAX_BIASES = 4096
-UNSEEDED = -1
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
