@@ -44,6 +44,19 @@ def test_prompts_take_turns_chunk_by_chunk() -> None:
     assert turns == [0, 1, 0, 1, 0, 1]
 
 
+def test_only_prompts_that_end_soon_are_announced() -> None:
+    scheduler = Scheduler(CONFIG)
+    for number, length in enumerate((11, 30, 900)):
+        scheduler.add(sequence(number, length))
+    chunk = scheduler.plan(0.0).chunk
+    assert chunk is not None
+    assert scheduler.plan(0.0).coming == (11, 30)
+
+    chunk.sequence.num_computed += chunk.count  # the first is in memory: it comes no more
+    scheduler.chunk_done()
+    assert scheduler.plan(0.0).coming == (30,)
+
+
 def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
     scheduler = Scheduler(CONFIG)
     scheduler.add(sequence(0, 50))

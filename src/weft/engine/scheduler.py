@@ -68,6 +68,8 @@ class Scheduler:
     def chunk_done(self) -> None:
         """The planned chunk is in memory: the next prompt has the turn."""
         self.prompts.rotate(-1)
+        if self.prompts[-1].is_prefilled:
+            self.prompts.pop()
 
     def _coming(self) -> tuple[int, ...]:
         """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
@@ -89,8 +91,6 @@ class Scheduler:
 
     def _next_chunk(self) -> Row | None:
         """Chunk ends are multiples of `chunk_tokens` from the prompt's start, whoever else runs: numbers never depend on load."""
-        while self.prompts and self.prompts[0].is_prefilled:
-            self.prompts.popleft()
         if not self.prompts:
             return None
         sequence = self.prompts[0]
