@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?= smollm2
 
-.PHONY: serve test check bench soak exact-gpu bench-gpu clean
+.PHONY: serve test check bench exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and bring up the default model (today: a chat in this terminal)
 	$(BIN)/weft run $(MODEL)
@@ -20,9 +20,6 @@ check: test  ## what CI does, and the formatting
 
 bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 6 minutes on two cores)
 	$(BIN)/python -m bench
-
-soak: $(READY)  ## ten thousand decode steps with random joins on a larger model
-	$(BIN)/pytest -m slow
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
 	PYTHONPATH=src $(PYTHON) -m bench.exact_gpu
