@@ -67,7 +67,7 @@ def prefill(adapter: Adapter, chunk: int) -> Sequence[mx.array]:
     """All states the layers keep; the head is not computed, as in either's serving."""
     caches = adapter.new_caches(NUM_TOKENS)
     for start in range(0, NUM_TOKENS, chunk):
-        adapter.prefill([token % 4000 for token in range(start, start + chunk)], caches).finish()
+        adapter.prefill([token % 4000 for token in range(start, start + chunk)], caches)[0].finish()
     return [array for layer in caches for array in layer.state if isinstance(array, mx.array)]
 
 

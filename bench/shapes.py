@@ -51,7 +51,7 @@ def random_model(config: dict[str, Any], dtype: mx.Dtype, *, layers: int | None 
     mx.eval(model.parameters())
     return LoadedModel(
         model=model, config=config, text_config=text, generation_config={}, folder=Path(config["model_type"]),
-        extra_tensors={}, eos_token_ids=(), context_length=text["max_position_embeddings"], vocab_size=text["vocab_size"],
+        extra_tensors={}, eos_token_ids=(), context_length=text["max_position_embeddings"], vocab_size=text["vocab_size"], weights_bytes=0,
     )  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def merged_caches(lengths: list[int], adapter: Adapter) -> list[Any]:
     for length in lengths:
         caches = adapter.new_caches(length)
         for start in range(0, length, 1024):
-            adapter.prefill([1] * min(1024, length - start), caches).finish()
+            adapter.prefill([1] * min(1024, length - start), caches)[0].finish()
         rows.append(caches)
     merged = [type(row[0]).merge(list(row)) for row in zip(*rows, strict=True)]
     mx.eval([cache.state for cache in merged])

@@ -1,7 +1,10 @@
 """Every error weft raises on purpose, in one tree.
 
     WeftError
-    ├── RequestError     the caller can mend it: InvalidRequest(param) · ContextTooLong
+    ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
+    │                    ContextTooLong(limit, got) · UnknownModel · RequestCancelled
+    ├── BusyError        try again later (429, 503): QueueFull · EngineStarting
+    ├── EngineError      ours (500): RowFailed, that row only · EngineDied
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
     └── InternalError    "this can not happen": an invariant broke
 
@@ -27,8 +30,57 @@ class InvalidRequest(RequestError):
     """A parameter has a value that can not be honoured."""
 
 
+class UnsupportedParameter(InvalidRequest):
+    """A parameter is known but not done here; it is refused, never ignored."""
+
+
+class TemplateFailed(InvalidRequest):
+    """The model's chat template refuses these messages; the message has its words."""
+
+
 class ContextTooLong(RequestError):
     """Prompt and answer do not fit into the model's context."""
+
+    def __init__(self, message: str, param: str | None = None, *, limit: int = 0, got: int = 0) -> None:
+        super().__init__(message, param)
+        self.limit = limit
+        self.got = got
+
+
+class UnknownModel(RequestError):
+    """No model of this name is served; the message lists those that are."""
+
+
+class RequestCancelled(RequestError):
+    """Somebody ended the request before its answer was complete."""
+
+
+class BusyError(WeftError):
+    """Nothing is wrong with the request; it may come again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFull(BusyError):
+    """As many requests wait as may."""
+
+
+class EngineStarting(BusyError):
+    """The model is being loaded."""
+
+
+class EngineError(WeftError):
+    """The engine could not finish a request; not the caller's fault."""
+
+
+class RowFailed(EngineError):
+    """This request's row failed; the others went on."""
+
+
+class EngineDied(EngineError):
+    """The engine's process ended while the request was in it."""
 
 
 class ModelError(WeftError):

@@ -15,19 +15,15 @@ from weft import blas
 
 BLAS = blas.bind()
 
-import mlx.core as mx  # noqa: E402 - after the binding
-import msgspec  # noqa: E402
+import msgspec  # noqa: E402 - after the binding
 
 from weft.chat.template import ChatTemplate, Message  # noqa: E402
 from weft.chat.tokenizer import Detokenizer, Tokenizer  # noqa: E402
-from weft.config import Device, EngineConfig  # noqa: E402
-from weft.engine.engine import Engine  # noqa: E402
+from weft.config import EngineConfig  # noqa: E402
+from weft.engine.bring_up import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
 from weft.errors import RequestError, WeftError  # noqa: E402
-from weft.model.adapter import Adapter  # noqa: E402
 from weft.model.fetch import shown  # noqa: E402
-from weft.model.loader import load  # noqa: E402
-from weft.model.resolve import resolve  # noqa: E402
 from weft.wire import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
 
 Prompt = str | Sequence[int]
@@ -67,12 +63,10 @@ class LLM:
     ) -> None:
         self.device = device_in_use()
         with shown(progress or False) as report:
-            folder = resolve(model, quantized=self.device != "cpu", progress=report)
-            self.loaded = load(folder, progress=report)
-        self.config = config or EngineConfig.for_device(self.device, exact=exact, row_invariant=BLAS.skinny)
-        self.tokenizer = Tokenizer(folder)
-        self.template = ChatTemplate.of(folder)
-        self.engine = Engine(Adapter(self.loaded), self.config)
+            self.engine, self.loaded = bring_up(model, BLAS, report, exact=exact, config=config)
+        self.config = self.engine.config
+        self.tokenizer = Tokenizer(self.loaded.folder)
+        self.template = ChatTemplate.of(self.loaded.folder)
         self._thread = threading.get_ident()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:
@@ -165,13 +159,6 @@ class LLM:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise WeftError("this LLM belongs to the thread that made it; make it and use it in one thread")
-
-
-def device_in_use() -> Device:
-    """What MLX computes on here."""
-    if mx.default_device() != mx.gpu:
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,16 +1,18 @@
-"""The words between text world and token world: how to sample, what came out, why it ended.
+"""The words between text world and token world: what is asked, what came out, why it ended, how the engine fares.
 
-Values only, no behaviour beyond checking themselves. Knows neither mlx nor HTTP; everybody may use it.
+Values only, no behaviour beyond checking themselves. Knows neither mlx nor HTTP; everybody may use it. `ToEngine` and
+`ToFront` are what travels over the channel.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from weft.errors import InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -30,11 +32,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     frequency_penalty: float = 0.0  # over the answer
     logit_bias: dict[int, float] = {}
     seed: int | None = None  # None: a fresh one for every request
-    max_tokens: int | None = None  # None: the rest of the context
+    max_tokens: int | None = None  # None: the rest of the context; 0: the prompt is only read
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: of the chosen token; k: and of the k likeliest
+    prompt_logprobs: int | None = None  # the same for the prompt's own tokens, all but the first
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first parameter that can not be honoured."""
@@ -49,10 +52,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _within("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 1, None)
+            _within("max_tokens", self.max_tokens, 0, None)
             _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.logprobs is not None:
-            _within("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _within(name, count, 0, min(MAX_LOGPROBS, vocab_size), "logprobs")
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**64 - 1)
         self._check_tokens(vocab_size)
@@ -72,7 +76,39 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class Limits(msgspec.Struct, frozen=True):
+    """What a model can take."""
+
+    vocab_size: int
+    context_length: int
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
+        """The number of tokens the answer may have. Raises RequestError naming what can not be honoured."""
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            place, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < self.vocab_size)
+            message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
+            raise InvalidRequest(message, "prompt")
+        sampling.check(self.vocab_size)
+        return self._room(len(prompt), sampling.max_tokens)
+
+    def _room(self, tokens: int, wanted: int | None) -> int:
+        # Clients recognise these sentences and shorten their history: the first half must stay word for word.
+        limit, room = self.context_length, self.context_length - tokens
+        if room < 1 and not (room == 0 and wanted == 0):
+            message = f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens}"
+            hint = " tokens. Please reduce the length of the messages."
+            raise ContextTooLong(message + hint, "messages", limit=limit, got=tokens)
+        if wanted is not None and wanted > room:
+            message = f"This model's maximum context length is {limit} tokens. However, you requested {tokens + wanted} tokens"
+            message += f" ({tokens} in the messages, max_tokens {wanted} for the completion)."
+            hint = f" Please reduce the length of the messages, or ask for at most {room}."
+            raise ContextTooLong(message + hint, "max_tokens", limit=limit, got=tokens + wanted)
+        return room if wanted is None else wanted
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """The log-probability of a chosen token, and of the likeliest ones at its place."""
 
     token: int
@@ -89,14 +125,92 @@ class Timings(msgspec.Struct, kw_only=True):
     finished: float | None = None
 
 
-class TokenEvent(msgspec.Struct, frozen=True):
-    """Engine → asker: one token of a sequence, or its end, or both."""
+class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Engine → asker: one token of a sequence, or its end, or both. `stop` is the end token that was not told.
+
+    The first and the last one have the timings.
+    """
 
     sequence: int
     token: int | None
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
     error: str | None = None
+    stop: int | None = None
+    timings: Timings | None = None
+
+
+class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
+    """Engine → asker: so many of a prompt's tokens are in memory. The last one has the log-probabilities asked for."""
+
+    sequence: int
+    computed: int
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """How the engine fares."""
+
+    running: int = 0
+    waiting: int = 0
+    memory: dict[str, int] = {}  # bytes by kind
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Front → engine: answer this prompt, once for each sampling; the sequences have these numbers."""
+
+    numbers: tuple[int, ...]
+    prompt: list[int]
+    samplings: tuple[Sampling, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Front → engine: nobody waits for these sequences any more."""
+
+    numbers: tuple[int, ...]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Front → engine: end now."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front: what it is bringing up, and how far that is."""
+
+    what: str
+    done: int = 0
+    total: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front: the model is loaded; these are its facts."""
+
+    model: str  # the name it goes by; not the one asked for where that could not be had
+    folder: str
+    limits: Limits
+    max_rows: int
+    device: str
+    versions: str
+    memory: dict[str, int] = {}
+    notice: str | None = None  # what the operator should know
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front: the model can not be brought up; trying again would not help."""
+
+    message: str
+
+
+class Events(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front: what happened in a turn. A sequence's prompt comes before its tokens."""
+
+    prompts: list[PromptEvent] = []
+    tokens: list[TokenEvent] = []
+    status: EngineStatus | None = None
+
+
+ToEngine = Submit | Cancel | Shutdown
+ToFront = Events | Loading | Ready | Failed
 
 
 def _within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:

@@ -124,7 +124,7 @@ def test_logprobs_are_the_models_own() -> None:
     choice = choose(mx.array(np.tile(LOGITS, (3, 1))), rows)
 
     expected = np.log(PROBABILITIES)
-    first, second = (entry.read(int(choice.tokens[entry.index].item())) for entry in choice.logprobs)
+    first, second = (entry.read([int(choice.tokens[index].item())])[0] for index, entry in choice.logprobs.items())
     assert first.token == 5
     assert first.logprob == pytest.approx(expected[5], abs=1e-4)
     assert [token for token, _ in first.top] == ORDER[:3].tolist()

@@ -16,6 +16,7 @@ import pytest
 
 from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts, stock_mlx_lm
 from weft.model.adapter import Adapter
+from weft.wire import Sampling
 from zoo import ARCHITECTURES, VOCABULARY, greedy
 
 Build = Callable[[str], Adapter]
@@ -179,3 +180,13 @@ def test_at_a_constant_width_no_bit_depends_on_the_crowd(build: Build, name: str
         return run.logits_of(subject)
 
     assert np.array_equal(logits_beside(0), logits_beside(5))
+
+
+@each_architecture
+def test_forks_of_a_prompt_answer_as_if_each_had_computed_it(build: Build, solo: Solo, name: str) -> None:
+    run = Run(build(name))
+    run.submit(NEIGHBOURS[0], 12)
+    forks = run.engine.submit_forks(SUBJECTS[0], (Sampling(max_tokens=TOKENS, ignore_eos=True),) * 3, (90, 91, 92))
+    run.finish()
+
+    assert [fork.output for fork in forks] == [solo(name)[0][0]] * 3

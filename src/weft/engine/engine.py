@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable
 
 from weft.config import EngineConfig
+from weft.engine.plan import Row
 from weft.engine.runner import Runner, Step
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
-from weft.errors import ContextTooLong, InvalidRequest
 from weft.model.adapter import Adapter
-from weft.wire import FinishReason, Sampling, TokenEvent
+from weft.wire import FinishReason, Limits, PromptEvent, Sampling, TokenEvent, TokenLogprob
 
 NOT_FINITE = "the model's logits are not finite for this sequence"
 
@@ -32,19 +32,39 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.runner = Runner(adapter, config, clock)
         self.pending: Step | None = None
+        self.limits = Limits(adapter.vocab_size, adapter.context_length)
         self.events: deque[TokenEvent] = deque()
+        self.prompt_events: deque[PromptEvent] = deque()
         self._numbers = itertools.count()
 
     def submit(self, prompt: list[int], sampling: Sampling) -> Sequence:
         """Check a request and queue it. Raises RequestError, naming the parameter; nobody else notices."""
-        max_tokens = self._check(prompt, sampling)
-        stops = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops |= self.adapter.eos_token_ids
-        sequence = Sequence(next(self._numbers), list(prompt), sampling, max_tokens=max_tokens, stop_ids=stops)
-        sequence.timings.submitted = self.clock()
-        self.scheduler.add(sequence)
-        return sequence
+        return self.submit_forks(prompt, (sampling,), (next(self._numbers),))[0]
+
+    def submit_forks(self, prompt: list[int], samplings: tuple[Sampling, ...], numbers: tuple[int, ...]) -> list[Sequence]:
+        """The same, for several answers to one prompt, which is computed once."""
+        now = self.clock()
+        rooms = [self.limits.check(prompt, sampling) for sampling in samplings]
+        sequences = []
+        for number, sampling, room in zip(numbers, samplings, rooms, strict=True):
+            stops = frozenset(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                stops |= self.adapter.eos_token_ids
+            sequence = Sequence(number, prompt, sampling, max_tokens=room, stop_ids=stops)
+            sequence.timings.submitted = now
+            sequences.append(sequence)
+        self._queue(sequences)
+        return sequences
+
+    def _queue(self, sequences: list[Sequence]) -> None:
+        leader, *forks = sequences
+        if not leader.is_prefilled:
+            leader.forks = forks
+            self.scheduler.add(leader)
+            return
+        for sequence in sequences:  # a prompt of one token: there is nothing to share
+            self.scheduler.add(sequence)
+            self._finish_empty(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence now; its memory is free before the next step."""
@@ -55,6 +75,13 @@ class Engine:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return self.scheduler.idle and self.pending is None
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Sequences that run, and that wait."""
+        queues = (self.scheduler.running, self.scheduler.waiting)
+        forks = sum(len(sequence.forks) for queue in queues for sequence in queue)
+        return len(self.scheduler.running), len(self.scheduler.waiting) + forks
 
     def turn(self) -> None:
         """One turn of the loop."""
@@ -74,9 +101,8 @@ class Engine:
             self.settle(last)
         if step is not None:
             self.runner.choose(step)
-        if plan.chunk is not None and not plan.chunk.sequence.is_finished:
-            if self.runner.prefill(plan.chunk, plan.slice_seconds):
-                self.scheduler.chunk_done()
+        if plan.chunk is not None and not plan.chunk.sequence.has_gone:
+            self.prefill(plan.chunk, plan.slice_seconds)
         elif last is not None and step is not None:
             self.scheduler.measured(self.clock() - started)
 
@@ -88,29 +114,48 @@ class Engine:
         if step is not None:
             self.runner.choose(step)
             self.settle(step)
-        if plan.chunk is not None and self.runner.prefill(plan.chunk, plan.slice_seconds):
-            self.scheduler.chunk_done()
+        if plan.chunk is not None:
+            self.prefill(plan.chunk, plan.slice_seconds)
+
+    def prefill(self, row: Row, seconds: float | None) -> None:
+        """Work on a prompt; when it is in memory its forks get copies."""
+        if not self.runner.prefill(row, seconds):
+            return
+        sequence = row.sequence
+        if sequence.is_prefilled:
+            for fork in sequence.forks:
+                self.runner.fork(sequence, fork)
+        asked = sequence.is_prefilled and sequence.sampling.prompt_logprobs is not None
+        logprobs = tuple(sequence.prompt_logprobs) if asked else None
+        self.prompt_events.append(PromptEvent(sequence.id, sequence.num_computed, logprobs))
+        finished = [sequence, *sequence.forks] if sequence.is_prefilled else []
+        self.scheduler.chunk_done()
+        for one in finished:
+            self._finish_empty(one)
 
     def settle(self, step: Step) -> None:
         """Read a step's tokens: append, finish, tell."""
         assert step.choice is not None
         tokens, finite = step.choice.read()  # sync: the device is waited for here and nowhere else
-        logprobs = {row.index: row for row in step.choice.logprobs}
+        logprobs = step.choice.logprobs
         for index, sequence in enumerate(step.sequences):
             if sequence.is_finished:
                 continue
             if not finite[index]:
                 self._finish(sequence, "error", NOT_FINITE)
                 continue
-            if sequence.timings.first_token is None:
+            is_first = sequence.timings.first_token is None
+            if is_first:
                 sequence.timings.first_token = self.clock()
-            told = logprobs[index].read(tokens[index]) if index in logprobs else None
+            told = logprobs[index].read(tokens[index : index + 1])[0] if index in logprobs else None
             before = len(sequence.output)
             sequence.append(tokens[index], told)
             token = tokens[index] if len(sequence.output) > before else None
             if sequence.is_finished:
-                sequence.timings.finished = self.clock()
-            self.events.append(TokenEvent(sequence.id, token, told if token is not None else None, sequence.finish))
+                self._finish(sequence, sequence.finish or "stop", token=token, told=told)
+            else:
+                timings = sequence.timings if is_first else None
+                self.events.append(TokenEvent(sequence.id, token, told, timings=timings))
 
     def take_events(self) -> list[TokenEvent]:
         """Everything that happened since the last call."""
@@ -118,30 +163,30 @@ class Engine:
         self.events.clear()
         return events
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def take_prompt_events(self) -> list[PromptEvent]:
+        """How far prompts came since the last call."""
+        events = list(self.prompt_events)
+        self.prompt_events.clear()
+        return events
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        token: int | None = None,
+        told: TokenLogprob | None = None,
+    ) -> None:
         sequence.finish, sequence.error = reason, error
         sequence.timings.finished = self.clock()
-        self.events.append(TokenEvent(sequence.id, None, None, reason, error))
+        told = told if token is not None else None
+        self.events.append(TokenEvent(sequence.id, token, told, reason, error, sequence.stop, sequence.timings))
+
+    def _finish_empty(self, sequence: Sequence) -> None:
+        """A request for no tokens at all ends with its prompt."""
+        if sequence.max_tokens == 0 and not sequence.is_finished:
+            self._finish(sequence, "length")
 
     def _release_finished(self) -> None:
         for sequence in self.scheduler.drop_finished():
             self.runner.release(sequence)
-
-    def _check(self, prompt: list[int], sampling: Sampling) -> int:
-        """The number of tokens the answer may have."""
-        vocab_size, context = self.adapter.vocab_size, self.adapter.context_length
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-        for position, token in enumerate(prompt):
-            if not 0 <= token < vocab_size:
-                message = f"prompt token {token} at position {position} is outside the vocabulary of {vocab_size}"
-                raise InvalidRequest(message, "prompt")
-        sampling.check(vocab_size)
-        if len(prompt) >= context:
-            message = f"the prompt has {len(prompt)} tokens and the model's context {context}; at least one must be left"
-            raise ContextTooLong(message, "prompt")
-        room = context - len(prompt)
-        if sampling.max_tokens is not None and sampling.max_tokens > room:
-            message = f"max_tokens {sampling.max_tokens} exceeds the {room} left of the model's context of {context}"
-            raise ContextTooLong(message + f" after a prompt of {len(prompt)}", "max_tokens")
-        return room if sampling.max_tokens is None else sampling.max_tokens

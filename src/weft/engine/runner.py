@@ -6,6 +6,7 @@ the batch. A row that can not join steps alone, on its own caches: slower, never
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from weft.cache.slabs import Pool, RowState
 from weft.cache.views import make_batches
 from weft.config import EngineConfig
 from weft.engine.plan import Plan, Row
-from weft.engine.sampler import Choice, choose
+from weft.engine.sampler import Choice, Logprobs, choose, logprobs_of
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter, Chunk, LayerCaches
 
@@ -28,6 +29,7 @@ class Memory:
     own: LayerCaches | None
     state: RowState = field(default_factory=RowState)
     chunk: Chunk | None = None
+    logprobs: Logprobs | None = None  # of the chunk under way, where the prompt's are asked for
 
 
 @dataclass
@@ -114,18 +116,31 @@ class Runner:
         memory = _memory(row.sequence)
         if memory.own is None:
             memory.own = self.adapter.new_caches(len(row.sequence.prompt))
-        if memory.chunk is None:
-            tokens = row.sequence.prompt[row.start : row.start + row.count]
-            memory.chunk = self.adapter.prefill(tokens, memory.own)
+        chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
         if seconds is None:
-            memory.chunk.finish()
+            chunk.finish()
         else:
-            self._slice(memory.chunk, seconds)
-        if not memory.chunk.is_done:
+            self._slice(chunk, seconds)
+        if not chunk.is_done:
             return False
-        memory.chunk = None
+        if memory.logprobs is not None:
+            row.sequence.prompt_logprobs += memory.logprobs.read(_followers(row))
+        memory.chunk = memory.logprobs = None
         row.sequence.num_computed += row.count
         return True
+
+    def _start_chunk(self, row: Row, memory: Memory) -> Chunk:
+        assert memory.own is not None
+        chunk, logits = self.adapter.prefill(row.sequence.prompt[row.start : row.start + row.count], memory.own)
+        if (count := row.sequence.sampling.prompt_logprobs) is not None:
+            memory.logprobs = logprobs_of(logits[0], mx.array(_followers(row), mx.int32), count)
+            chunk.also(memory.logprobs.arrays())
+        return chunk
+
+    def fork(self, leader: Sequence, fork: Sequence) -> None:
+        """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
+        fork.memory = Memory(own=copy.deepcopy(_memory(leader).own))
+        fork.num_computed = leader.num_computed
 
     def _slice(self, chunk: Chunk, seconds: float) -> None:
         """Run layers of a chunk as long as the next one probably ends in time; one at least."""
@@ -172,3 +187,8 @@ def _memory(sequence: Sequence) -> Memory:
     memory = sequence.memory
     assert isinstance(memory, Memory)
     return memory
+
+
+def _followers(row: Row) -> list[int]:
+    """The tokens that stand after each token of a chunk."""
+    return row.sequence.prompt[row.start + 1 : row.start + row.count + 1]

@@ -24,11 +24,11 @@ class Choice:
 
     tokens: mx.array  # (B,) int32
     finite: mx.array  # (B,) False where a row's logits were not numbers
-    logprobs: list[RowLogprobs]
+    logprobs: dict[int, Logprobs]  # by the row's place
 
     def arrays(self) -> list[mx.array]:
         """Everything to be evaluated."""
-        return [self.tokens, self.finite, *(array for row in self.logprobs for array in row.arrays())]
+        return [self.tokens, self.finite, *(array for row in self.logprobs.values() for array in row.arrays())]
 
     def read(self) -> tuple[list[int], list[bool]]:
         """Bring tokens and flags to the host."""
@@ -36,25 +36,36 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class RowLogprobs:
-    """Log-probabilities of one row that asked for them."""
+class Logprobs:
+    """Log-probabilities of some places: of the token that stands there, and of the likeliest ones. Still on the device."""
 
-    index: int
-    chosen: mx.array
-    top_tokens: mx.array | None
-    top_values: mx.array | None
+    chosen: mx.array  # (T,)
+    top_tokens: mx.array | None  # (T, k)
+    top_values: mx.array | None  # (T, k)
 
     def arrays(self) -> list[mx.array]:
         """Everything to be evaluated."""
-        return [self.chosen] + ([] if self.top_tokens is None or self.top_values is None else [self.top_tokens, self.top_values])
+        return [array for array in (self.chosen, self.top_tokens, self.top_values) if array is not None]
 
-    def read(self, token: int) -> TokenLogprob:
-        """Bring it to the host."""
-        chosen = float(np.array(self.chosen))
+    def read(self, tokens: Rows[int]) -> list[TokenLogprob]:
+        """Bring them to the host."""
+        chosen = np.array(self.chosen).tolist()
         if self.top_tokens is None or self.top_values is None:
-            return TokenLogprob(token, chosen)
+            return [TokenLogprob(token, value) for token, value in zip(tokens, chosen, strict=True)]
         tops = zip(np.array(self.top_tokens).tolist(), np.array(self.top_values).tolist(), strict=True)
-        return TokenLogprob(token, chosen, tuple(sorted(tops, key=lambda pair: (-pair[1], pair[0]))))
+        ranked = [tuple(sorted(zip(*top, strict=True), key=lambda pair: (-pair[1], pair[0]))) for top in tops]
+        return [TokenLogprob(token, value, top) for token, value, top in zip(tokens, chosen, ranked, strict=True)]
+
+
+def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
+    """Of `tokens` (T,) and the `count` likeliest by `logits` (T, V): the model's own, before penalties and temperature."""
+    logits = logits.astype(mx.float32)
+    values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
+    if count == 0:
+        return Logprobs(chosen, None, None)
+    top = mx.argpartition(-values, min(count, values.shape[-1] - 1), axis=-1)[:, :count]
+    return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
 def choose(logits: mx.array, rows: Rows[Sequence]) -> Choice:
@@ -186,17 +197,7 @@ def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
     return result
 
 
-def _logprobs(logits: mx.array, rows: Rows[Sequence], tokens: mx.array) -> list[RowLogprobs]:
-    """Log-probabilities under the model itself, before penalties and temperature, for the rows that asked."""
-    result = []
-    for index, row in enumerate(rows):
-        if (count := row.sampling.logprobs) is None:
-            continue
-        values = logits[index] - mx.logsumexp(logits[index])
-        chosen = values[tokens[index]]
-        if count == 0:
-            result.append(RowLogprobs(index, chosen, None, None))
-            continue
-        top = mx.argpartition(-values, min(count, values.size - 1))[:count]
-        result.append(RowLogprobs(index, chosen, top, values[top]))
-    return result
+def _logprobs(logits: mx.array, rows: Rows[Sequence], tokens: mx.array) -> dict[int, Logprobs]:
+    """For the rows that asked, by their place in the step."""
+    asked = ((index, row.sampling.logprobs) for index, row in enumerate(rows))
+    return {i: logprobs_of(logits[i : i + 1], tokens[i : i + 1], count) for i, count in asked if count is not None}

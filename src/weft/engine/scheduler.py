@@ -7,6 +7,7 @@ step together; one prompt chunk at a time runs beside them, prompts taking turns
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from weft.config import EngineConfig
 from weft.engine.plan import Plan, Row
@@ -34,7 +35,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anybody still wants something; finished sequences leave with the next turn."""
-        return any(not sequence.is_finished for queue in (self.waiting, self.running) for sequence in queue)
+        return any(not sequence.has_gone for queue in (self.waiting, self.running) for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -43,12 +44,13 @@ class Scheduler:
     def drop_finished(self) -> list[Sequence]:
         """Let go of sequences that have their end; give back those that were running."""
         gone = [sequence for sequence in self.running if sequence.is_finished]
+        heirs = {id(s): s.bequeath() for queue in (self.running, self.waiting) for s in queue if s.is_finished and not s.has_gone}
         if gone:
-            self.running = [sequence for sequence in self.running if not sequence.is_finished]
+            self.running = _living(self.running, heirs)
         if any(sequence.is_finished for sequence in self.prompts):
-            self.prompts = deque(sequence for sequence in self.prompts if not sequence.is_finished)
+            self.prompts = deque(_living(self.prompts, heirs))
         if any(sequence.is_finished for sequence in self.waiting):
-            self.waiting = deque(sequence for sequence in self.waiting if not sequence.is_finished)
+            self.waiting = deque(_living(self.waiting, heirs))
         return gone
 
     def plan(self, now: float) -> Plan:
@@ -66,10 +68,12 @@ class Scheduler:
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
 
     def chunk_done(self) -> None:
-        """The planned chunk is in memory: the next prompt has the turn."""
+        """The planned chunk is in memory: the next prompt has the turn, and a prompt's forks are next in line."""
         self.prompts.rotate(-1)
         if self.prompts[-1].is_prefilled:
-            self.prompts.pop()
+            leader = self.prompts.pop()
+            self.waiting.extendleft(reversed([fork for fork in leader.forks if not fork.is_finished]))
+            leader.forks = []
 
     def _coming(self) -> tuple[int, ...]:
         """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
@@ -97,3 +101,8 @@ class Scheduler:
         start, size = sequence.num_computed, self.config.chunk_tokens
         end = min((start // size + 1) * size, len(sequence.prompt) - 1)
         return Row(sequence, start, end - start)
+
+
+def _living(queue: Iterable[Sequence], heirs: dict[int, Sequence]) -> list[Sequence]:
+    """A queue without its finished sequences, heirs in their places."""
+    return [heirs.get(id(sequence), sequence) for sequence in queue if id(sequence) in heirs or not sequence.is_finished]

@@ -25,10 +25,13 @@ class Sequence:
         self.stop_ids = stop_ids
         self.output: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.forks: list[Sequence] = []  # same prompt: they wait for its states, and have no place in a queue till then
         self.num_computed = 0  # tokens whose states are in memory (or on their way)
         self.num_in_flight = 0  # tokens chosen on the device but not yet read
         self.finish: FinishReason | None = None
         self.error: str | None = None
+        self.stop: int | None = None  # the end token, which is no part of the answer
         self.timings = Timings()
         self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
         self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
@@ -45,6 +48,11 @@ class Sequence:
         return self.finish is not None
 
     @property
+    def has_gone(self) -> bool:
+        """Whether nobody waits for it, nor for the prompt it computes."""
+        return self.is_finished and all(fork.is_finished for fork in self.forks)
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether all but the newest token are in memory."""
         return self.num_computed >= len(self.prompt) - 1
@@ -58,7 +66,7 @@ class Sequence:
         """Take a token that was in flight; decide whether it is the last."""
         self.num_in_flight -= 1
         if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
-            self.finish = "stop"
+            self.finish, self.stop = "stop", token
             return
         self.output.append(token)
         if logprob is not None:
@@ -67,6 +75,14 @@ class Sequence:
             self.counts[token] += 1
         if len(self.output) >= self.max_tokens:
             self.finish = "length"
+
+    def bequeath(self) -> Sequence:
+        """Hand the prompt's work over to the first fork that still wants it; this sequence is finished."""
+        heir, *others = [fork for fork in self.forks if not fork.is_finished]
+        heir.forks, self.forks = others, []
+        heir.num_computed, heir.memory, self.memory = self.num_computed, self.memory, None
+        heir.timings.admitted, heir.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
+        return heir
 
     def uniform(self, position: int) -> float:
         """The random number in [0, 1) for the token at `position`: from seed and position, and nothing else."""

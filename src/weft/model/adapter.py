@@ -50,6 +50,10 @@ class Chunk:
         self._layers = layers
         self._next = 0
 
+    def also(self, arrays: list[mx.array]) -> None:
+        """Evaluate these too, after the layers."""
+        self._layers.append(arrays)
+
     @property
     def is_done(self) -> bool:
         """Whether all layers are in memory."""
@@ -78,6 +82,7 @@ class Adapter:
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length or DEFAULT_CONTEXT
         self.eos_token_ids = frozenset(loaded.eos_token_ids)
+        self.weights_bytes = loaded.weights_bytes
         self.gated_delta_modules = bind_gated_delta(loaded.model)
         bind_activations(loaded.model)
         _bind_seam(loaded.model)
@@ -93,10 +98,10 @@ class Adapter:
                 cache.step = -(-prompt_tokens // KVCache.step) * KVCache.step
         return caches
 
-    def prefill(self, tokens: list[int], caches: LayerCaches) -> Chunk:
-        """Build the forward of a prompt chunk for one row. The logits are never asked for, so never computed."""
-        self.model(mx.array([tokens], mx.int32), cache=caches)
-        return Chunk([_arrays(cache) for cache in _leaves(caches)])
+    def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
+        """Build the forward of a prompt chunk for one row; its logits (1, T, V) are not computed unless they are used."""
+        logits = self.model(mx.array([tokens], mx.int32), cache=caches)
+        return Chunk([_arrays(cache) for cache in _leaves(caches)]), logits
 
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
         """What one row's own caches hold, layer by layer; None where a layer can not be read."""
@@ -188,7 +193,7 @@ class Probe:
         """Whether a prompt computed in chunks gives other numbers than the whole."""
         row, caches = len(PROBE_LENGTHS) - 1, self.adapter.new_caches(PROBE_LENGTHS[-1])
         for start in range(0, PROBE_LENGTHS[-1], PROBE_CHUNK):
-            self.adapter.prefill(self.prompts[row][start : start + PROBE_CHUNK], caches).finish()
+            self.adapter.prefill(self.prompts[row][start : start + PROBE_CHUNK], caches)[0].finish()
         logits = self.adapter.decode_alone(mx.array([[self.fed[row][0]]]), caches)
         reason = self._differs(logits[0], self.alone[row][0])
         return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
@@ -224,7 +229,7 @@ class Probe:
 
     def _prefilled(self, row: int) -> LayerCaches:
         caches = self.adapter.new_caches(len(self.prompts[row]))
-        self.adapter.prefill(self.prompts[row], caches).finish()
+        self.adapter.prefill(self.prompts[row], caches)[0].finish()
         return caches
 
     def _decode_alone(self, row: int) -> list[mx.array]:

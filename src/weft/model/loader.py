@@ -50,6 +50,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     context_length: int | None
     vocab_size: int
+    weights_bytes: int
 
 
 def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
@@ -74,6 +75,7 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
         eos_token_ids=_eos_token_ids(folder, generation, written, _text_config(written)),
         context_length=next((text_config[key] for key in CONTEXT_KEYS if isinstance(text_config.get(key), int)), None),
         vocab_size=_vocab_size(folder, model, text_config),
+        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
     )
 
 

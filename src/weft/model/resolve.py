@@ -10,8 +10,10 @@ import hashlib
 import io
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from weft.errors import BadModel, ModelNotFound
 from weft.model import fetch, gguf
@@ -54,6 +56,34 @@ def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bo
                 f"{path.absolute()}, and a hub id has the form organisation/name; give one of these"
             )
         return _from_hub(name, report)
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model that `resolve` would find by this name without fetching anything; a built-in one may have no folder yet."""
+
+    name: str
+    kind: Literal["built-in", "converted", "hub"]
+    folder: Path | None
+    size_bytes: int = 0
+
+
+def local_models() -> list[LocalModel]:
+    """The models on this machine: built-in ones, what was converted from GGUF files, the Hugging Face cache."""
+    smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
+    cache = fetch.cache_folder()
+    converted = [folder for folder in sorted(cache.iterdir()) if _is_whole(folder)] if cache.is_dir() else []
+    found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
+    found += [LocalModel("smollm2", "built-in", folder) for folder in converted if folder in smollm2]
+    if len(found) == 1:
+        found.append(LocalModel("smollm2", "built-in", None))
+    found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
+    found += [LocalModel(name, "hub", folder) for name, folder in _whole_in_hub_cache()]
+    return [replace(model, size_bytes=_size(model.folder)) if model.folder else model for model in found]
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # --- GGUF files ------------------------------------------------------------------------------------------------------
@@ -124,6 +154,20 @@ def _in_hub_cache(name: str) -> Path | None:
         # Another tool may have left out files that only it would need; `_is_whole` decides.
         partial = getattr(error, "snapshot_path", None)
         return Path(partial) if partial else None
+
+
+def _whole_in_hub_cache() -> Iterator[tuple[str, Path]]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return
+    for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):
+        folder = _in_hub_cache(name) if HUB_ID.fullmatch(name) else None
+        if folder is not None and _is_whole(folder):
+            yield name, folder
 
 
 def _is_whole(folder: Path) -> bool:

@@ -1,0 +1,91 @@
+"""The engine's process: `python -m weft.engine MODEL ADDRESS`. Loads, says it is ready, runs until the front ends it.
+
+The front starts it and is its only user. A process of its own, so that nothing that happens to a model takes the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import signal
+import threading
+import time
+
+from weft import blas
+from weft.channel import EngineEnd
+from weft.errors import ModelError
+from weft.wire import Failed, Loading, Ready
+
+
+def main() -> None:
+    """Bring a model up and serve it over the channel."""
+    asked = _arguments()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
+    _end_with(os.getppid())
+    channel = EngineEnd(asked.address)
+    channel.send(Loading("starting"))
+    try:
+        _serve(channel, asked)
+    except ModelError as error:
+        channel.send(Failed(str(error)))
+    finally:
+        channel.close()
+
+
+def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
+    report = blas.bind()  # before anything imports mlx
+
+    from weft.engine.bring_up import bring_up, device_in_use
+    from weft.engine.host import Host, memory_in_use
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        channel.send(Loading(what, done, total or 0))
+
+    notices = [report.warning] if report.warning else []
+    name = asked.model
+    try:
+        engine, loaded = bring_up(name, report, progress, exact=asked.exact, max_rows=asked.max_rows)
+    except ModelError as error:
+        if not asked.fallback:
+            raise
+        notices.append(f"{name} could not be had, so {asked.fallback} is served instead: {error}")
+        name = asked.fallback
+        engine, loaded = bring_up(name, report, progress, exact=asked.exact, max_rows=asked.max_rows)
+    ready = Ready(
+        model=name,
+        folder=str(loaded.folder),
+        limits=engine.limits,
+        max_rows=engine.config.max_rows,
+        device=device_in_use(),
+        versions="-".join(f"{part}{importlib.metadata.version(part)}" for part in ("weft", "mlx")),
+        memory=memory_in_use(engine),
+        notice="; ".join(notices) or None,
+    )
+    channel.send(ready)
+    Host(engine, channel, time.monotonic).run()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m weft.engine", description="The engine's process; the front starts it.")
+    parser.add_argument("model")
+    parser.add_argument("address")
+    parser.add_argument("--fallback")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--max-rows", type=int)
+    return parser.parse_args()
+
+
+def _end_with(parent: int) -> None:
+    """An engine whose front is gone has nobody to work for: it ends, whatever it is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="watch the front").start()
+
+
+if __name__ == "__main__":
+    main()
