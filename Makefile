@@ -3,12 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-MODEL  ?= smollm2
+MODEL  ?=
 
 .PHONY: serve test check bench exact-gpu bench-gpu clean
 
-serve: $(READY)  ## set up and bring up the default model (today: a chat in this terminal)
-	$(BIN)/weft run $(MODEL)
+serve: $(READY)  ## set up and serve the default model, or MODEL=…
+	$(BIN)/weft serve $(MODEL)
 
 test: $(READY)  ## set up and run the tests: what CI does
 	$(BIN)/ruff check .

@@ -1,12 +1,16 @@
-"""Settings of the token world, resolved once at start and never changed afterwards.
+"""Settings of the engine and of the server, resolved once at start and never changed afterwards.
 
 Numbers here are either choices a user may make or facts measured on a device; the log (docs/log.md) has the measurements.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import ipaddress
+import math
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
+
+from weft.errors import WeftError
 
 Device = Literal["cpu", "cuda", "metal"]
 
@@ -38,3 +42,70 @@ class EngineConfig:
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         return replace(config, width=config.max_rows) if exact and not row_invariant else config
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What is served, where, to whom, and how much of it. The words under each field are its flag's help."""
+
+    models: tuple[str, ...] = ()
+    """Built-in names (smollm2, tiny-hybrid), folders, .gguf files or Hugging Face ids. Default: smollm2."""
+    _: KW_ONLY
+    fallback: str | None = None
+    """Serve this model where the one asked for can not be fetched. Without MODELS: tiny-hybrid."""
+    host: str = "127.0.0.1"
+    """The address to listen on. One that other machines can reach needs an API key."""
+    port: int = 8400
+    """The port to listen on; 0 takes any free one."""
+    api_keys: tuple[str, ...] = ()
+    """Ask every client for this key, as a bearer token or x-api-key. Several may be given."""
+    insecure: bool = False
+    """Let other machines in without a key."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names under which clients may address the server, beside this machine's own."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages that may call the server from a browser, beside those of this machine."""
+    late_system: Literal["fold", "hoist"] = "fold"
+    """A system message amid a conversation: fold it into its place, or hoist it to the front, which costs the cache."""
+    exact: bool = False
+    """Answers are bit-equal whoever runs beside them, also where that costs speed. On CPU they are in any case."""
+    max_rows: int | None = None
+    """Requests that are computed together. Default: what suits the device."""
+    max_queue: int = 256
+    """Requests that may wait; more are sent away with status 429."""
+    max_body_bytes: int = 16 * 2**20
+    """The longest request body."""
+    body_seconds: float = 30.0
+    """How long a request body may take to come in."""
+    heartbeat_seconds: float = 10.0
+    """How long a stream may be silent before it shows that it lives."""
+    drain_seconds: float = 5.0
+    """How long running requests may go on when the server is stopped."""
+    log_format: Literal["text", "json"] = "text"
+    """How the log is written."""
+
+    def check(self) -> None:
+        """Raise WeftError naming the first setting that can not be."""
+        if not 0 <= self.port <= 65535:
+            raise WeftError(f"port {self.port} must be between 0 and 65535")
+        if not self.is_loopback and not self.api_keys and not self.insecure:
+            raise WeftError(
+                f"host {self.host} can be reached from other machines and there is no API key: set one with --api-key or "
+                "WEFT_API_KEY, or say --insecure if everybody there may use the server"
+            )
+        if "" in self.api_keys:
+            raise WeftError("an API key is empty; give one with characters in it, or none")
+        least: dict[str, float] = {"max_rows": 1, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
+        least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:
+                raise WeftError(f"{name} {value} must be at least {low}")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        except ValueError:  # a name; others than this one may lead anywhere
+            return self.host == "localhost"

@@ -1,38 +1,39 @@
-"""The command as a user runs it, in a process of its own."""
+"""The command line as such: help, mistakes, and the model that comes with weft loaded in process."""
 
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
+from cli_command import WEFT, environment, weft
 
-WEFT = [sys.executable, "-m", "weft"]
-OFFLINE = {"HF_HUB_OFFLINE": "1", "MLX_DISABLE_COMPILE": "1"}
-
-
-def weft(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **OFFLINE}
-    return subprocess.run([*WEFT, *arguments], capture_output=True, text=True, env=environment, timeout=120, **options)  # type: ignore[call-overload, no-any-return]
+STORY = ("run", "tiny-hybrid", "Once upon a time", "--local", "--seed", "1")
 
 
-def test_the_shipped_model_tells_a_story_with_the_network_off() -> None:
-    done = weft("run", "tiny-hybrid", "Once upon a time", "--seed", "1", "--max-tokens", "40")
+def test_the_shipped_model_tells_a_story_with_the_network_off(tmp_path: Path) -> None:
+    done = weft(tmp_path, *STORY, "--max-tokens", "40")
 
     assert done.returncode == 0
     assert done.stdout.startswith("Once upon a time, there was a")
     assert "40 tokens" in done.stderr
 
 
-def test_a_chat_remembers_and_ends_with_the_input() -> None:
-    asked = "The code word is BRONZE-913.\nWhat is the code word?\n"
-    done = weft("run", "tiny-hybrid", "--temperature", "0", "--no-think", input=asked)
+def test_what_is_piped_in_follows_the_prompt(tmp_path: Path) -> None:
+    told = weft(tmp_path, "run", "tiny-hybrid", "Once upon", "--local", "--max-tokens", "2", stdin="a time\n")
 
-    assert done.returncode == 0
-    assert "BRONZE-913" in done.stdout.rsplit(">", 2)[-2]
+    assert told.stdout.startswith("Once upon\n\na time")
+
+
+def test_what_is_piped_in_is_the_prompt_where_there_is_none(tmp_path: Path) -> None:
+    piped = weft(tmp_path, "run", "tiny-hybrid", *STORY[3:], "--max-tokens", "9", stdin="Once upon a time\n")
+    given = weft(tmp_path, *STORY, "--max-tokens", "9")
+
+    assert piped.stdout == given.stdout
 
 
 @pytest.mark.parametrize(
@@ -40,23 +41,30 @@ def test_a_chat_remembers_and_ends_with_the_input() -> None:
     [
         (("run", "no-such-model", "hi"), "no model 'no-such-model'"),
         (("run", "nobody/nothing", "hi"), "nobody/nothing"),
-        (("run", "tiny-hybrid", "hi", "--temperature", "-3"), "temperature -3.0"),
-        (("run", "tiny-hybrid", "hi", "--max-tokens", "999999"), "max_tokens 999999"),
+        (("run", "tiny-hybrid", "hi", "--local", "--temperature", "-3"), "temperature -3.0"),
+        (("run", "tiny-hybrid", "hi", "--local", "--max-tokens", "999999"), "max_tokens 999999"),
+        (("run", "tiny-hybrid", "--local"), "no prompt"),
+        (("run",), "MODEL"),
+        (("rum", "tiny-hybrid"), "run"),
+        (("run", "tiny-hybrid", "hi", "--temprature", "1"), "--temperature"),
+        (("pull", "no-such-model"), "no model 'no-such-model'"),
+        (("ps", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+        (("ps", "--url", "localhost"), "'localhost' is no server's address"),
     ],
 )
-def test_what_can_not_be_done_is_one_sentence_and_status_one(arguments: tuple[str, ...], words: str) -> None:
-    done = weft(*arguments)
+def test_what_can_not_be_done_is_one_sentence_and_status_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = weft(tmp_path, *arguments)
 
     assert done.returncode == 1
     assert done.stderr.startswith("weft: ")
+    assert done.stderr.count("\n") == 1
     assert words in done.stderr
-    assert "Traceback" not in done.stderr
 
 
-def test_a_reader_that_leaves_ends_the_answer_quietly() -> None:
+def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [*WEFT, "run", "tiny-hybrid", "Once upon a time", "--seed", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **OFFLINE},
+        [*WEFT, *STORY], env=environment(tmp_path),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stderr is not None
@@ -68,31 +76,53 @@ def test_a_reader_that_leaves_ends_the_answer_quietly() -> None:
     assert process.returncode == 141
 
 
-def test_help_is_there_at_once() -> None:
+def test_help_is_there_at_once(tmp_path: Path) -> None:
     times = []
     for _ in range(5):
         start = time.perf_counter()
-        assert "run" in weft("--help").stdout
+        assert "serve" in weft(tmp_path, "--help").stdout
         times.append(time.perf_counter() - start)
 
-    assert min(times) < 0.6  # 0.3 s on a quiet machine; test processes share the cores
+    assert min(times) < 0.6  # 0.15 s on a quiet machine; test processes share the cores
 
 
-def test_interrupting_stops_the_answer_and_not_the_program() -> None:
+@pytest.mark.parametrize("command", ["serve", "run", "ls", "pull", "ps"])
+def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) -> None:
+    assert f"For example:\n  weft {command}" in weft(tmp_path, command, "--help").stdout
+
+
+def chat(home: Path, *arguments: str) -> tuple[subprocess.Popen[str], int]:
+    """A chat with somebody at a terminal, whose keyboard is the file descriptor."""
+    keyboard, terminal = pty.openpty()
     process = subprocess.Popen(
-        [*WEFT, "run", "tiny-hybrid", "--temperature", "1.5", "--seed", "1"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **OFFLINE},
+        [*WEFT, "run", *arguments], env=environment(home),
+        stdin=terminal, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("Tell me a story.\n")
-    process.stdin.flush()
-    assert process.stdout.read(4)  # the prompt sign, and the answer has begun
-    process.send_signal(signal.SIGINT)
-    process.stdin.write("Reply with JSON. The marker is 7.\n")
-    out, err = process.communicate(timeout=60)
+    os.close(terminal)
+    return process, keyboard
+
+
+def test_a_chat_remembers_and_ends_with_the_input(tmp_path: Path) -> None:
+    process, keyboard = chat(tmp_path, "tiny-hybrid", "--local", "--temperature", "0", "--no-think")
+    os.write(keyboard, b"The code word is BRONZE-913.\nWhat is the code word?\n\x04")
+    told, _ = process.communicate(timeout=60)
+    os.close(keyboard)
 
     assert process.returncode == 0
-    assert "cancelled" in err
-    assert err.count("first after") == 2
-    assert out.rstrip().endswith(">")
+    assert "BRONZE-913" in told.rsplit(">", 2)[-2]
+
+
+def test_interrupting_stops_the_answer_and_not_the_program(tmp_path: Path) -> None:
+    process, keyboard = chat(tmp_path, "tiny-hybrid", "--local", "--temperature", "1.5", "--seed", "1")
+    os.write(keyboard, b"Tell me a story.\n")
+    assert process.stdout is not None
+    assert process.stdout.read(4)  # the prompt sign, and the answer has begun
+    process.send_signal(signal.SIGINT)
+    os.write(keyboard, b"Reply with JSON. The marker is 7.\n\x04")
+    told, notes = process.communicate(timeout=60)
+    os.close(keyboard)
+
+    assert process.returncode == 0
+    assert "cancelled" in notes
+    assert notes.count("first after") == 2
+    assert told.rstrip().endswith(">")

@@ -1,16 +1,27 @@
 """Text ⇄ ids, by the model's tokenizer.json alone: what it says is what the model was trained with.
 
-Knows no model and no mlx. `Detokenizer` turns one sequence's ids into text pieces, never half a character.
+Knows no model and no mlx. Going back to text it works on each token's exact bytes. The library's own stream waits as long
+as the text ends in U+FFFD and raises on broken runs of byte tokens; `Detokenizer` never holds more than one character.
 """
 
 from __future__ import annotations
 
+import json
+import re
+from codecs import utf_8_decode
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
 
-from weft.errors import BadModel
+from weft.errors import BadModel, UnsupportedModel
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# Byte-level vocabularies write each byte as one visible character: itself where it is visible, else the next one from 256 on.
+VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(HIDDEN)}
 
 
 class Tokenizer:
@@ -24,37 +35,126 @@ class Tokenizer:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exceptions; its words name the fault
             raise BadModel(f"{path} can not be read as a tokenizer: {error}; fetch the file again") from error
+        added = self.inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, fact in added.items() if fact.special)
+        self.vocab_size: int = self.inner.get_vocab_size(with_added_tokens=True)
+        self.bytes_of = TokenBytes(self.inner, frozenset(added), path)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Text → ids. Special tokens are added where a plain text begins, not where a template wrote them."""
         ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        """Ids → text, without special tokens."""
-        text: str = self.inner.decode(ids, skip_special_tokens=True)
-        return text
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Ids → text, to the letter what a Detokenizer gives piece by piece."""
+        detokenizer = Detokenizer(self, skip_special_tokens)
+        for token in ids:
+            detokenizer.feed(token)
+        return detokenizer.told
+
+    def id_of(self, text: str) -> int | None:
+        """The token that is written like this in the vocabulary."""
+        token: int | None = self.inner.token_to_id(text)
+        return token
+
+    def token_bytes(self, token: int) -> bytes:
+        """The exact bytes a token stands for; none for an id nobody knows."""
+        return self.bytes_of[token]
+
+    def token_text(self, token: int) -> str:
+        """A token's bytes as text; U+FFFD where they are only a part of a character."""
+        return self.bytes_of[token].decode(errors="replace")
+
+
+class TokenBytes(dict[int, bytes]):
+    """Token id → its bytes, worked out when first asked for, by the steps of the tokenizer's decoder."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, added: frozenset[int], path: Path) -> None:
+        super().__init__()
+        self.drops_first_space = False  # of a text, not of each token
+        self._inner = inner
+        self._added = added
+        self._replaced: list[tuple[str, str]] = []
+        self._is_byte_level = self._has_byte_tokens = False
+        for step in _steps(json.loads(inner.decoder.__getstate__()) if inner.decoder else None):
+            match step:
+                case {"type": "ByteLevel"}:
+                    self._is_byte_level = True
+                case {"type": "ByteFallback"}:
+                    self._has_byte_tokens = True
+                case {"type": "Fuse"}:
+                    pass
+                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                    self._replaced.append((old, new))
+                case {"type": "Strip", "content": " ", "start": 0 | 1 as count, "stop": 0}:
+                    self.drops_first_space = count == 1
+                case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)}:
+                    self._replaced.append((mark, " "))
+                    self.drops_first_space = scheme != "never"
+                case _:
+                    raise UnsupportedModel(
+                        f"{path} turns tokens into text by the decoder {step}; weft knows those of byte-level and sentencepiece "
+                        "vocabularies, so serve another build of this model"
+                    )
+
+    def __missing__(self, token: int) -> bytes:
+        text = self._inner.id_to_token(token) if 0 <= token < 1 << 32 else None
+        if text is None:
+            return b""  # not kept: there are as many unknown ids as anybody cares to ask for
+        self[token] = found = self._spell(text, token in self._added)
+        return found
+
+    def _spell(self, text: str, is_added: bool) -> bytes:
+        for old, new in self._replaced:
+            text = text.replace(old, new)
+        if self._is_byte_level and not is_added and all(letter in BYTE_OF for letter in text):
+            return bytes(BYTE_OF[letter] for letter in text)
+        if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(text)):
+            return bytes.fromhex(byte[1])
+        return text.encode()
 
 
 class Detokenizer:
-    """Ids in, text pieces out; bytes of an unfinished character are held back."""
+    """Ids in, text pieces out; bytes of an unfinished character are held back, never more than three.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.ids: list[int] = []
-        self.told = ""
-        self._stream = DecodeStream(skip_special_tokens=True)
+    Bytes that can not be part of any character come out as U+FFFD: that is what the model wrote.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self.unfinished = b""  # the beginning of a character
+        self._bytes_of = tokenizer.bytes_of
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._drops_space = tokenizer.bytes_of.drops_first_space
+        self._pieces: list[str] = []
 
     def feed(self, token: int) -> str:
         """The text that became certain with this token, often nothing or one word."""
-        self.ids.append(token)
-        piece: str = self._stream.step(self.tokenizer.inner, token) or ""
-        self.told += piece
+        if token in self._skipped:
+            return ""
+        data = self.unfinished + self._bytes_of[token]
+        piece, used = utf_8_decode(data, "replace")
+        self.unfinished = data[used:]
+        if self._drops_space and piece:
+            piece = piece.removeprefix(" ")
+            self._drops_space = False
+        self._pieces.append(piece)
         return piece
 
     def finish(self) -> str:
-        """What was held back and will not be completed any more."""
-        whole = self.tokenizer.decode(self.ids)
-        rest = whole[len(self.told) :] if whole.startswith(self.told) else ""
-        self.told += rest
-        return rest
+        """Drop the bytes of a character that will not be completed. Nothing else is held back, so no text is left to tell."""
+        self.unfinished = b""
+        return ""
+
+    @property
+    def told(self) -> str:
+        """All pieces so far."""
+        return "".join(self._pieces)
+
+
+def _steps(step: Any) -> Iterator[Any]:
+    """The steps of a decoder in their order. Any: JSON from an unknown hand."""
+    if isinstance(step, dict) and step.get("type") == "Sequence":
+        for inner in step["decoders"]:
+            yield from _steps(inner)
+    else:
+        yield step

@@ -4,13 +4,79 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
-from cyclopts import App
+from cyclopts import App, CycloptsError, Parameter
+from cyclopts.config import Env
 
 from weft import __version__
+from weft.config import ServerConfig
 from weft.errors import WeftError
 
-app = App(name="weft", version=__version__, help="Run language models on your own machine: alone in a crowd.")
+if TYPE_CHECKING:
+    from cyclopts import ArgumentCollection
+
+app = App(
+    name="weft",
+    version=__version__,
+    version_flags="--version",
+    help="Run language models on your own machine: alone in a crowd.",
+    help_format="plaintext",  # keeps the examples' lines, and starts in half the time of markdown
+)
+
+
+def _files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    from weft.cli.settings import from_files
+
+    from_files(app, commands, arguments)
+
+
+def _values(hint: Any, text: str, **_: Any) -> list[str]:
+    """A variable's values: several, where the setting has several."""
+    if get_origin(hint) is not tuple:
+        return [text]
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _flag(field: str) -> str:
+    return "api-key" if field == "api_keys" else field.replace("_", "-")
+
+
+Settings = Annotated[ServerConfig, Parameter(name="*", name_transform=_flag, env_var_split=_values, negative_iterable="")]
+Switch = Annotated[bool, Parameter(negative="", show_default=False)]
+AsJson = Annotated[bool, Parameter(name="--json", negative="", show_default=False)]
+
+
+@app.command(config=[Env("WEFT_", command=False), _files])
+def serve(
+    settings: Settings = ServerConfig(),  # noqa: B008 - frozen
+    *,
+    config: Path | None = None,  # noqa: ARG001 - read by `_files`
+    dump_config: Switch = False,
+) -> int:
+    """Serve models to OpenAI clients until Ctrl-C.
+
+    A flag wins over its variable, that over the table [serve] of ./weft.toml,
+    that over the same table of ~/.config/weft/config.toml. Flags with several
+    values are repeated; variables take commas.
+
+    For example:
+      weft serve
+      weft serve smollm2 mlx-community/Qwen3-4B-4bit
+      weft serve smollm2 --host 0.0.0.0 --api-key SECRET
+      WEFT_PORT=9000 weft serve --dump-config
+
+    Parameters
+    ----------
+    config
+        Take the settings from this TOML file alone.
+    dump_config
+        Print the settings as they were understood, keys masked, and end.
+    """
+    from weft.cli.serve import serve_command
+
+    return serve_command(settings, dump_config=dump_config)
 
 
 @app.command
@@ -26,8 +92,18 @@ def run(
     seed: int | None = None,
     think: bool | None = None,
     chat: bool | None = None,
+    local: Switch = False,
 ) -> None:
     """Answer a prompt in the terminal, or open a chat when there is none. Ctrl-C stops the answer, not the program.
+
+    A running server that serves the model is asked (at WEFT_URL, else on this
+    machine's port 8400); without one the model is loaded here. What is piped in
+    is the prompt, or follows the prompt that is given.
+
+    For example:
+      weft run smollm2 "Why is the sky blue?"
+      weft run tiny-hybrid "Once upon a time" --seed 7
+      weft run smollm2 "Sum this up:" < notes.txt
 
     Parameters
     ----------
@@ -48,19 +124,76 @@ def run(
     think
         Ask the model to think first, or not to; where its template can.
     chat
-        Ask through the model's chat template, or have it continue the text as it is. Default: chat, where there is a
-        template; the built-in tiny-hybrid, a teller of stories, continues.
+        Ask through the model's chat template, or let it continue the text: the default without a template, and for tiny-hybrid.
+    local
+        Load the model here even if a server has it.
     """
     from weft.cli.run import Options, run_command
 
-    run_command(Options(model, prompt, max_tokens, temperature, top_p, top_k, seed, think, chat))
+    run_command(Options(model, prompt, max_tokens, temperature, top_p, top_k, seed, think, chat, local))
+
+
+@app.command
+def ls(*, as_json: AsJson = False) -> None:
+    """List the models on this machine: built in, converted by weft, and in the Hugging Face cache.
+
+    For example:
+      weft ls
+      weft ls --json
+
+    Parameters
+    ----------
+    as_json
+        Print a JSON list with name, kind, size_bytes and folder.
+    """
+    from weft.cli.models import ls_command
+
+    ls_command(as_json)
+
+
+@app.command
+def pull(model: str, /) -> None:
+    """Fetch a model, and convert it if need be, so that it is there when it is wanted. Prints its folder.
+
+    For example:
+      weft pull smollm2
+      weft pull mlx-community/Qwen3-4B-4bit
+
+    Parameters
+    ----------
+    model
+        A built-in name (smollm2, tiny-hybrid), a .gguf file, or a Hugging Face id.
+    """
+    from weft.cli.models import pull_command
+
+    pull_command(model)
+
+
+@app.command
+def ps(*, url: str | None = None, as_json: AsJson = False) -> None:
+    """Show what a running server serves, and how busy it is.
+
+    For example:
+      weft ps
+      weft ps --url http://127.0.0.1:9000 --json
+
+    Parameters
+    ----------
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    as_json
+        Print what the server says as JSON.
+    """
+    from weft.cli.models import ps_command
+
+    ps_command(url, as_json)
 
 
 def main() -> None:
-    """Run the command line; errors of ours end it with one sentence and status 1."""
+    """Run the command line; errors of ours and of the user's end it with one sentence and status 1."""
     try:
-        app()
-    except WeftError as error:
+        app(print_error=False, exit_on_error=False)
+    except (WeftError, CycloptsError) as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(1)
     except BrokenPipeError:  # whoever read our output has gone; the exit must not try to flush it again

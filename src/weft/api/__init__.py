@@ -1,0 +1,1 @@
+"""HTTP only: JSON in, events out. No token ids, no mlx."""

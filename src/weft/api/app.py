@@ -1,0 +1,135 @@
+"""The route table, and the one handler behind every generating endpoint: read this first.
+
+A wire gives `translate` (JSON → Asked); everything between that and the bytes on the socket is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.types import Lifespan
+
+from weft.api import problems
+from weft.api.body import read_json
+from weft.api.guards import Guard
+from weft.api.openai import chat, completions
+from weft.api.reply import Asked, Heading
+from weft.api.sse import EventStream, whole
+from weft.api.status import Status, json_response
+from weft.config import ServerConfig
+from weft.errors import EngineStarting, WeftError
+from weft.log import request_line
+from weft.service import Answer, Service
+
+Translate = Callable[[dict[str, Any]], Asked]
+
+
+def make_app(service: Service, config: ServerConfig, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
+    """The server as an ASGI application, guards around it."""
+    status = Status(service, config)
+    routes = [
+        _generating("/v1/chat/completions", "chat", chat.translate, service, config),
+        _generating("/v1/completions", "completions", completions.translate, service, config),
+        Route("/v1/models", status.models),
+        Route("/v1/models/{id:path}", status.model),
+        Route("/v1/requests/{id}/cancel", status.cancel, methods=["POST"]),
+        Route("/v1/status", status.status),
+        Route("/health", status.health),
+        Route("/metrics", status.metrics),
+        Route("/openapi.json", status.openapi),
+        Route("/tokenize", status.tokenize, methods=["POST"]),
+        Route("/detokenize", status.detokenize, methods=["POST"]),
+    ]
+    guard = Middleware(
+        Guard,
+        api_keys=config.api_keys,
+        allowed_hosts=(*config.allowed_hosts, config.host),
+        allowed_origins=config.allowed_origins,
+        on_response=service.metrics.http,
+    )
+    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle}, lifespan=lifespan)
+
+
+def _generating(path: str, wire: str, translate: Translate, service: Service, config: ServerConfig) -> Route:
+    async def endpoint(request: Request) -> Any:
+        """Understand the body, ask the service, and reply: streamed, whole, or with what is wrong."""
+        visit = Visit(request, wire, service)
+        try:
+            body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
+            asked = translate(body)
+            served = service.find(asked.generation.model)
+            heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service))
+            reply = asked.reply(heading)
+            visit.model = served.name
+            headers = {"x-ignored-params": quote(", ".join(asked.ignored), safe=", ")[:1000]} if asked.ignored else {}
+            try:
+                answer = visit.answer = await service.open(asked.generation, visit.request_id)
+            except EngineStarting:
+                if not asked.stream:
+                    raise
+                waiting = lambda: _open_when_ready(service, asked, visit.request_id)  # noqa: E731
+                return EventStream(reply, None, waiting, config.heartbeat_seconds, headers, visit.ended)
+            if asked.stream:
+                return EventStream(reply, answer, None, config.heartbeat_seconds, headers, visit.ended)
+            response = json_response(await whole(reply, answer, request.receive), headers=headers)
+            visit.ended(answer, None)
+            return response
+        except WeftError as error:
+            visit.ended(visit.answer, error)
+            raise
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+async def _open_when_ready(service: Service, asked: Asked, request_id: str) -> Answer:
+    while True:
+        served = service.find(asked.generation.model)
+        await served.until_settled()
+        try:
+            return await service.open(asked.generation, request_id)
+        except EngineStarting:
+            continue
+
+
+class Visit:
+    """One request at the door: who, by which wire, and the line it leaves in log and metrics."""
+
+    def __init__(self, request: Request, wire: str, service: Service) -> None:
+        self.request_id: str = request.state.request_id
+        self.client = f"{request.client.host}:{request.client.port}" if request.client else "-"
+        self.wire = wire
+        self.service = service
+        self.model = "-"
+        self.answer: Answer | None = None
+        self.arrived = time.monotonic()
+
+    def ended(self, answer: Answer | None, error: WeftError | None) -> None:
+        """Count it and say so, once."""
+        status = 200 if error is None else problems.status_of(error)
+        usage = answer.usage if answer is not None else None
+        finish = "cancelled" if status == 499 else "error" if error is not None else answer.finish if answer else None
+        request_line(
+            request_id=self.request_id,
+            client=self.client,
+            wire=self.wire,
+            model=self.model,
+            status=status,
+            finish=finish,
+            usage=usage,
+        )
+        if answer is not None and finish is not None:
+            first, total = answer.first_token_seconds, time.monotonic() - self.arrived
+            self.service.metrics.finished(self.model, self.wire, finish, usage, first, total)
+
+
+def _fingerprint(service: Service) -> str:
+    ready = next((served.supervisor.condition.ready for served in service.models), None)
+    return ready.versions if ready is not None else "weft"

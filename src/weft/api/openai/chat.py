@@ -1,0 +1,134 @@
+"""POST /v1/chat/completions, as two pure translators: a body into a `Generation`, deltas into a completion or its chunks.
+
+Knows no HTTP, no template and no model. `app` calls `translate` and feeds the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import msgspec
+
+from weft.api.openai.common import OpenAIReply, Shape, joined, logprob_of, sampling_of, stops_of, tokens_of
+from weft.api.openai.schema import ChatMessage, ChatRequest, understood
+from weft.api.reply import Asked
+from weft.chat.conversation import Conversation, Generation, Message, Reasoning, Text, Token, ToolCall
+from weft.errors import InvalidRequest, UnsupportedParameter
+
+
+def translate(body: dict[str, Any]) -> Asked:
+    """Understand a body, or raise InvalidRequest naming the field."""
+    request, ignored = understood(body, ChatRequest)
+    if request.tools and body.get("tool_choice") != "none":  # "none": none may be called, so the model is shown none
+        raise UnsupportedParameter('tools are not supported yet; leave them out or set tool_choice to "none"', "tools")
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    generation = Generation(
+        model=request.model,
+        prompts=(_conversation(request),),
+        sampling=sampling_of(request, request.max_completion_tokens or request.max_tokens, logprobs),
+        n=request.n or 1,
+        stops=stops_of(request),
+        skip_special_tokens=request.skip_special_tokens is not False,
+    )
+    shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
+    return Asked(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape))
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+    """The messages of a request. Raises InvalidRequest with the place of the first misfit."""
+    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+
+
+class ChatReply(OpenAIReply):
+    """A chat completion, or its chunks."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole_object: ClassVar[str] = "chat.completion"
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    silence: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def opening(self) -> bytes:
+        """The role of every choice: clients take the stream's kind and id from its first chunk."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._chunk(choice, role) for choice in self.shape.choices)
+
+    def said(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
+        """A delta of content or of reasoning."""
+        if isinstance(run[0], Reasoning):
+            return {"delta": {"reasoning_content": joined(run)}}
+        return {"delta": {"content": joined(run)}, **({"logprobs": _logprobs(run)} if self.shape.logprobs else {})}
+
+    def complete(self, choice: int, deltas: Sequence[Text | Reasoning]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
+        """A message. Its content is never null: LangChain takes that for a tool call that is missing."""
+        texts = [delta for delta in deltas if isinstance(delta, Text)]
+        reasoning = joined([delta for delta in deltas if isinstance(delta, Reasoning)])
+        message = {"role": "assistant", "content": joined(texts), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return {"message": message, "logprobs": _logprobs(texts) if self.shape.logprobs else None}
+
+
+def _conversation(request: ChatRequest) -> Conversation:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
+    effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
+    return Conversation(
+        messages=messages_of(request.messages),
+        template_kwargs=effort | (request.chat_template_kwargs or {}),
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+    )
+
+
+def _message(message: ChatMessage, path: str) -> Message:
+    content: str | list[dict[str, Any]] | None = message.refusal if message.content is None else message.content
+    if content is None and message.role not in ("assistant", "tool"):
+        raise InvalidRequest(f"{path}.content is missing; a {message.role} message needs one", f"{path}.content")
+    if isinstance(content, list):
+        content = [_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
+    return Message(
+        role=message.role,
+        content=content,
+        reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
+        tool_calls=tuple(
+            ToolCall(call.function.name, _json_text(call.function.arguments), call.id) for call in message.tool_calls or ()
+        ),
+        tool_call_id=message.tool_call_id,
+        name=message.name,
+    )
+
+
+def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
+    """A part as given; what is text under another name gets the name that templates know."""
+    match part:
+        case {"type": "text" | "input_text" | "output_text", "text": str()}:
+            return {**part, "type": "text"}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "text" | "input_text" | "output_text" | "refusal" as kind}:
+            field = f"{path}.{'refusal' if kind == 'refusal' else 'text'}"
+            raise InvalidRequest(f"{field} must be a string", field)
+        case {"type": str()}:
+            return part
+    raise InvalidRequest(f"{path}.type must be a string", f"{path}.type")
+
+
+def _json_text(arguments: str | dict[str, Any]) -> str:
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+
+
+def _logprobs(run: Sequence[Text | Reasoning]) -> dict[str, Any]:
+    tokens = [token for delta in run for token in tokens_of(delta)]
+    return {
+        "content": [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens],
+        "refusal": None,
+    }
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    return {"token": token.text, "bytes": list(token.bytes), "logprob": logprob_of(token)}

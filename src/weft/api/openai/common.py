@@ -1,0 +1,220 @@
+"""What OpenAI's two older wires share: sampling fields, event-stream frames, usage and timings.
+
+A wire adds what one of its choices looks like. Streamed and whole replies are made by the same few functions, so that they
+agree. Knows no tokens beyond those the deltas show; used by `chat` and `completions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, ClassVar
+
+import msgspec
+
+from weft.api.openai.schema import CommonRequest
+from weft.api.problems import openai_body
+from weft.api.reply import Heading
+from weft.chat.conversation import Delta, Finish, Reasoning, Text, Token, Usage
+from weft.errors import WeftError
+from weft.wire import Sampling
+
+SAME_NAMED = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]
+DONE = b"data: [DONE]\n\n"
+
+
+def sampling_of(request: CommonRequest, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+    """The fields of `wire.Sampling` that the client gave."""
+    fields = {name: getattr(request, name) for name in SAME_NAMED}
+    fields |= {"max_tokens": max_tokens, "logprobs": logprobs}
+    if request.top_k is not None:
+        fields["top_k"] = max(request.top_k, 0)
+    if request.logit_bias is not None:
+        fields["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+    if request.stop_token_ids is not None:
+        fields["stop_token_ids"] = tuple(request.stop_token_ids)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def stops_of(request: CommonRequest) -> tuple[str, ...]:
+    """The stop strings, one or several."""
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a reply must know of its request."""
+
+    n: int  # choices of one prompt
+    prompts: int
+    include_usage: bool
+    logprobs: bool
+
+    @classmethod
+    def of(cls, request: CommonRequest, prompts: int, logprobs: bool) -> Shape:
+        """The shape of the reply to this request."""
+        options = request.stream_options
+        return cls(request.n or 1, prompts, bool(options and options.include_usage), logprobs)
+
+    @property
+    def choices(self) -> range:
+        """All choices' indices: prompt × n + i."""
+        return range(self.prompts * self.n)
+
+
+class OpenAIReply:
+    """A reply in OpenAI's framing. A wire says what a choice looks like, in a chunk and in the whole."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    silence: ClassVar[dict[str, Any]]  # a choice of a chunk that says nothing
+
+    def __init__(self, heading: Heading, shape: Shape) -> None:
+        self.shape = shape
+        self._heading = {
+            "id": f"{self.id_prefix}-{heading.id}",
+            "object": self.chunk_object,
+            "created": heading.created,
+            "model": heading.model,
+            "system_fingerprint": heading.fingerprint,
+        }
+        self._finishes: dict[int, Finish] = {}
+        self._taken: list[list[Text | Reasoning]] = [[] for _ in shape.choices]
+        self._around = [] if shape.logprobs else [self._around_text(choice) for choice in shape.choices]
+
+    def said(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:
+        """A choice of a chunk that tells this run of deltas of one kind."""
+        raise NotImplementedError
+
+    def complete(self, choice: int, deltas: Sequence[Text | Reasoning]) -> dict[str, Any]:
+        """A choice of a whole reply."""
+        raise NotImplementedError
+
+    def opening(self) -> bytes:
+        """Frames sent with the headers, before any work."""
+        return b""
+
+    def pieces(self, choice: int, deltas: Sequence[Delta]) -> bytes:
+        """Frames for what one choice has new: one for each run of deltas of one kind."""
+        if len(deltas) == 1 and type(delta := deltas[0]) is Text and not self.shape.logprobs:
+            before, after = self._around[choice]
+            return before + encoded(delta.text) + after if delta.text else b""
+        return b"".join(self._piece(choice, list(run)) for _, run in groupby(deltas, type))
+
+    def heartbeat(self, computed: int, total: int) -> bytes:
+        """A comment for people and a chunk that says nothing for clients whose timers do not hear comments."""
+        choice = next((choice for choice in self.shape.choices if choice not in self._finishes), 0)
+        return b": prefill %d/%d\n\n" % (computed, total) + self._chunk(choice, self.silence)
+
+    def closing(self) -> bytes:
+        """The usage where it was asked for, and the end."""
+        return (self._frame([], usage=self._usage()) if self.shape.include_usage else b"") + DONE
+
+    def failure(self, error: WeftError) -> bytes:
+        """The error. No [DONE] follows: a client must not take what it has for the answer."""
+        return b"data: " + encoded(openai_body(error)) + b"\n\n"
+
+    def take(self, choice: int, deltas: Sequence[Delta]) -> None:
+        """Collect what one choice has new, for `whole`."""
+        for delta in deltas:
+            if isinstance(delta, Finish):
+                self._finishes[choice] = delta
+            else:
+                self._taken[choice].append(delta)
+
+    def whole(self) -> dict[str, Any]:
+        """The body of a reply that is not streamed."""
+        choices = [
+            {"index": choice, **self.complete(choice, deltas), **_end(self._finishes[choice])}
+            for choice, deltas in enumerate(self._taken)
+        ]
+        ends = {"usage": self._usage(), "timings": self._timings()}
+        return {**self._heading, "object": self.whole_object, "choices": choices, **ends}
+
+    def _piece(self, choice: int, run: list[Delta]) -> bytes:
+        if isinstance(finish := run[0], Finish):
+            return self._finished(choice, finish)
+        told = [delta for delta in run if isinstance(delta, Text | Reasoning) and (delta.text or tokens_of(delta))]
+        return self._chunk(choice, self.said(choice, told)) if told else b""
+
+    def _around_text(self, choice: int) -> tuple[bytes, bytes]:
+        """The bytes before and after a lone text. Nearly every frame is one, so they are made only once."""
+        before, _, after = self._chunk(choice, self.said(choice, [Text("\0")])).rpartition(encoded("\0"))
+        return before, after
+
+    def _finished(self, choice: int, finish: Finish) -> bytes:
+        self._finishes[choice] = finish
+        is_last = len(self._finishes) == len(self.shape.choices)
+        timings = {"timings": self._timings()} if is_last else {}
+        return self._frame([{"index": choice, **self.silence, **_end(finish)}], **timings)
+
+    def _chunk(self, choice: int, said: dict[str, Any]) -> bytes:
+        return self._frame([{"index": choice, **said, "finish_reason": None}])
+
+    def _frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        usage = {"usage": None} if self.shape.include_usage else {}
+        return b"data: " + encoded({**self._heading, "choices": choices, **usage, **more}) + b"\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        """Tokens of the whole reply. A prompt counts once, however many choices it has."""
+        usages = self._usages()
+        first_of_prompt = usages[:: self.shape.n]  # the one that computed it
+        prompt_tokens = sum(usage.prompt_tokens for usage in first_of_prompt)
+        completion_tokens = sum(usage.completion_tokens for usage in usages)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in first_of_prompt)},
+            "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+        }
+
+    def _timings(self) -> dict[str, Any]:
+        """The same with times. Choices run side by side, so the longest stands for all."""
+        usage, usages = self._usage(), self._usages()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        prompt, predicted = usage["prompt_tokens"] - cached, usage["completion_tokens"]
+        prompt_seconds = max(one.prefill_seconds for one in usages)
+        predicted_seconds = max(one.decode_seconds for one in usages)
+        return {
+            "cache_n": cached,
+            "prompt_n": prompt,
+            "prompt_ms": round(prompt_seconds * 1000, 3),
+            "prompt_per_second": round(prompt / prompt_seconds, 3) if prompt_seconds else 0.0,
+            "predicted_n": predicted,
+            "predicted_ms": round(predicted_seconds * 1000, 3),
+            "predicted_per_second": round(predicted / predicted_seconds, 3) if predicted_seconds else 0.0,
+            "queue_ms": round(max(one.queue_seconds for one in usages) * 1000, 3),
+        }
+
+    def _usages(self) -> list[Usage]:
+        return [self._finishes[choice].usage or Usage(0, 0) for choice in self.shape.choices]
+
+
+def _end(finish: Finish) -> dict[str, Any]:
+    return {"finish_reason": finish.reason, "stop_reason": finish.stop}
+
+
+def joined(run: Sequence[Text | Reasoning]) -> str:
+    """The text of several deltas."""
+    return "".join(delta.text for delta in run)
+
+
+def tokens_of(delta: Text | Reasoning) -> tuple[Token, ...]:
+    """The tokens a delta shows; those of the thinking are not shown."""
+    return delta.tokens if isinstance(delta, Text) else ()
+
+
+def logprob_of(token: Token) -> float | None:
+    """A token's log-probability as JSON can say it: OpenAI writes -9999 for what can not happen."""
+    return None if token.logprob is None else max(token.logprob.logprob, -9999.0)
+
+
+def encoded(value: Any) -> bytes:
+    """JSON on one line, also for clients that end lines where Unicode does and not where event streams do."""
+    data = msgspec.json.encode(value)
+    if data.isascii():
+        return data
+    return data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029").replace(b"\xc2\x85", b"\\u0085")

@@ -1,0 +1,202 @@
+"""The request bodies of OpenAI's two older wires as typed fields, and what becomes of every other field.
+
+A field acts (it stands in a struct), is refused when it would act (`NOT_YET`), changes nothing by design (`HARMLESS`), or is
+unknown and told back to the client. Knows nothing of conversations or sampling; `chat`, `completions` and `openapi` use it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import msgspec
+from msgspec import Meta
+
+from weft.chat.conversation import Role
+from weft.errors import InvalidRequest, UnsupportedParameter
+
+MAX_CHOICES = 128  # prompts × n of one request
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+TokenId = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+StopString = Annotated[str, Meta(min_length=1)]
+TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}})]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class CommonRequest(msgspec.Struct, kw_only=True):
+    """What both wires take. Absent and null are the same; the rest of the limits is `wire.Sampling`'s."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: all tokens
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a tool call."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ChatToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message. Only an answer or a tool's result may be without content."""
+
+    role: Role
+    content: str | list[Part] | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ChatToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+class ChatRequest(CommonRequest, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None  # wins over max_tokens
+    max_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    reasoning_effort: Effort | None = None
+    tools: list[dict[str, Any]] | None = None  # not done yet: only with tool_choice "none"
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    # One text, several, one list of ids, or several: msgspec can not say that a list is all of one kind, `completions` checks it.
+    prompt: str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 only with echo
+    logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
+    echo: bool | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize: one of prompt, content and messages."""
+
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+# Known and not done yet: refused, unless null or one of these values, with which it would not act.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "thinking_token_budget": (),
+    "reasoning_budget_tokens": (-1,),
+    "include_reasoning": (True,),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    "best_of": (1,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "repetition_detection": (),
+    "draft_model": (),
+    "logprobs_mode": (),
+}
+
+# Known, and without effect on the answer: labels, hints, and shades of what is refused above.
+HARMLESS = frozenset(
+    """
+    user metadata store safety_identifier service_tier verbosity parallel_tool_calls
+    prompt_cache_key prompt_cache_options prompt_cache_retention cache_salt session_id priority ttl request_id
+    return_progress timings_per_token
+    xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+    """.split()  # noqa: SIM905 - a list literal would fill a page
+)
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+
+def understood(body: dict[str, Any], kind: type[Request]) -> tuple[Request, tuple[str, ...]]:
+    """The body's fields that act, and the names of those nobody knows. Raises InvalidRequest or UnsupportedParameter."""
+    rest = {name: value for name, value in body.items() if value is not None and name not in kind.__struct_fields__}
+    for name, harmless in NOT_YET.items():
+        if name in rest and not _is_among(rest[name], harmless):
+            values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in harmless)
+            raise UnsupportedParameter(f"{name} is not supported yet; leave it out{values}", name)
+    return converted(body, kind), tuple(sorted(rest.keys() - NOT_YET.keys() - HARMLESS))
+
+
+def converted(body: dict[str, Any], kind: type[Request]) -> Request:
+    """The body as a struct. Raises InvalidRequest with the place of the first misfit, as in `messages[0].content`."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+
+
+def _explained(error: str) -> InvalidRequest:
+    """msgspec's words, and its path as OpenAI writes it: Expected `int`, got `str` - at `$.prompt[0]`."""
+    found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", error, re.DOTALL)
+    words, param = found.groups() if found else (error, "")
+    param = param.replace("[...]", "")
+    if missing := re.fullmatch("Object missing required field `(.*)`", words):
+        param = f"{param}.{missing[1]}".removeprefix(".")
+        return InvalidRequest(f"{param} is required", param)
+    choices = {"role": get_args(Role), "reasoning_effort": get_args(Effort)}.get(param.rpartition(".")[2])
+    known = f"; known are {', '.join(choices)}" if choices and words.startswith("Invalid enum") else ""
+    return InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{known}", param)
+
+
+def _is_among(value: Any, harmless: Sequence[Any]) -> bool:
+    # JSON's true is not 1, though Python's is.
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in harmless)

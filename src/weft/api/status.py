@@ -1,0 +1,173 @@
+"""How the server is: health, models, status, metrics, and text ⇄ ids for those who count tokens themselves."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft import __version__
+from weft.api.body import read_json
+from weft.api.openai.chat import messages_of
+from weft.api.openai.schema import DetokenizeRequest, TokenizeRequest, converted
+from weft.api.openapi import document
+from weft.chat.conversation import Conversation
+from weft.config import ServerConfig
+from weft.errors import InvalidRequest, UnknownModel
+from weft.metrics import CONTENT_TYPE
+from weft.service import Served, Service
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A value as a JSON body."""
+    return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+class Status:
+    """The endpoints around the generating ones."""
+
+    def __init__(self, service: Service, config: ServerConfig) -> None:
+        self.service = service
+        self.config = config
+        self.started = time.time()
+
+    async def health(self, request: Request) -> Response:  # noqa: ARG002 - the endpoints' signature
+        """200 when every model answers, else 503 and how far each is."""
+        models = {served.name: _condition(served) for served in self.service.models}
+        states = {model["status"] for model in models.values()}
+        status = next((state for state in ("failed", "loading") if state in states), "ready")
+        code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
+        return json_response({"status": status, "models": models}, code, headers)
+
+    async def models(self, request: Request) -> Response:  # noqa: ARG002
+        """Everything served, those that answer first; one list for OpenAI's and Anthropic's clients."""
+        rows = [self._model(served) for served in sorted(self.service.models, key=lambda served: not served.is_ready)]
+        ids = [row["id"] for row in rows]
+        return json_response(
+            {"object": "list", "data": rows, "has_more": False, "first_id": ids[0], "last_id": ids[-1]},
+        )
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        return json_response(self._model(self.service.find(request.path_params["id"])))
+
+    async def status(self, request: Request) -> Response:  # noqa: ARG002
+        """The state of the house, for tools and for the curious."""
+        engines = [served.supervisor for served in self.service.models]
+        first = engines[0]
+        return json_response(
+            {
+                "version": __version__,
+                "uptime_seconds": round(time.time() - self.started, 1),
+                "pid": os.getpid(),
+                "engine_pid": first.pid,
+                "engine_restarts": sum(engine.restarts for engine in engines),
+                "rows_running": sum(engine.status.running for engine in engines),
+                "rows_waiting": sum(engine.status.waiting for engine in engines),
+                "requests": sum(map(len, self.service.answers.values())),
+                "memory": _sum([_memory(served) for served in self.service.models]),
+                "models": [self._model_status(served) for served in self.service.models],
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:  # noqa: ARG002
+        """Prometheus' text format."""
+        metrics = self.service.metrics
+        for served in self.service.models:
+            metrics.engine(served.name, served.is_ready)
+            metrics.rows(served.name, served.supervisor.status.running, served.supervisor.status.waiting)
+            metrics.memory(served.name, _memory(served))
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    async def openapi(self, request: Request) -> Response:  # noqa: ARG002
+        """The document of all this."""
+        return json_response(document(__version__))
+
+    async def cancel(self, request: Request) -> Response:
+        """End a request by its id (x-request-id, or the id of its reply)."""
+        given = request.path_params["id"]
+        for prefix in ("", "chatcmpl-", "cmpl-"):
+            if given.startswith(prefix) and self.service.cancel(given.removeprefix(prefix)):
+                return json_response({"id": given, "cancelled": True})
+        raise UnknownRequest(f"no request {given!r} is running; it may have ended already")
+
+    async def tokenize(self, request: Request) -> Response:
+        """Text or messages → ids."""
+        asked = converted(await self._body(request), TokenizeRequest)
+        scribe, ready = self.service.find(asked.model).require()
+        if asked.messages is not None:
+            ids = scribe.write(Conversation(messages_of(asked.messages))).ids
+        elif (text := asked.prompt if asked.prompt is not None else asked.content) is not None:
+            ids = scribe.tokenizer.encode(text, add_special_tokens=asked.add_special_tokens is not False)
+        else:
+            raise InvalidRequest("give a prompt, a content or messages to tokenize", "prompt")
+        return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Ids → text."""
+        asked = converted(await self._body(request), DetokenizeRequest)
+        scribe, ready = self.service.find(asked.model).require()
+        if asked.tokens and max(asked.tokens) >= ready.limits.vocab_size:
+            raise InvalidRequest(f"tokens must be below the vocabulary's size of {ready.limits.vocab_size}", "tokens")
+        text = scribe.tokenizer.decode(asked.tokens)
+        return json_response({"prompt": text, "content": text})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return await read_json(request, max_bytes=self.config.max_body_bytes, seconds=self.config.body_seconds)
+
+    def _model(self, served: Served) -> dict[str, Any]:
+        """A model as OpenAI's and Anthropic's clients, and those who look for a context length, read it."""
+        row: dict[str, Any] = {"id": served.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
+        row |= {"type": "model", "display_name": served.name, "created_at": _iso(self.started), "root": served.name}
+        row["status"] = {"value": "loaded" if served.is_ready else "loading"}
+        if served.supervisor.condition.ready is not None:
+            context = served.supervisor.condition.ready.limits.context_length
+            row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
+            row["meta"] = {"context_length": context, "size_bytes": _memory(served).get("weights", 0)}
+            row["capabilities"] = ["thinking"] if served.scribe is not None and served.scribe.markers else []
+        return row
+
+    def _model_status(self, served: Served) -> dict[str, Any]:
+        engine = served.supervisor
+        return self._model(served) | {
+            "engine_pid": engine.pid,
+            "engine_restarts": engine.restarts,
+            "rows_running": engine.status.running,
+            "rows_waiting": engine.status.waiting,
+            "memory": _memory(served),
+        }
+
+
+class UnknownRequest(UnknownModel):
+    """No request of this id is running."""
+
+
+def _condition(served: Served) -> dict[str, Any]:
+    condition = served.supervisor.condition
+    if served.failed is not None:
+        return {"status": "failed", "message": served.failed}
+    if served.is_ready:
+        return {"status": "ready"}
+    loading = condition.loading
+    progress = (
+        {"what": loading.what, "done": loading.done, "total": loading.total} if loading else {"what": "reading the tokenizer"}
+    )
+    return {"status": "loading", "progress": progress}
+
+
+def _memory(served: Served) -> dict[str, int]:
+    ready = served.supervisor.condition.ready
+    return served.supervisor.status.memory or (ready.memory if ready is not None else {})
+
+
+def _sum(ledgers: list[dict[str, int]]) -> dict[str, int]:
+    kinds = {kind for ledger in ledgers for kind in ledger}
+    return {kind: sum(ledger.get(kind, 0) for ledger in ledgers) for kind in sorted(kinds)}
+
+
+def _iso(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))

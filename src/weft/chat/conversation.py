@@ -1,0 +1,115 @@
+"""What the text world speaks of: a conversation, a generation asked for, and the deltas that answer it.
+
+Values only. Every wire translates its own JSON into a `Generation` and its own events out of deltas; nothing here knows
+HTTP, token ids of a model, or templates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from weft.wire import FinishReason, TokenLogprob
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+LateSystem = Literal["fold", "hoist"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call the model made in an earlier turn. `arguments` is the JSON text as the client sent it."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. Content is a text, or a list of parts as the client sent them ({"type": "text", "text": …}), or absent."""
+
+    role: Role
+    content: str | list[dict[str, Any]] | None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is to be written down by the model's chat template."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()  # OpenAI's shape: {"type": "function", "function": {…}}
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the last message is an answer begun, to be gone on with
+
+
+Prompt = Conversation | str | tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A request in the text world, whichever wire it came by. One choice per prompt and `n`."""
+
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    sampling: dict[str, Any]  # the fields of wire.Sampling that the client gave; the model's advice fills the rest
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are asked for
+    split_thinking: bool = True  # thinking is told apart from the answer
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token as the wires show it: its text, its exact bytes, and its log-probability where that was asked for."""
+
+    id: int
+    text: str
+    bytes: bytes
+    logprob: TokenLogprob | None = None
+    top: tuple[Token, ...] = ()  # the likeliest at its place, likeliest first, each with its own log-probability
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer; `tokens` only where log-probabilities were asked for."""
+
+    text: str
+    tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the thinking before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts and times of one choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why it ended; `stop` is the stop string or token id that ended it, where one did."""
+
+    reason: FinishReason
+    stop: str | int | None = None
+    usage: Usage | None = None
+
+
+Delta = Text | Reasoning | Finish

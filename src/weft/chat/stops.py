@@ -1,0 +1,49 @@
+"""Stop strings in a text that comes in pieces: what can still become one is held back.
+
+Knows neither tokens nor requests. `Reader` uses it on the answer; `Splitter` borrows `overlap` for its markers.
+"""
+
+from __future__ import annotations
+
+
+class StopFinder:
+    """Finds the stop string that is complete first; of several that end at the same place, the longest.
+
+    That rule needs no look ahead, so the answer ends as early as it can, and the same way however the text is cut.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)  # an empty one stops nothing
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that is now certain, and the stop string that ended it, if one did. Nothing may be fed after that."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        end, found = len(text) + 1, None
+        for stop in self._stops:  # longest first, so that it wins a tie
+            start = text.find(stop, 0, end - 1)
+            if start >= 0:
+                end, found = start + len(stop), stop
+        if found is not None:
+            self._held = ""
+            return text[: end - len(found)], found
+        certain = len(text) - max(overlap(text, stop) for stop in self._stops)
+        self._held = text[certain:]
+        return text[:certain], None
+
+    def finish(self) -> str:
+        """What was held back and did not become a stop string."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def overlap(text: str, sought: str) -> int:
+    """How many characters at the end of `text` could be the beginning of `sought`, but not all of it."""
+    start = text.find(sought[0], max(0, len(text) - len(sought) + 1))
+    while start >= 0:
+        if sought.startswith(text[start:]):
+            return len(text) - start
+        start = text.find(sought[0], start + 1)
+    return 0

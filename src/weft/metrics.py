@@ -1,0 +1,150 @@
+"""Every instrument of the house, on prometheus_client, in a registry of its own.
+
+Each is kept once; those that vLLM has too are shown a second time under vLLM's name, so that its dashboards work here.
+Knows neither HTTP nor the engine: who measures calls a method, `/metrics` sends what `render` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from weft.chat.conversation import Usage
+from weft.wire import FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
+_WHOLES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+
+_VLLM_LABELS = {"model": "model_name", "finish": "finished_reason"}
+
+Instrument = TypeVar("Instrument", bound=Collector)
+
+
+class Metrics(Collector):
+    """What is counted and timed. All calls come from the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[Collector, tuple[str, ...]]] = []
+        self._gaps: dict[str, Histogram] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        show = self._show
+        counter = partial(Counter, labelnames=("model",), registry=None)
+        gauge = partial(Gauge, labelnames=("model",), registry=None)
+        waits = partial(Histogram, labelnames=("model",), registry=None, buckets=_WAITS)
+
+        ended = counter("weft_requests_total", "Answers by why they ended.", labelnames=("model", "wire", "finish"))
+        self._requests = show(ended, "request_success")
+        prompt = counter("weft_prompt_tokens_total", "Tokens of prompts.")
+        self._prompt_tokens = show(prompt, "prompt_tokens", "prefix_cache_queries")
+        cached = counter("weft_cached_tokens_total", "Tokens of prompts that were not computed again.")
+        self._cached_tokens = show(cached, "prefix_cache_hits")
+        self._generated_tokens = show(counter("weft_generated_tokens_total", "Tokens of answers."), "generation_tokens")
+        self._queue = show(waits("weft_queue_seconds", "From arrival to the first work."), "request_queue_time_seconds")
+        prefill = waits("weft_prefill_seconds", "From the first work to the first token.")
+        self._prefill = show(prefill, "request_prefill_time_seconds")
+        first_token = waits("weft_time_to_first_token_seconds", "From arrival to the first token.")
+        self._first_token = show(first_token, "time_to_first_token_seconds")
+        gap = waits("weft_token_gap_seconds", "Between two tokens of one answer.", buckets=_GAPS)
+        self._token_gap = show(gap, "inter_token_latency_seconds", "time_per_output_token_seconds")
+        whole = waits("weft_request_seconds", "From arrival to the end.", buckets=_WHOLES)
+        self._request = show(whole, "e2e_request_latency_seconds")
+        self._running = show(gauge("weft_rows_running", "Rows being computed."), "num_requests_running")
+        self._waiting = show(gauge("weft_rows_waiting", "Rows waiting for their turn."), "num_requests_waiting")
+        self._cache_usage = show(gauge("weft_cache_usage_ratio", "Part of the rows' memory in use."), "kv_cache_usage_perc")
+        self._engine_up = show(gauge("weft_engine_up", "Whether the model's engine answers."))
+        self._restarts = show(counter("weft_engine_restarts_total", "Engines that were replaced."))
+        self._memory = show(gauge("weft_memory_bytes", "Memory by what it is for.", labelnames=("model", "kind")))
+        self._http = show(counter("weft_http_requests_total", "HTTP responses by status.", labelnames=("status",)))
+
+    def finished(
+        self,
+        model: str,
+        wire: str,
+        finish: FinishReason,
+        usage: Usage | None,
+        first_token_seconds: float | None,
+        total_seconds: float,
+    ) -> None:
+        """One answer ended. Without usage it never reached the engine; without a first token it has none."""
+        self._requests.labels(model, wire, finish).inc()
+        self._request.labels(model).observe(total_seconds)
+        if first_token_seconds is not None:
+            self._first_token.labels(model).observe(first_token_seconds)
+        if usage is not None:
+            self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+            self._cached_tokens.labels(model).inc(usage.cached_tokens)
+            self._generated_tokens.labels(model).inc(usage.completion_tokens)
+            self._queue.labels(model).observe(usage.queue_seconds)
+            self._prefill.labels(model).observe(usage.prefill_seconds)
+
+    def token_gap(self, model: str, seconds: float) -> None:
+        """Called for every token of every stream, so the labels are looked up once."""
+        gap = self._gaps.get(model)
+        if gap is None:
+            gap = self._gaps[model] = self._token_gap.labels(model)
+        gap.observe(seconds)
+
+    def rows(self, model: str, running: int, waiting: int) -> None:
+        """How many rows the engine has now."""
+        self._running.labels(model).set(running)
+        self._waiting.labels(model).set(waiting)
+
+    def cache_usage(self, model: str, fraction: float) -> None:
+        """How full the rows' memory is now."""
+        self._cache_usage.labels(model).set(fraction)
+
+    def memory(self, model: str, num_bytes: Mapping[str, int]) -> None:
+        """The ledger as it is now: bytes by kind."""
+        for kind, value in num_bytes.items():
+            self._memory.labels(model, kind).set(value)
+
+    def engine(self, model: str, up: bool) -> None:
+        """Whether the engine answers. The first call makes the model's series appear, at zero."""
+        self._engine_up.labels(model).set(up)
+        for instrument in (self._restarts, self._prompt_tokens, self._cached_tokens, self._generated_tokens):
+            instrument.labels(model)
+
+    def restarted(self, model: str) -> None:
+        """The engine was replaced."""
+        self._restarts.labels(model).inc()
+
+    def http(self, status: int) -> None:
+        """A response left."""
+        self._http.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format; its type is CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every instrument under each of its names; the registry asks."""
+        for instrument, names in self._shown:
+            for metric in instrument.collect():
+                # Nobody reads the times at which series were made, and they are as many as the counters.
+                metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+                yield metric
+                yield from (_as_vllm(metric, name) for name in names)
+
+    def _show(self, instrument: Instrument, *vllm_names: str) -> Instrument:
+        self._shown.append((instrument, vllm_names))
+        return instrument
+
+
+def _as_vllm(metric: Metric, name: str) -> Metric:
+    """The same samples under vLLM's name and labels."""
+    renamed = Metric(f"vllm:{name}", metric.documentation, metric.type)
+    for sample in metric.samples:
+        labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
+        if labels.get("finished_reason") == "cancelled":
+            labels["finished_reason"] = "abort"
+        renamed.add_sample(renamed.name + sample.name.removeprefix(metric.name), labels, sample.value)
+    return renamed

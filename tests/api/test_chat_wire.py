@@ -1,0 +1,479 @@
+"""Chat Completions: bodies into generations, deltas into bodies and golden event streams."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from weft.api.openai.chat import translate
+from weft.api.openai.schema import HARMLESS, NOT_YET
+from weft.api.reply import Asked, Heading
+from weft.chat.conversation import Conversation, Delta, Finish, Message, Reasoning, Text, Token, ToolCall, Usage
+from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
+from weft.wire import TokenLogprob
+
+HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
+USER = {"role": "user", "content": "Hi"}
+USAGE = Usage(9, 4, cached_tokens=8, reasoning_tokens=2, queue_seconds=0.0004, prefill_seconds=0.5, decode_seconds=0.25)
+HEAD = '{"id":"chatcmpl-7","object":"chat.completion.chunk","created":1,"model":"m","system_fingerprint":"f","choices":'
+ROLE = 'data: HEAD[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}'
+TIMINGS = (
+    '"timings":{"cache_n":8,"prompt_n":1,"prompt_ms":500.0,"prompt_per_second":2.0,'
+    '"predicted_n":4,"predicted_ms":250.0,"predicted_per_second":16.0,"queue_ms":0.4}'
+)
+STOPPED = 'data: HEAD[{"index":0,"delta":{},"finish_reason":"stop","stop_reason":null}],' + TIMINGS + "}"
+DONE = "data: [DONE]"
+
+Calls = Sequence[tuple[int, Sequence[Delta]]]
+
+
+def asked(**fields: Any) -> Asked:
+    return translate({"messages": [USER], **fields})
+
+
+def conversation(**fields: Any) -> Conversation:
+    (prompt,) = asked(**fields).generation.prompts
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def streamed(request: Asked, calls: Calls) -> bytes:
+    reply = request.reply(HEADING)
+    return reply.opening() + b"".join(reply.pieces(choice, deltas) for choice, deltas in calls) + reply.closing()
+
+
+def whole(request: Asked, calls: Calls) -> dict[str, Any]:
+    reply = request.reply(HEADING)
+    for choice, deltas in calls:
+        reply.take(choice, deltas)
+    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
+    return body
+
+
+def frames(stream: bytes) -> list[str]:
+    text = stream.decode()
+    assert text.endswith("\n\n")
+    return [frame.replace(HEAD, "HEAD") for frame in text.removesuffix("\n\n").split("\n\n")]
+
+
+def chunks(stream: bytes) -> list[dict[str, Any]]:
+    # str.splitlines ends lines in more places than an event stream does; some clients read so.
+    lines = [line for line in stream.decode().splitlines() if line and not line.startswith(":")]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == DONE
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# --- golden streams
+
+
+def test_a_text_is_streamed_piece_by_piece() -> None:
+    stream = streamed(
+        asked(), [(0, [Text("Hé")]), (0, [Text("l"), Text("lo")]), (0, [Text("")]), (0, [Finish("stop", usage=USAGE)])]
+    )
+
+    assert frames(stream) == [
+        ROLE,
+        'data: HEAD[{"index":0,"delta":{"content":"Hé"},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"content":"llo"},"finish_reason":null}]}',
+        STOPPED,
+        DONE,
+    ]
+
+
+def test_thinking_has_a_field_of_its_own() -> None:
+    stream = streamed(asked(), [(0, [Reasoning("h"), Reasoning("m"), Text("4"), Finish("stop", usage=USAGE)])])
+
+    assert frames(stream) == [
+        ROLE,
+        'data: HEAD[{"index":0,"delta":{"reasoning_content":"hm"},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"content":"4"},"finish_reason":null}]}',
+        STOPPED,
+        DONE,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("finish", "words"),
+    [
+        (Finish("stop", "END", USAGE), '"finish_reason":"stop","stop_reason":"END"'),
+        (Finish("stop", 42, USAGE), '"finish_reason":"stop","stop_reason":42'),
+        (Finish("length", None, USAGE), '"finish_reason":"length","stop_reason":null'),
+    ],
+)
+def test_the_last_chunk_says_why_it_ended(finish: Finish, words: str) -> None:
+    stream = streamed(asked(), [(0, [Text("a")]), (0, [finish])])
+
+    assert frames(stream)[2:] == ['data: HEAD[{"index":0,"delta":{},' + words + "}]," + TIMINGS + "}", DONE]
+
+
+def test_usage_comes_last_and_only_when_asked_for() -> None:
+    stream = streamed(asked(stream_options={"include_usage": True}), [(0, [Text("a")]), (0, [Finish("stop", usage=USAGE)])])
+
+    assert frames(stream) == [
+        ROLE[:-1] + ',"usage":null}',
+        'data: HEAD[{"index":0,"delta":{"content":"a"},"finish_reason":null}],"usage":null}',
+        STOPPED.replace('"timings"', '"usage":null,"timings"'),
+        'data: HEAD[],"usage":{"prompt_tokens":9,"completion_tokens":4,"total_tokens":13,'
+        '"prompt_tokens_details":{"cached_tokens":8},"completion_tokens_details":{"reasoning_tokens":2}}}',
+        DONE,
+    ]
+
+
+def test_two_choices_share_a_prompt_that_is_counted_once() -> None:
+    second = Usage(9, 6, cached_tokens=9, decode_seconds=0.5)
+    calls: Calls = [
+        (1, [Text("b")]),
+        (0, [Text("a"), Finish("stop", usage=USAGE)]),
+        (1, [Finish("length", usage=second)]),
+    ]
+    stream = streamed(asked(n=2, stream_options={"include_usage": True}), calls)
+
+    told = chunks(stream)
+    assert [choice["index"] for chunk in told for choice in chunk["choices"]] == [0, 1, 1, 0, 0, 1]
+    assert [choice["delta"] for chunk in told[:2] for choice in chunk["choices"]] == [{"role": "assistant", "content": ""}] * 2
+    assert ["timings" in chunk for chunk in told] == [False] * 5 + [True, False]
+    assert told[-1]["usage"]["prompt_tokens"] == 9
+    assert told[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
+    assert told[-1]["usage"]["completion_tokens"] == 10
+    assert told[-2]["timings"]["predicted_ms"] == 500.0
+    assert told[-2]["timings"]["predicted_per_second"] == 20.0
+
+
+def test_log_probabilities_come_with_their_piece() -> None:
+    top = (_token("a", -0.5), _token("b", -math.inf))
+    pieces = [Text("", (_token("", -1.0),)), Text("a", (_token("a", -0.5, top),)), Finish("stop", usage=USAGE)]
+    stream = streamed(asked(logprobs=True, top_logprobs=2), [(0, [piece]) for piece in pieces])
+
+    assert frames(stream)[1:3] == [
+        'data: HEAD[{"index":0,"delta":{"content":""},"logprobs":{"content":[{"token":"","bytes":[],"logprob":-1.0,'
+        '"top_logprobs":[]}],"refusal":null},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"content":"a"},"logprobs":{"content":[{"token":"a","bytes":[97],"logprob":-0.5,'
+        '"top_logprobs":[{"token":"a","bytes":[97],"logprob":-0.5},{"token":"b","bytes":[98],"logprob":-9999.0}]}],"refusal":null},'
+        '"finish_reason":null}]}',
+    ]
+
+
+def test_a_heartbeat_is_a_comment_and_a_chunk_of_a_choice_still_open() -> None:
+    reply = asked(n=2).reply(HEADING)
+
+    assert frames(reply.heartbeat(4096, 9000)) == [
+        ": prefill 4096/9000",
+        'data: HEAD[{"index":0,"delta":{},"finish_reason":null}]}',
+    ]
+    reply.pieces(0, [Finish("stop", usage=USAGE)])
+    assert frames(reply.heartbeat(1, 1))[1] == 'data: HEAD[{"index":1,"delta":{},"finish_reason":null}]}'
+
+
+def test_a_failure_in_the_stream_is_told_and_not_called_done() -> None:
+    assert asked().reply(HEADING).failure(EngineDied("The engine died.")) == (
+        b'data: {"error":{"message":"The engine died.","type":"server_error","param":null,"code":"engine_error"}}\n\n'
+    )
+
+
+# --- whole replies
+
+
+def test_a_whole_reply_has_every_part() -> None:
+    body = whole(asked(), [(0, [Reasoning("hm"), Text("4")]), (0, [Text("2"), Finish("stop", "x", USAGE)])])
+
+    assert body == {
+        "id": "chatcmpl-7",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "system_fingerprint": "f",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "42", "refusal": None, "reasoning_content": "hm"},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": "x",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 9,
+            "completion_tokens": 4,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 8},
+            "completion_tokens_details": {"reasoning_tokens": 2},
+        },
+        "timings": json.loads("{" + TIMINGS + "}")["timings"],
+    }
+
+
+def test_an_empty_answer_is_an_empty_text() -> None:
+    body = whole(asked(), [(0, [Finish("length", usage=Usage(1, 0))])])
+
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "", "refusal": None}
+    assert body["timings"]["predicted_per_second"] == 0.0
+
+
+def _token(text: str, logprob: float, top: tuple[Token, ...] = ()) -> Token:
+    return Token(1, text, text.encode(), TokenLogprob(1, logprob), top)
+
+
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+_plain = st.one_of(st.builds(Text, _texts), st.builds(Reasoning, _texts))
+_tokens = st.builds(_token, _texts, st.floats(max_value=0, allow_nan=False), st.just(()))
+_with_tokens = st.one_of(st.builds(Text, _texts, st.tuples(_tokens)), st.builds(Reasoning, _texts))
+_finishes = st.builds(Finish, st.sampled_from(["stop", "length"]), st.sampled_from([None, "x", 3]), st.just(USAGE))
+
+
+@st.composite
+def _calls(draw: st.DrawFn, n: int, deltas: st.SearchStrategy[Delta]) -> list[tuple[int, list[Delta]]]:
+    calls = draw(st.lists(st.tuples(st.integers(0, n - 1), st.lists(deltas, max_size=4)), max_size=8))
+    return calls + [(choice, [draw(_finishes)]) for choice in draw(st.permutations(range(n)))]
+
+
+def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
+    """The choices of a stream as a client puts them together."""
+    found: list[dict[str, Any]] = [{"content": "", "reasoning_content": "", "logprobs": []} for _ in range(n)]
+    for chunk in chunks(stream):
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+        for choice in chunk["choices"]:
+            mine = found[choice["index"]]
+            assert "finish_reason" not in mine
+            for field in ("content", "reasoning_content"):
+                mine[field] += choice["delta"].get(field, "")
+            mine["logprobs"] += choice["logprobs"]["content"] if "logprobs" in choice else []
+            if choice["finish_reason"]:
+                mine |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+    return found
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.integers(1, 3), st.booleans(), st.booleans())
+def test_streamed_is_whole(data: st.DataObject, n: int, logprobs: bool, include_usage: bool) -> None:
+    calls = data.draw(_calls(n, _with_tokens if logprobs else _plain))
+    request = asked(n=n, logprobs=logprobs, stream_options={"include_usage": include_usage})
+    body, stream = whole(request, calls), streamed(request, calls)
+
+    ChatCompletion.model_validate(body, strict=True)
+    assert [
+        {
+            "content": choice["message"]["content"],
+            "reasoning_content": choice["message"].get("reasoning_content", ""),
+            "logprobs": choice["logprobs"]["content"] if logprobs else [],
+            "finish_reason": choice["finish_reason"],
+            "stop_reason": choice["stop_reason"],
+        }
+        for choice in body["choices"]
+    ] == _assembled(stream, n)
+    last = chunks(stream)[-1]
+    assert (last["usage"] == body["usage"]) if include_usage else (last["timings"] == body["timings"])
+
+
+# --- parameters
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({}, {}),
+        ({"temperature": 1, "top_p": 0.5, "seed": 3}, {"temperature": 1.0, "top_p": 0.5, "seed": 3}),
+        ({"temperature": None, "seed": None, "stop": None, "n": None, "tools": None}, {}),
+        ({"max_tokens": 5}, {"max_tokens": 5}),
+        ({"max_tokens": 5, "max_completion_tokens": 7}, {"max_tokens": 7}),
+        ({"presence_penalty": -2, "frequency_penalty": 2}, {"presence_penalty": -2.0, "frequency_penalty": 2.0}),
+        ({"logit_bias": {"12": -100}}, {"logit_bias": {12: -100.0}}),
+        ({"logit_bias": {}}, {"logit_bias": {}}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": 40, "min_p": 0.1}, {"top_k": 40, "min_p": 0.1}),
+        ({"repetition_penalty": 1.1, "min_tokens": 2}, {"repetition_penalty": 1.1, "min_tokens": 2}),
+        ({"ignore_eos": True, "stop_token_ids": [1, 2]}, {"ignore_eos": True, "stop_token_ids": (1, 2)}),
+    ],
+)
+def test_sampling_fields_act(fields: dict[str, Any], sampling: dict[str, Any]) -> None:
+    assert asked(**fields).generation.sampling == sampling
+
+
+def test_the_other_fields_act() -> None:
+    request = asked(model="x", stream=True, n=3, stop=["a", "b"], skip_special_tokens=False)
+
+    assert request.stream
+    assert (request.generation.model, request.generation.n) == ("x", 3)
+    assert request.generation.stops == ("a", "b")
+    assert not request.generation.skip_special_tokens
+    assert asked(stop="a").generation.stops == ("a",)
+    assert asked().generation.split_thinking
+
+
+def test_template_fields_reach_the_conversation() -> None:
+    assert conversation(reasoning_effort="xhigh", chat_template_kwargs={"enable_thinking": False}).template_kwargs == {
+        "reasoning_effort": "xhigh",
+        "enable_thinking": False,
+    }
+    assert conversation().add_generation_prompt
+    assert not conversation(add_generation_prompt=False).add_generation_prompt
+    going_on = conversation(continue_final_message=True)
+    assert going_on.continue_final_message
+    assert not going_on.add_generation_prompt
+
+
+REFUSED = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "required",
+    "functions": [{"name": "f"}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "a"},
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "root ::= a",
+    "thinking_token_budget": 5,
+    "reasoning_budget_tokens": 5,
+    "include_reasoning": False,
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {},
+    "suffix": "x",
+    "best_of": 2,
+    "xtc_probability": 0.5,
+    "dry_multiplier": 0.8,
+    "repetition_detection": True,
+    "draft_model": "x",
+    "logprobs_mode": "raw_logits",
+}
+
+
+def test_the_table_of_refusals_is_complete() -> None:
+    assert REFUSED.keys() == NOT_YET.keys() | {"tools"}
+
+
+@pytest.mark.parametrize(("name", "value"), [*REFUSED.items(), ("best_of", True), ("include_reasoning", 1)])
+def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match=name) as caught:
+        asked(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in NOT_YET.items() for value in (*values, None)]
+    + [("tools", []), ("tools", None), ("xtc_probability", 0.0)]
+    + [(name, "anything") for name in sorted(HARMLESS)],
+)
+def test_what_would_not_act_is_accepted(name: str, value: Any) -> None:
+    assert asked(**{name: value}).ignored == ()
+
+
+def test_tools_that_may_not_be_called_are_not_shown() -> None:
+    assert conversation(tools=REFUSED["tools"], tool_choice="none").tools == ()
+
+
+def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
+    assert asked(zebra=1, apple=2, pear=None).ignored == ("apple", "zebra")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": None}, "messages", "expected `array`, got `null`"),
+        ({"messages": []}, "messages", "length >= 1"),
+        ({"messages": [1]}, "messages[0]", "expected `object`"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role is required"),
+        (
+            {"messages": [{"role": "function", "content": "a", "name": "f"}]},
+            "messages[0].role",
+            "'function'; known are system, dev",
+        ),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content", "a user message needs one"),
+        ({"messages": [{"role": "system", "content": None}]}, "messages[0].content", "a system message needs one"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "got `int`"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]", "expected `object`"),
+        ({"messages": [{"role": "user", "content": [{}]}]}, "messages[0].content[0].type", "must be a string"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "must be a string"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "refusal"}]}]},
+            "messages[0].content[0].refusal",
+            "must be a string",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
+            "messages[0].tool_calls[0].function.name",
+            "is required",
+        ),
+        ({"max_tokens": "5"}, "max_tokens", "expected `int | null`, got `str`"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"max_tokens": True}, "max_tokens", "got `bool`"),
+        ({"temperature": "hot"}, "temperature", "got `str`"),
+        ({"temperature": True}, "temperature", "got `bool`"),
+        ({"stream": "yes"}, "stream", "got `str`"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "got `int`"),
+        ({"stop": ""}, "stop", "length >= 1"),
+        ({"stop": ["a", ""]}, "stop[1]", "length >= 1"),
+        ({"stop": ["a"] * 17}, "stop", "length <= 16"),
+        ({"n": 0}, "n", ">= 1"),
+        ({"n": 129}, "n", "<= 128"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "<= 2.0"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "regex"),
+        ({"logit_bias": {"1": 101}}, "logit_bias", "<= 100.0"),
+        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+        ({"top_k": -2}, "top_k", ">= -1"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "known are none, minimal"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
+        ({"tools": {}}, "tools", "expected `array | null`"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(**fields)
+    assert caught.value.param == param
+    assert param in str(caught.value)
+    assert words in str(caught.value)
+
+
+# --- messages
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        ({"role": "developer", "content": "a"}, Message("developer", "a")),
+        ({"role": "user", "content": "a", "name": "Eve", "new_field": 1}, Message("user", "a", name="Eve")),
+        ({"role": "assistant", "content": "<think>a</think>b"}, Message("assistant", "<think>a</think>b")),
+        ({"role": "assistant", "content": "a", "reasoning_content": "hm"}, Message("assistant", "a", reasoning="hm")),
+        ({"role": "assistant", "content": "a", "reasoning": "hm"}, Message("assistant", "a", reasoning="hm")),
+        ({"role": "assistant", "content": None, "refusal": "no", "audio": None}, Message("assistant", "no")),
+        ({"role": "assistant"}, Message("assistant", None)),
+        ({"role": "tool", "content": "4", "tool_call_id": "c"}, Message("tool", "4", tool_call_id="c")),
+        ({"role": "tool", "content": "4"}, Message("tool", "4")),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{ }"}}]},
+            Message("assistant", None, tool_calls=(ToolCall("f", "{ }", "c"),)),
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": [1]}}}]},
+            Message("assistant", None, tool_calls=(ToolCall("f", '{"a":[1]}'),)),
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]},
+            Message("user", [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]),
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {}}]},
+            Message("user", [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]),
+        ),
+        (
+            {"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]},
+            Message("assistant", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+        ),
+    ],
+)
+def test_messages_keep_what_they_say(given: dict[str, Any], understood: Message) -> None:
+    assert conversation(messages=[given]).messages == (understood,)

@@ -1,0 +1,287 @@
+"""Completions: bodies into generations, deltas into bodies and golden event streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types import Completion
+
+from weft.api.openai.completions import translate
+from weft.api.reply import Asked, Heading
+from weft.chat.conversation import Delta, Finish, Text, Token, Usage
+from weft.errors import InvalidRequest, QueueFull, UnsupportedParameter
+from weft.wire import TokenLogprob
+
+HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
+USAGE = Usage(2, 4, cached_tokens=1, prefill_seconds=0.5, decode_seconds=0.25)
+HEAD = '{"id":"cmpl-7","object":"text_completion","created":1,"model":"m","system_fingerprint":"f","choices":'
+TIMINGS = (
+    '"timings":{"cache_n":1,"prompt_n":1,"prompt_ms":500.0,"prompt_per_second":2.0,'
+    '"predicted_n":4,"predicted_ms":250.0,"predicted_per_second":16.0,"queue_ms":0.0}'
+)
+DONE = "data: [DONE]"
+
+Calls = Sequence[tuple[int, Sequence[Delta]]]
+
+
+def asked(**fields: Any) -> Asked:
+    return translate({"prompt": "Once", **fields})
+
+
+def streamed(request: Asked, calls: Calls) -> bytes:
+    reply = request.reply(HEADING)
+    return reply.opening() + b"".join(reply.pieces(choice, deltas) for choice, deltas in calls) + reply.closing()
+
+
+def whole(request: Asked, calls: Calls) -> dict[str, Any]:
+    reply = request.reply(HEADING)
+    for choice, deltas in calls:
+        reply.take(choice, deltas)
+    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
+    return body
+
+
+def frames(stream: bytes) -> list[str]:
+    text = stream.decode()
+    assert text.endswith("\n\n")
+    return [frame.replace(HEAD, "HEAD") for frame in text.removesuffix("\n\n").split("\n\n")]
+
+
+def chunks(stream: bytes) -> list[dict[str, Any]]:
+    lines = [line for line in stream.decode().splitlines() if line]
+    assert lines.pop() == DONE
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# --- golden streams
+
+
+def test_a_text_is_streamed_and_ends_with_its_stop() -> None:
+    stream = streamed(asked(), [(0, [Text(" upon")]), (0, [Text(" a"), Text(" time"), Finish("stop", "\n", USAGE)])])
+
+    assert frames(stream) == [
+        'data: HEAD[{"index":0,"text":" upon","logprobs":null,"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"text":" a time","logprobs":null,"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"text":"","logprobs":null,"finish_reason":"stop","stop_reason":"\\n"}],' + TIMINGS + "}",
+        DONE,
+    ]
+
+
+def test_length_and_usage_are_told_at_the_end() -> None:
+    stream = streamed(asked(stream_options={"include_usage": True}), [(0, [Text("a")]), (0, [Finish("length", usage=USAGE)])])
+
+    assert frames(stream) == [
+        'data: HEAD[{"index":0,"text":"a","logprobs":null,"finish_reason":null}],"usage":null}',
+        'data: HEAD[{"index":0,"text":"","logprobs":null,"finish_reason":"length","stop_reason":null}],"usage":null,'
+        + TIMINGS
+        + "}",
+        'data: HEAD[],"usage":{"prompt_tokens":2,"completion_tokens":4,"total_tokens":6,'
+        '"prompt_tokens_details":{"cached_tokens":1},"completion_tokens_details":{"reasoning_tokens":0}}}',
+        DONE,
+    ]
+
+
+def test_two_prompts_with_two_choices_each_are_four_choices_and_two_prompts() -> None:
+    calls: Calls = [(choice, [Text(str(choice)), Finish("stop", usage=Usage(2 + choice, 1))]) for choice in (3, 1, 0, 2)]
+    body = whole(asked(prompt=["a", "b"], n=2), calls)
+
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
+    assert body["usage"]["prompt_tokens"] == 2 + 4
+    assert body["usage"]["completion_tokens"] == 4
+
+
+def test_an_echoed_prompt_has_log_probabilities_from_its_second_token_on() -> None:
+    echo = Text("Hé du", (_token("Hé", None), _token(" du", -2.0, ("x", -0.25), (" du", -2.0))))
+    answer = Text("!", (_token("!", -0.5, ("!", -0.5)),))
+    calls: Calls = [(0, [echo]), (0, [answer]), (0, [Finish("stop", usage=USAGE)])]
+    request = asked(echo=True, logprobs=2)
+
+    first = (
+        '{"tokens":["Hé"," du"],"token_logprobs":[null,-2.0],"top_logprobs":[null,{"x":-0.25," du":-2.0}],"text_offset":[0,2]}'
+    )
+    second = '{"tokens":["!"],"token_logprobs":[-0.5],"top_logprobs":[{"!":-0.5}],"text_offset":[5]}'
+    assert frames(streamed(request, calls))[:2] == [
+        'data: HEAD[{"index":0,"text":"Hé du","logprobs":' + first + ',"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"text":"!","logprobs":' + second + ',"finish_reason":null}]}',
+    ]
+    assert whole(request, calls)["choices"][0]["logprobs"] == {
+        "tokens": ["Hé", " du", "!"],
+        "token_logprobs": [None, -2.0, -0.5],
+        "top_logprobs": [None, {"x": -0.25, " du": -2.0}, {"!": -0.5}],
+        "text_offset": [0, 2, 5],
+    }
+
+
+def test_the_chosen_token_stands_among_the_likeliest() -> None:
+    calls: Calls = [(0, [Text("z", (_token("z", -9.0, ("a", -0.5), ("b", -1.0), ("b", -2.0)),)), Finish("stop", usage=USAGE)])]
+
+    assert whole(asked(logprobs=3), calls)["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -1.0, "z": -9.0}]
+
+
+def test_a_token_that_shows_half_a_character_begins_within_its_piece() -> None:
+    halves = Text("🙂", (_token("\ufffd", -1.0), _token("\ufffd", -1.0), _token("\ufffd", -1.0)))
+    calls: Calls = [(0, [halves, Text("!", (_token("!", -1.0),)), Finish("stop", usage=USAGE)])]
+
+    assert whole(asked(logprobs=0), calls)["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
+
+
+def test_a_heartbeat_says_nothing() -> None:
+    assert frames(asked().reply(HEADING).heartbeat(1, 2)) == [
+        ": prefill 1/2",
+        'data: HEAD[{"index":0,"text":"","logprobs":null,"finish_reason":null}]}',
+    ]
+
+
+def test_a_failure_in_the_stream_is_told_and_not_called_done() -> None:
+    assert asked().reply(HEADING).failure(QueueFull("Full.")) == (
+        b'data: {"error":{"message":"Full.","type":"rate_limit_error","param":null,"code":"queue_full"}}\n\n'
+    )
+
+
+def test_a_whole_reply_has_every_part() -> None:
+    assert whole(asked(), [(0, [Text("a")]), (0, [Text("b"), Finish("length", usage=USAGE)])]) == {
+        "id": "cmpl-7",
+        "object": "text_completion",
+        "created": 1,
+        "model": "m",
+        "system_fingerprint": "f",
+        "choices": [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "length", "stop_reason": None}],
+        "usage": {
+            "prompt_tokens": 2,
+            "completion_tokens": 4,
+            "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+        "timings": json.loads("{" + TIMINGS + "}")["timings"],
+    }
+
+
+def _token(text: str, logprob: float | None, *top: tuple[str, float]) -> Token:
+    likeliest = tuple(_token(other, value) for other, value in top)
+    return Token(1, text, text.encode(), None if logprob is None else TokenLogprob(1, logprob), likeliest)
+
+
+def _spoken(texts: list[str]) -> Text:
+    return Text("".join(texts), tuple(_token(text, -1.0, (text, -1.0)) for text in texts))
+
+
+_texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+_finishes = st.builds(Finish, st.sampled_from(["stop", "length"]), st.sampled_from([None, "x", 3]), st.just(USAGE))
+
+
+@st.composite
+def _calls(draw: st.DrawFn, choices: int, deltas: st.SearchStrategy[Delta]) -> list[tuple[int, list[Delta]]]:
+    calls = draw(st.lists(st.tuples(st.integers(0, choices - 1), st.lists(deltas, max_size=4)), max_size=8))
+    return calls + [(choice, [draw(_finishes)]) for choice in draw(st.permutations(range(choices)))]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.integers(1, 2), st.integers(1, 2), st.booleans())
+def test_streamed_is_whole(data: st.DataObject, prompts: int, n: int, logprobs: bool) -> None:
+    deltas = st.lists(_texts, max_size=3).map(_spoken) if logprobs else st.builds(Text, _texts)
+    calls = data.draw(_calls(prompts * n, deltas))
+    request = asked(prompt=["a"] * prompts, n=n, logprobs=0 if logprobs else None)
+    body, told = whole(request, calls), chunks(streamed(request, calls))
+
+    Completion.model_validate(body, strict=True)
+    assert told[-1]["timings"] == body["timings"]
+    for choice in body["choices"]:
+        mine = [piece for chunk in told for piece in chunk["choices"] if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in mine) == choice["text"]
+        assert [piece["finish_reason"] for piece in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
+        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+        for field, values in (choice["logprobs"] or {}).items():
+            assert [value for piece in mine[:-1] for value in piece["logprobs"][field]] == values
+        for token, offset in (
+            zip(*(choice["logprobs"][name] for name in ("tokens", "text_offset")), strict=True) if logprobs else ()
+        ):
+            assert choice["text"][offset:].startswith(token)
+
+
+# --- parameters
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ("a",)),
+        ("", ("",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1, 2], [3]], ((1, 2), (3,))),
+    ],
+)
+def test_a_prompt_is_text_or_ids_one_or_several(prompt: Any, prompts: tuple[Any, ...]) -> None:
+    assert asked(prompt=prompt).generation.prompts == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({}, {}),
+        ({"max_tokens": 5, "temperature": 0, "logprobs": 5}, {"max_tokens": 5, "temperature": 0.0, "logprobs": 5}),
+        ({"max_tokens": 0, "echo": True, "logprobs": 1}, {"max_tokens": 0, "logprobs": 1}),
+        ({"top_k": 0, "min_p": 0.5, "ignore_eos": True}, {"top_k": 0, "min_p": 0.5, "ignore_eos": True}),
+        ({"logprobs": None, "best_of": None, "suffix": None}, {}),
+    ],
+)
+def test_sampling_fields_act(fields: dict[str, Any], sampling: dict[str, Any]) -> None:
+    assert asked(**fields).generation.sampling == sampling
+
+
+def test_the_other_fields_act() -> None:
+    generation = asked(echo=True, n=2, stop="x", skip_special_tokens=False, model="y").generation
+
+    assert (generation.echo, generation.n, generation.stops, generation.model) == (True, 2, ("x",), "y")
+    assert not generation.skip_special_tokens
+    assert not generation.split_thinking
+
+
+@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 3), ("guided_json", {}), ("dry_multiplier", 1)])
+def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match=name) as caught:
+        asked(**{name: value})
+    assert caught.value.param == name
+
+
+def test_harmless_fields_are_accepted_and_unknown_ones_told() -> None:
+    assert asked(user="me", suffix="", best_of=1, messages=[], zebra=1).ignored == ("messages", "zebra")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": None}, "prompt", "got `null`"),
+        ({"prompt": []}, "prompt", "length >= 1"),
+        ({"prompt": [[]]}, "prompt[0]", "length >= 1"),
+        ({"prompt": [1, "a"]}, "prompt", "list of texts"),
+        ({"prompt": ["a", [1]]}, "prompt", "list of texts"),
+        ({"prompt": [[1], 2]}, "prompt", "list of texts"),
+        ({"prompt": [-1]}, "prompt[0]", ">= 0"),
+        ({"prompt": [True]}, "prompt[0]", "got `bool`"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]", "got `str`"),
+        ({"prompt": ["a"] * 65, "n": 2}, "prompt", "more than 128 choices"),
+        ({"max_tokens": 0}, "max_tokens", "only with echo"),
+        ({"max_tokens": -1}, "max_tokens", ">= 0"),
+        ({"logprobs": 6}, "logprobs", "<= 5"),
+        ({"logprobs": True}, "logprobs", "got `bool`"),
+        ({"echo": 1}, "echo", "got `int`"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(**fields)
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+def test_a_missing_prompt_is_asked_for() -> None:
+    with pytest.raises(InvalidRequest, match="prompt is required") as caught:
+        translate({})
+    assert caught.value.param == "prompt"

@@ -1,0 +1,137 @@
+"""The OpenAPI document: well made, and at one with what the translators accept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from weft.api.openai import chat, completions
+from weft.api.openapi import document
+from weft.api.reply import Heading
+from weft.chat.conversation import Finish, Text, Usage
+from weft.errors import InvalidRequest
+
+DOCUMENT = document("1.2.3")
+USER = {"role": "user", "content": "Hi"}
+
+
+def _validator(name: str) -> Any:
+    """Checks values against one schema of the document."""
+    return jsonschema_rs.Draft202012Validator({**DOCUMENT, "$ref": f"#/components/schemas/{name}"})
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (item for key, item in value.items() if key == "$ref")
+        yield from (found for item in value.values() for found in _references(item))
+    elif isinstance(value, list):
+        yield from (found for item in value for found in _references(item))
+
+
+def test_every_path_is_described() -> None:
+    assert json.loads(json.dumps(DOCUMENT)) == DOCUMENT
+    assert DOCUMENT["openapi"].startswith("3.1")
+    assert DOCUMENT["info"]["version"] == "1.2.3"
+    assert {path: next(iter(methods)) for path, methods in DOCUMENT["paths"].items()} == {
+        "/v1/chat/completions": "post",
+        "/v1/completions": "post",
+        "/v1/models": "get",
+        "/v1/models/{id}": "get",
+        "/health": "get",
+        "/metrics": "get",
+        "/v1/status": "get",
+        "/tokenize": "post",
+        "/detokenize": "post",
+        "/v1/requests/{id}/cancel": "post",
+    }
+
+
+@pytest.mark.parametrize("path", DOCUMENT["paths"])
+def test_every_operation_has_its_parameters_its_answer_and_its_errors(path: str) -> None:
+    (operation,) = DOCUMENT["paths"][path].values()
+
+    assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= operation["responses"].keys()
+    assert ("parameters" in operation) == ("{id}" in path)
+    assert all(response["content"] for response in operation["responses"].values())
+
+
+def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+
+    assert {reference.rpartition("/")[2] for reference in _references(DOCUMENT)} == schemas.keys()
+    for schema in schemas.values():
+        jsonschema_rs.meta.validate(schema)
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepted"),
+    [
+        ({}, True),
+        ({"n": 128, "stop": ["a"], "logit_bias": {"5": 1}, "temperature": None, "best_of": 1, "user": 5, "new": 1}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, True),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "function"}]}, False),
+        ({"messages": [{"role": "user", "content": [{}]}]}, False),
+        ({"n": 129}, False),
+        ({"n": True}, False),
+        ({"stop": ""}, False),
+        ({"stop": ["a"] * 17}, False),
+        ({"logit_bias": {"a": 1}}, False),
+        ({"logit_bias": {"1": 101}}, False),
+        ({"presence_penalty": -3}, False),
+        ({"top_logprobs": 21}, False),
+        ({"max_tokens": 0}, False),
+        ({"best_of": 2}, False),
+        ({"best_of": True}, False),
+        ({"response_format": {"type": "json_object"}}, False),
+        ({"tools": 5, "tool_choice": "none"}, False),
+    ],
+)
+def test_the_chat_schema_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:
+    _agree(chat.translate, "ChatRequest", {"messages": [USER], **fields}, accepted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepted"),
+    [
+        *(({"prompt": prompt}, True) for prompt in ("", "a", ["a", "b"], [1, 2], [[1], [2, 3]])),
+        *(({"prompt": prompt}, False) for prompt in (None, 5, [], [[]], [1, "a"], ["a", [1]], [-1], [True], [[1, "a"]])),
+        ({"logprobs": 5, "echo": True, "max_tokens": 0}, True),
+        ({"logprobs": 6}, False),
+        ({"suffix": "x"}, False),
+    ],
+)
+def test_the_completions_schema_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:
+    _agree(completions.translate, "CompletionRequest", {"prompt": "a", **fields}, accepted)
+
+
+def _agree(translate: Any, name: str, body: dict[str, Any], accepted: bool) -> None:
+    assert _validator(name).is_valid(body) == accepted
+    if accepted:
+        translate(body)
+    else:
+        with pytest.raises(InvalidRequest):
+            translate(body)
+
+
+@pytest.mark.parametrize(
+    ("translate", "body", "name"),
+    [
+        (chat.translate, {"messages": [USER], "logprobs": True}, "ChatCompletion"),
+        (completions.translate, {"prompt": "a"}, "Completion"),
+    ],
+)
+def test_replies_are_as_described(translate: Any, body: dict[str, Any], name: str) -> None:
+    reply = translate(body).reply(Heading("1", 1, "m", "f"))
+    reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1))])
+
+    _validator(name).validate(reply.whole())
+
+
+def test_tokenize_needs_one_of_its_three_texts() -> None:
+    assert _validator("TokenizeRequest").is_valid({"content": "a"})
+    assert not _validator("TokenizeRequest").is_valid({"model": "a"})

@@ -1,0 +1,271 @@
+"""From ids to deltas, by example: thinking, markers that are tokens, stop strings, log-probabilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from weft.chat.conversation import Delta, Reasoning, Text, Token
+from weft.chat.reader import Reader
+from weft.chat.template import ChatTemplate
+from weft.chat.thinking import KNOWN, Markers, Splitter, find_markers, marker_tokens, opens_in
+from weft.chat.tokenizer import Tokenizer
+from weft.model.resolve import TINY_HYBRID
+from weft.wire import TokenLogprob
+
+TOKENIZER = Tokenizer(TINY_HYBRID)
+THINK = Markers("<think>", "</think>")
+SPELLED = Markers("[THINK]", "[/THINK]")  # no tokens of the tiny vocabulary
+CHANNEL = Markers("<|channel>thought", "<channel|>")
+
+
+def encode(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def read(reader: Reader, ids: list[int]) -> list[Delta]:
+    return [delta for token in ids for delta in reader.feed(token)] + reader.finish()
+
+
+def told(deltas: list[Delta]) -> tuple[str, str]:
+    """Reasoning and answer."""
+    thought = "".join(delta.text for delta in deltas if isinstance(delta, Reasoning))
+    return thought, "".join(delta.text for delta in deltas if isinstance(delta, Text))
+
+
+def tokens(deltas: list[Delta]) -> list[Token]:
+    return [token for delta in deltas if isinstance(delta, Text) for token in delta.tokens]
+
+
+def with_special(folder: Path, *texts: str) -> Tokenizer:
+    """The tiny tokenizer with more special tokens."""
+    inner: Any = tokenizers.Tokenizer.from_file(str(TINY_HYBRID / "tokenizer.json"))
+    inner.add_special_tokens(list(texts))
+    inner.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_a_plain_answer_is_told_token_by_token() -> None:
+    ids = encode("Once upon a time")
+    reader = Reader(TOKENIZER)
+
+    pieces = [reader.feed(token) for token in ids]
+
+    assert pieces == [[Text(TOKENIZER.token_text(token))] for token in ids]
+    assert reader.finish() == []
+
+
+def test_an_answer_cut_inside_a_character_has_no_replacement_character() -> None:
+    assert told(read(Reader(TOKENIZER), encode("ok 🙂")[:-1])) == ("", "ok ")
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "thought", "answer"),
+    [
+        ("<think>\nhm\n\nso\n</think>\n\nHi", False, "hm\n\nso", "Hi"),
+        ("\nhm\n</think>\n\nHi", True, "hm", "Hi"),
+        (" \n<think>hm</think>Hi", False, "hm", "Hi"),
+        ("<think>\nhm</think>Hi", True, "hm", "Hi"),
+        ("\n\nHi", False, "", "\n\nHi"),
+        (" " * 33 + "<think>", False, "", " " * 33),
+        ("no end\n", True, "no end\n", ""),
+        ("no end </thi", True, "no end </thi", ""),
+        ("<think>\n\n</think>\n\n", False, "", ""),
+        ("\n \n", False, "", "\n \n"),
+    ],
+)
+def test_thinking_is_told_apart_without_markers_and_their_line_breaks(text: str, opened: bool, thought: str, answer: str) -> None:
+    assert told(read(Reader(TOKENIZER, markers=THINK, opened=opened), encode(text))) == (thought, answer)
+
+
+def test_markers_that_are_no_tokens_are_found_in_the_text_however_it_is_cut() -> None:
+    text = "[THINK]\nhm [/THIN\n[/THINK]\n\nHi [THINK] there"
+
+    splitter = Splitter(SPELLED, opened=False)
+    by_letter = [piece for letter in text for piece in splitter.feed(letter)] + splitter.finish()
+    by_token = read(Reader(TOKENIZER, markers=SPELLED), encode(text))
+
+    assert marker_tokens(SPELLED, TOKENIZER) == {}
+    assert told(by_letter) == told(by_token) == ("hm [/THIN", "Hi [THINK] there")
+
+
+def test_thinking_opens_again_by_the_token_but_not_by_its_letters() -> None:
+    letters = [token for letter in "<think>" for token in encode(letter)]
+
+    by_token = read(Reader(TOKENIZER, markers=THINK), encode("a <think>hm</think> b"))
+    by_letter = read(Reader(TOKENIZER, markers=THINK), encode("a ") + letters + encode("hm"))
+
+    assert told(by_token) == ("hm", "a  b")
+    assert told(by_letter) == ("", "a <think>hm")
+
+
+def test_a_half_written_marker_before_the_token_is_answer() -> None:
+    letters = [token for letter in "<thi" for token in encode(letter)]
+
+    deltas = read(Reader(TOKENIZER, markers=THINK, logprobs=True), letters + encode("<think>hm</think>Hi"))
+
+    assert told(deltas) == ("hm", "<thiHi")
+    assert [token.id for token in tokens(deltas)] == letters + encode("Hi")
+
+
+def test_a_stray_close_token_and_a_second_open_one_are_dropped() -> None:
+    assert told(read(Reader(TOKENIZER, markers=THINK), encode("Hi</think> there"))) == ("", "Hi there")
+    assert told(read(Reader(TOKENIZER, markers=THINK, opened=True), encode("a<think>b</think>c"))) == ("ab", "c")
+
+
+def test_an_unfinished_character_does_not_reach_over_a_marker() -> None:
+    smile = encode("🙂")
+
+    deltas = read(Reader(TOKENIZER, markers=THINK, opened=True), [*encode("a"), *smile[:-1], *encode("</think>"), smile[-1]])
+
+    assert told(deltas) == ("a", "\ufffd")
+
+
+def test_special_marker_tokens_are_heard_though_special_tokens_are_skipped(tmp_path: Path) -> None:
+    tokenizer = with_special(tmp_path, "<|channel>", "<channel|>")
+    text = "<|channel>thought\nhm<channel|>Hi <|channel>thought\nwait<channel|>you<|im_end|>"
+
+    reader = Reader(tokenizer, markers=CHANNEL)
+
+    assert told(read(reader, encode(text, tokenizer))) == ("hmwait", "Hi you")
+    assert told(read(Reader(tokenizer, markers=CHANNEL), encode("<|channel>other", tokenizer))) == ("", "<|channel>other")
+
+
+def test_without_markers_thinking_is_part_of_the_answer() -> None:
+    assert told(read(Reader(TOKENIZER), encode("<think>hm</think>Hi"))) == ("", "<think>hm</think>Hi")
+
+
+def test_tokens_of_the_thinking_are_counted_with_the_one_that_closes_it() -> None:
+    thought, answer = encode("\nlet me see"), encode("\n\nHi")
+    reader = Reader(TOKENIZER, markers=THINK, opened=True)
+
+    read(reader, [*thought, *encode("</think>"), *answer])
+
+    assert reader.num_reasoning_tokens == len(thought) + 1
+
+
+def test_a_stop_string_ends_the_answer_and_what_follows_gives_nothing() -> None:
+    reader = Reader(TOKENIZER, stops=("\nUser:", "END"))
+
+    deltas = read(reader, encode("Hello there\nUser: more"))
+
+    assert told(deltas) == ("", "Hello there")
+    assert reader.stopped == "\nUser:"
+    assert reader.feed(encode("x")[0]) == []
+    assert reader.finish() == []
+
+
+def test_a_stop_string_is_not_looked_for_in_the_thinking() -> None:
+    reader = Reader(TOKENIZER, stops=("\n\n",), markers=THINK, opened=True)
+
+    deltas = read(reader, encode("one\n\ntwo\n</think>\n\nHi\n\nmore"))
+
+    assert told(deltas) == ("one\n\ntwo", "Hi")
+    assert reader.stopped == "\n\n"
+
+
+def test_what_a_stop_held_back_is_told_at_the_end() -> None:
+    reader = Reader(TOKENIZER, stops=("STOP",))
+
+    assert told(read(reader, encode("go STO"))) == ("", "go STO")
+    assert reader.stopped is None
+
+
+def test_a_stop_string_in_what_was_held_for_a_marker_is_found_at_the_end() -> None:
+    reader = Reader(TOKENIZER, stops=("[TH",), markers=SPELLED, logprobs=True)
+
+    assert read(reader, encode("[THI")) == []
+    assert reader.stopped == "[TH"
+
+
+def test_every_answer_token_is_told_once_with_its_bytes_and_log_probability() -> None:
+    ids = encode("Hi 🙂 you")
+    reader = Reader(TOKENIZER, logprobs=True)
+    logprobs = [TokenLogprob(token, -0.5 * place) for place, token in enumerate(ids)]
+
+    deltas = [delta for token, logprob in zip(ids, logprobs, strict=True) for delta in reader.feed(token, logprob)]
+
+    assert [token.id for token in tokens(deltas)] == ids
+    assert [token.logprob for token in tokens(deltas)] == logprobs
+    assert b"".join(token.bytes for token in tokens(deltas)).decode() == "Hi 🙂 you"
+    assert reader.finish() == []
+
+
+def test_tokens_of_thinking_markers_line_breaks_and_stop_are_not_told() -> None:
+    reader = Reader(TOKENIZER, stops=("STOP",), markers=THINK, opened=True, logprobs=True)
+
+    deltas = read(
+        reader, [*encode("hm</think>\n\n"), *encode("<|im_start|>"), *encode("Hi you"), *encode("STOP"), *encode("more")]
+    )
+
+    assert told(deltas) == ("hm", "Hi you")
+    assert [token.id for token in tokens(deltas)] == encode("Hi you")
+
+
+def test_a_skipped_token_inside_a_character_is_not_told() -> None:
+    smile = encode("🙂")
+
+    deltas = read(Reader(TOKENIZER, logprobs=True), [*smile[:-1], *encode("<|im_start|>"), smile[-1]])
+
+    assert told(deltas) == ("", "🙂")
+    assert [token.id for token in tokens(deltas)] == smile
+
+
+def test_tokens_wait_with_their_text_for_a_stop_string_that_does_not_come() -> None:
+    letters = [token for letter in "go STO!" for token in encode(letter)]
+    reader = Reader(TOKENIZER, stops=("STOP",), logprobs=True)
+
+    deltas = read(reader, letters)
+
+    assert [(delta.text, len(delta.tokens)) for delta in deltas if isinstance(delta, Text)] == [
+        ("g", 1),
+        ("o", 1),
+        (" ", 1),
+        ("STO!", 4),
+    ]
+
+
+def test_the_tokens_of_an_unfinished_character_are_told_at_the_end_though_it_is_not() -> None:
+    ids = encode("🙂")[:-1]
+
+    deltas = read(Reader(TOKENIZER, logprobs=True), ids)
+
+    assert deltas == [Text("", tuple(Token(token, "\ufffd", TOKENIZER.token_bytes(token)) for token in ids))]
+    assert read(Reader(TOKENIZER, logprobs=True, markers=THINK, opened=True), ids) == []
+
+
+def test_the_tiny_models_prompt_opens_the_thinking_unless_it_is_switched_off() -> None:
+    template = ChatTemplate.of(TINY_HYBRID)
+    assert template is not None
+    message = {"role": "user", "content": "why <think>"}
+
+    assert opens_in(template.render([message]), THINK)
+    assert not opens_in(template.render([message], enable_thinking=False), THINK)
+    assert not opens_in(template.render([message], add_generation_prompt=False), THINK)
+
+
+@pytest.mark.parametrize("markers", KNOWN)
+def test_a_template_says_which_markers_it_uses(markers: Markers) -> None:
+    assert find_markers("{{ '" + markers.open + "\\n' }}", TOKENIZER) == markers
+    assert find_markers("{% if '" + markers.close + "' in text %}", TOKENIZER) == markers
+
+
+def test_where_the_template_is_silent_the_vocabulary_says_it(tmp_path: Path) -> None:
+    vocabulary = {"a": 0, "[/THINK]": 1}
+    inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.save(str(tmp_path / "tokenizer.json"))
+
+    assert find_markers("", Tokenizer(tmp_path)) == SPELLED
+    assert find_markers("", TOKENIZER) == THINK
+
+
+def test_a_model_without_thinking_has_no_markers(tmp_path: Path) -> None:
+    inner: Any = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.save(str(tmp_path / "tokenizer.json"))
+
+    assert find_markers("{{ messages }}", Tokenizer(tmp_path)) is None

@@ -1,0 +1,86 @@
+"""A real front, HTTP and all, in a thread of the test, over engines the test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from weft.api.app import make_app
+from weft.config import ServerConfig
+from weft.link.supervisor import Supervisor
+from weft.metrics import Metrics
+from weft.service import Served, Service
+
+FAKE_ENGINE = Path(__file__).parent.parent / "fake_engine.py"
+
+
+@dataclass
+class Quiet:
+    """A screen that keeps what it is told."""
+
+    told: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def loading(self, *what: Any) -> None:
+        self.told.append(("loading", *what))
+
+    def ready(self, *what: Any) -> None:
+        self.told.append(("ready", *what))
+
+    def failed(self, *what: Any) -> None:
+        self.told.append(("failed", *what))
+
+
+@dataclass
+class Front:
+    """A front that serves."""
+
+    url: str
+    port: int
+    service: Service
+    screen: Quiet
+
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        return httpx2.get(self.url + path, timeout=10, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.post(self.url + path, json=body, timeout=20, **options)
+
+
+@contextmanager
+def front(engines: dict[str, list[str]], *, wait: bool = True, **settings: Any) -> Iterator[Front]:
+    """Models by name, each with its fake engine's words; ready when `wait`."""
+    config = ServerConfig(**settings)
+    models = [Served(name, Supervisor([sys.executable, str(FAKE_ENGINE), *words, name])) for name, words in engines.items()]
+    service, screen = Service(models, Metrics(), config.max_queue), Quiet()
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(make_app(service, config), log_config=None, access_log=False, lifespan="off"))
+
+    async def run() -> None:
+        await service.start(screen, on_failure=lambda: None)
+        try:
+            await server.serve([listener])
+        finally:
+            await service.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    try:
+        made = Front(f"http://127.0.0.1:{port}", port, service, screen)
+        if wait:
+            while made.get("/health").status_code != 200:
+                pass
+        yield made
+    finally:
+        server.should_exit = True
+        thread.join()

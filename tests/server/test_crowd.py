@@ -1,0 +1,58 @@
+"""Many clients at once on a real server: nobody is lost, and nobody's answer changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+
+from conftest import Server
+
+WORDS = ["dog", "red ball", "little girl", "old tree", "blue bird", "big house", "small boat", "green frog"]
+
+
+def request(index: int, tokens: int) -> dict[str, Any]:
+    """A prompt of its own length and an answer of its own length, greedy."""
+    text = " ".join(f"The {WORDS[(index + step) % len(WORDS)]} was happy." for step in range(1 + 7 * (index % 5)))
+    return {"model": "tiny-hybrid", "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def test_ten_requests_by_three_twenty_times_are_all_answered_by_one_engine(server: Server) -> None:
+    engine = server.status()["engine_pid"]
+    for _ in range(20):
+        with ThreadPoolExecutor(3) as pool:
+            bodies = [request(index, 4 + index) for index in range(10)]
+            replies = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
+
+        assert [reply.status_code for reply in replies] == [200] * 10
+        assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [4 + index for index in range(10)]
+    status = server.status()
+    assert status["engine_pid"] == engine
+    assert status["engine_restarts"] == 0
+
+
+async def _streamed(client: httpx2.AsyncClient, url: str, body: dict[str, Any]) -> str:
+    text = ""
+    async with client.stream("POST", url + "/v1/completions", json={**body, "stream": True}) as reply:
+        async for line in reply.aiter_lines():
+            if line.startswith("data: {"):
+                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+    return text
+
+
+async def _all_streamed(url: str, bodies: list[dict[str, Any]]) -> list[str]:
+    async with httpx2.AsyncClient(timeout=120, limits=httpx2.Limits(max_connections=100)) as client:
+        return await asyncio.gather(*(_streamed(client, url, body) for body in bodies))
+
+
+def test_sixty_four_streams_at_once_each_answer_as_if_alone(server: Server) -> None:
+    bodies = [request(index, 3 + (index * 7) % 40) for index in range(64)]
+    alone = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies]
+
+    together = asyncio.run(_all_streamed(server.url, bodies))
+
+    assert together == alone
+    assert len(set(alone)) > 20  # they do differ

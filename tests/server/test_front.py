@@ -1,0 +1,222 @@
+"""The front over engines that are told how to behave: slow, dying, failing, or saying what they were told."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from fronts import Front, front
+
+TEXTS = {
+    "emoji": "family 👨‍👩‍👧‍👦 flags 🇩🇪🇯🇵 thumbs 👍🏽 done",
+    "scripts": "漢字かな交じり文, 한국어, ไทย, हिन्दी, עברית, 𝔘𝔫𝔦𝔠𝔬𝔡𝔢",
+    "joined": "é ñ q\u0301 \u200d \ufe0f ❤️‍🔥 🏳️‍🌈",
+    "plain": "Once upon a time, there was a little girl.",
+}
+
+
+def pieces(reply: httpx2.Response) -> list[str]:
+    """The texts of a stream's events, in order."""
+    lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
+    return [choice["text"] for line in lines for choice in json.loads(line)["choices"] if choice["text"]]
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
+def test_no_character_is_ever_halved(text: str) -> None:
+    with front({"m": ["--token-seconds", "0.003"]}) as server:
+        streamed = server.post("/v1/completions", {"prompt": text, "stream": True})
+        whole = server.post("/v1/completions", {"prompt": text}).json()["choices"][0]["text"]
+
+    assert whole == text
+    assert "".join(pieces(streamed)) == text
+    assert len(pieces(streamed)) > 3
+    assert "\ufffd" not in streamed.text
+    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+
+
+def test_health_tells_how_far_a_model_is_and_a_stream_waits_for_it() -> None:
+    with front({"slow": ["--load-seconds", "1.5"]}, wait=False, heartbeat_seconds=0.2) as server:
+        time.sleep(0.7)  # its process has said what it is doing by then
+        health = server.get("/health")
+        refused = server.post("/v1/completions", {"prompt": "hi"})
+        listed = server.get("/v1/models").json()["data"]
+        streamed = server.post("/v1/completions", {"prompt": TEXTS["plain"], "stream": True})
+
+    assert health.status_code == 503
+    assert health.json()["models"]["slow"] == {
+        "status": "loading",
+        "progress": {"what": "pretending", "done": 1, "total": 2},
+    }
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert [model["id"] for model in listed] == ["slow"]
+    assert listed[0]["status"] == {"value": "loading"}
+    assert ": prefill 0/0" in streamed.text  # a sign of life meanwhile
+    assert "".join(pieces(streamed)) == TEXTS["plain"]
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_model_that_can_not_come_up_says_why() -> None:
+    with front({"broken": ["--fail", "weights are missing"]}, wait=False) as server:
+        while server.get("/health").json()["status"] != "failed":
+            pass
+        health = server.get("/health")
+        refused = server.post("/v1/completions", {"prompt": "hi"})
+
+    assert health.status_code == 503
+    assert "weights are missing" in health.text
+    assert refused.status_code == 500
+    assert "weights are missing" in refused.text
+    assert refused.headers["x-should-retry"] == "false"
+    assert ("failed", "broken", "weights are missing") in server.screen.told
+
+
+def test_an_engine_that_dies_ends_its_requests_with_an_error_and_is_replaced() -> None:
+    with front({"m": ["--die-after", "200", "--token-seconds", "0.002"]}) as server:
+        before = server.get("/v1/status").json()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        stream = client.completions.create(model="m", prompt="hello there", max_tokens=10_000, stream=True)
+        with pytest.raises(openai.APIError, match="engine's process ended"):
+            list(stream)
+        deadline = time.monotonic() + 10
+        while server.get("/health").status_code != 200:
+            assert time.monotonic() < deadline
+        after = server.get("/v1/status").json()
+        again = server.post("/v1/completions", {"prompt": TEXTS["plain"]})
+
+    assert after["engine_restarts"] == before["engine_restarts"] + 1
+    assert after["engine_pid"] != before["engine_pid"]
+    assert again.json()["choices"][0]["text"] == TEXTS["plain"]
+
+
+def test_two_models_are_served_side_by_side() -> None:
+    with front({"one": [], "two": []}) as server:
+        replies = [server.post("/v1/completions", {"prompt": "hi there", "model": name}) for name in ("one", "two")]
+        unnamed = server.post("/v1/completions", {"prompt": "hi there"})
+        status = server.get("/v1/status").json()
+
+    assert [reply.json()["model"] for reply in replies] == ["one", "two"]
+    assert unnamed.status_code == 404
+    assert "one, two" in unnamed.json()["error"]["message"]
+    assert len({model["engine_pid"] for model in status["models"]}) == 2
+
+
+def test_silence_is_filled_with_signs_of_life() -> None:
+    with front({"m": ["--prompt-seconds", "0.7"]}, heartbeat_seconds=0.2) as server:
+        reply = server.post("/v1/completions", {"prompt": TEXTS["plain"], "stream": True})
+
+    assert reply.text.count(": prefill 0/") in (2, 3)
+    assert "".join(pieces(reply)) == TEXTS["plain"]
+
+
+def test_a_full_queue_is_told_and_when_to_come_again() -> None:
+    with front({"m": ["--token-seconds", "0.05"]}, max_queue=0) as server:  # 64 rows and nobody may wait
+        body = {"prompt": "hi", "max_tokens": 10_000, "stream": True, "n": 64}
+        with httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=10) as running:
+            lines = running.iter_lines()
+            next(lines)
+            refused = server.post("/v1/completions", {"prompt": "hi"})
+        while server.get("/v1/status").json()["requests"]:
+            pass
+        taken = server.post("/v1/completions", {"prompt": "hi"})
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+    assert 1 <= int(refused.headers["retry-after"]) <= 30
+    assert taken.status_code == 200
+
+
+def test_a_slow_reader_gets_everything_and_slows_nobody() -> None:
+    with front({"m": []}) as server:
+        body = json.dumps({"prompt": "word " * 20, "max_tokens": 12_000, "stream": True}).encode()
+        slow = socket.create_connection(("127.0.0.1", server.port))
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        slow.sendall(head.encode() + body)
+        time.sleep(0.5)
+        start = time.monotonic()
+        quick = server.post("/v1/completions", {"prompt": TEXTS["plain"]})
+        took = time.monotonic() - start
+        data = b""
+        while part := slow.recv(1 << 20):
+            data += part
+        slow.close()
+
+    assert quick.json()["choices"][0]["text"] == TEXTS["plain"]
+    assert took < 2.0
+    assert data.count(b'"finish_reason":"length"') == 1
+    assert b"data: [DONE]" in data
+
+
+def test_a_key_is_asked_for_where_one_is_set() -> None:
+    with front({"m": []}, api_keys=("secret",)) as server:
+        status = {
+            "none": server.post("/v1/completions", {"prompt": "hi"}).status_code,
+            "wrong": server.post("/v1/completions", {"prompt": "hi"}, headers={"authorization": "Bearer no"}).status_code,
+            "bearer": server.post("/v1/completions", {"prompt": "hi"}, headers={"authorization": "Bearer secret"}).status_code,
+            "x-api-key": server.post("/v1/completions", {"prompt": "hi"}, headers={"x-api-key": "secret"}).status_code,
+            "health": server.get("/health").status_code,
+            "status": server.get("/v1/status").status_code,
+        }
+
+    assert status == {"none": 401, "wrong": 401, "bearer": 200, "x-api-key": 200, "health": 200, "status": 401}
+
+
+def test_a_page_that_made_its_name_resolve_to_us_is_turned_away() -> None:
+    with front({"m": []}) as server:
+        rebound = server.post("/v1/completions", {"prompt": "hi"}, headers={"host": "evil.example"})
+        foreign = server.post("/v1/completions", {"prompt": "hi"}, headers={"origin": "https://evil.example"})
+        local = server.post("/v1/completions", {"prompt": "hi"}, headers={"origin": "http://localhost:3000"})
+
+    assert (rebound.status_code, foreign.status_code, local.status_code) == (403, 403, 200)
+    assert local.headers["access-control-allow-origin"] == "http://localhost:3000"
+    assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_metrics_count_what_happened() -> None:
+    with front({"m": []}) as server:
+        server.post("/v1/completions", {"prompt": TEXTS["plain"], "max_tokens": 7})
+        server.post("/v1/completions", {"prompt": "hi", "temperature": -1})
+        lines = server.get("/metrics").text.splitlines()
+
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert values['weft_generated_tokens_total{model="m"}'] == "7.0"
+    assert values['vllm:generation_tokens_total{model_name="m"}'] == "7.0"
+    assert values['weft_requests_total{finish="length",model="m",wire="completions"}'] == "1.0"
+    assert values['weft_http_requests_total{status="400"}'] == "1.0"
+    assert values['weft_engine_up{model="m"}'] == "1.0"
+    assert values['vllm:num_requests_running{model_name="m"}'] == "0.0"
+
+
+def test_the_front_is_up_within_a_second() -> None:
+    code = "import time, sys; start = time.perf_counter(); import weft.server; print(time.perf_counter() - start)"
+
+    seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2))
+
+    assert seconds < 1.0
+
+
+def test_hundreds_of_requests_both_ways_lose_nothing() -> None:
+    """Sending and receiving at once is what a socket with one event for both gets wrong."""
+    counts: list[int] = []
+
+    def ask(server: Front) -> None:
+        for number in range(40):
+            body: dict[str, Any] = {"prompt": TEXTS["plain"], "max_tokens": 1 + number % 9}
+            counts.append(server.post("/v1/completions", body).json()["usage"]["completion_tokens"])
+
+    with front({"m": []}) as server:
+        threads = [threading.Thread(target=ask, args=(server,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    assert sorted(counts) == sorted([1 + number % 9 for number in range(40)] * 6)
