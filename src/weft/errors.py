@@ -3,7 +3,7 @@
     WeftError
     ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
     │                    ContextTooLong(limit, got) · UnknownModel · RequestCancelled
-    ├── BusyError        try again later (429, 503): QueueFull · EngineStarting
+    ├── BusyError        try again later (429, 503): QueueFull · EngineStarting · ServerStopping
     ├── EngineError      ours (500): RowFailed, that row only · EngineDied
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
     └── InternalError    "this can not happen": an invariant broke
@@ -69,6 +69,10 @@ class QueueFull(BusyError):
 
 class EngineStarting(BusyError):
     """The model is being loaded."""
+
+
+class ServerStopping(BusyError):
+    """The server is being stopped."""
 
 
 class EngineError(WeftError):

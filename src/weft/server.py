@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import uvicorn
-from starlette.applications import Starlette
+import uvloop
 
 from weft import log
 from weft.api.app import make_app
@@ -25,6 +27,7 @@ from weft.service import Screen, Served, Service
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
+GOODBYE_SECONDS = 2  # for the errors that end what did not finish in time
 
 
 class ServerScreen(Screen, Protocol):
@@ -40,31 +43,49 @@ def serve(config: ServerConfig, screen: ServerScreen) -> int:
     log.setup(config.log_format)
     listener = _listen(config)
     service = make_service(config)
+    host, port = listener.getsockname()[:2]
+    screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_run(service, config, screen, listener))
+    return 1 if all(served.failed for served in service.models) else 0
 
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001 - Starlette's protocol
-        await service.start(screen, on_failure=lambda: setattr(server, "should_exit", True))
-        try:
-            yield
-        finally:
-            await service.stop()
 
-    server = uvicorn.Server(
+async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket) -> None:
+    server = Uvicorn(
         uvicorn.Config(
-            make_app(service, config, lifespan),
+            make_app(service, config),
             log_config=None,
             access_log=False,
-            lifespan="on",
-            timeout_graceful_shutdown=math.ceil(config.drain_seconds),
+            lifespan="off",
+            timeout_graceful_shutdown=math.ceil(config.drain_seconds) + GOODBYE_SECONDS,
             timeout_keep_alive=75,
             server_header=False,
             ws="none",
         )
     )
-    host, port = listener.getsockname()[:2]
-    screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    server.run(sockets=[listener])
-    return 1 if all(served.failed for served in service.models) else 0
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        """Take nothing new; what runs has its time, and a second signal takes that away."""
+        loop.call_later(0 if server.should_exit else config.drain_seconds, service.abandon_all)
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    await service.start(screen, on_failure=end)
+    try:
+        await server.serve([listener])
+    finally:
+        await service.stop()
+
+
+class Uvicorn(uvicorn.Server):
+    """uvicorn with signals left to us: it would raise them again at the end, and an orderly end is status 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
 
 
 def make_service(config: ServerConfig) -> Service:

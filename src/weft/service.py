@@ -18,12 +18,22 @@ import msgspec
 from weft.chat.conversation import Delta, Finish, Generation, LateSystem, Prompt, Text, Usage
 from weft.chat.reader import Reader
 from weft.chat.scribe import Scribe, Written
-from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, RowFailed, UnknownModel, WeftError
+from weft.errors import (
+    EngineDied,
+    EngineStarting,
+    QueueFull,
+    RequestCancelled,
+    RowFailed,
+    ServerStopping,
+    UnknownModel,
+    WeftError,
+)
 from weft.link.client import Ticket
 from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
 from weft.wire import FinishReason, PromptEvent, Ready, Sampling, Timings, TokenEvent, TokenLogprob
 
+STOPPED = "the server was stopped before this answer was complete; come again"
 LONG_TEXT = 4096  # characters from which writing a prompt is left to a thread, so that streams do not wait for it
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
 
@@ -52,6 +62,7 @@ class Served:
         self.scribe: Scribe | None = None
         self.failed: str | None = None
         self._late_system = late_system
+        self.is_stopping = False
         self._settled = asyncio.Event()  # it is up, or never will be
 
     async def run(self, screen: Screen) -> None:
@@ -64,7 +75,8 @@ class Served:
             else:
                 self.failed = condition.failed
             self._tell(screen)
-            await changed.wait()
+            if self.failed is None:
+                await changed.wait()
 
     async def _read_files(self, ready: Ready) -> None:
         self.name = ready.model
@@ -86,6 +98,11 @@ class Served:
         else:
             self._settled.clear()
 
+    def stop(self) -> None:
+        """Answer nobody any more, those who wait for it to come up included."""
+        self.is_stopping = True
+        self._settled.set()
+
     async def until_settled(self) -> None:
         """Return when it is up, or never will be."""
         await self._settled.wait()
@@ -98,6 +115,8 @@ class Served:
     def require(self) -> tuple[Scribe, Ready]:
         """What is needed to answer. Raises EngineStarting, or EngineDied when it never will be up."""
         condition = self.supervisor.condition
+        if self.is_stopping:
+            raise ServerStopping(STOPPED)
         if self.failed is not None:
             raise EngineDied(f"{self.name} can not be served: {self.failed}")
         if self.scribe is None or condition.ready is None:
@@ -173,6 +192,13 @@ class Service:
         for answer in answers:
             answer.abandon(RequestCancelled("the request was cancelled before its answer was complete"))
         return bool(answers)
+
+    def abandon_all(self) -> None:
+        """End every request with an error: the server stops."""
+        for served in self.models:
+            served.stop()
+        for answer in [answer for answers in self.answers.values() for answer in answers]:
+            answer.abandon(ServerStopping(STOPPED))
 
     def forget(self, answer: Answer) -> None:
         """An answer has its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -66,10 +67,11 @@ class Server:
 
 
 @contextmanager
-def running(log: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
+def running(log: Path, *arguments: str, ready: bool = True, environment: dict[str, str] | None = None) -> Iterator[Server]:
     """`weft serve` with these arguments on a free port, ended afterwards."""
     command = [sys.executable, "-m", "weft", "serve", *arguments, "--port", "0"]
-    with log.open("wb") as errors, subprocess.Popen(command, stderr=errors) as process:
+    settings = {**os.environ, **(environment or {})}
+    with log.open("wb") as errors, subprocess.Popen(command, stderr=errors, env=settings) as process:
         try:
             server = Server(process, _listening_at(process, log), log)
             if ready:

@@ -15,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Route
-from starlette.types import Lifespan
 
 from weft.api import problems
 from weft.api.body import read_json
@@ -32,7 +31,7 @@ from weft.service import Answer, Service
 Translate = Callable[[dict[str, Any]], Asked]
 
 
-def make_app(service: Service, config: ServerConfig, lifespan: Lifespan[Starlette] | None = None) -> Starlette:
+def make_app(service: Service, config: ServerConfig) -> Starlette:
     """The server as an ASGI application, guards around it."""
     status = Status(service, config)
     routes = [
@@ -55,7 +54,7 @@ def make_app(service: Service, config: ServerConfig, lifespan: Lifespan[Starlett
         allowed_origins=config.allowed_origins,
         on_response=service.metrics.http,
     )
-    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle}, lifespan=lifespan)
+    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle})
 
 
 def _generating(path: str, wire: str, translate: Translate, service: Service, config: ServerConfig) -> Route:

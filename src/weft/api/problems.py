@@ -20,6 +20,7 @@ from weft.errors import (
     EngineStarting,
     RequestCancelled,
     RequestError,
+    ServerStopping,
     TemplateFailed,
     UnknownModel,
     UnsupportedParameter,
@@ -48,6 +49,7 @@ _TABLE: tuple[tuple[type[WeftError], int, str | None], ...] = (
     (RequestCancelled, 499, "request_cancelled"),
     (RequestError, 400, None),
     (EngineStarting, 503, "model_loading"),
+    (ServerStopping, 503, "server_stopping"),
     (BusyError, 429, "queue_full"),
     (EngineError, 500, "engine_error"),
 )

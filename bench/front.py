@@ -1,0 +1,110 @@
+"""What the front costs: `python -m bench.front`. HTTP over an engine that costs nothing, then over a real one.
+
+The rivals are the engine itself, in its own words (`timings`) and in this process, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FAKE = ROOT / "tests" / "fake_engine.py"
+SERVE_FAKE = """
+import sys
+from weft import server
+server._command = lambda name, *_: [*{command!r}, name]
+from weft.cli.serve import Screen
+from weft.config import ServerConfig
+sys.exit(server.serve(ServerConfig(("fake",), port=0), Screen()))
+"""
+STREAMS, TOKENS = 64, 400
+CLIENTS, ANSWER = 8, 64
+WORDS = 50
+
+
+def main() -> None:
+    """Print every ratio with its bar."""
+    print("front: HTTP, channel, reader and frames")
+    fake_engine()
+    real_engine()
+
+
+def fake_engine() -> None:
+    """Tokens a second through HTTP, the client on the same two cores: as fast as it goes, and token by token.
+
+    An engine that emits at once is ahead of the front, which then sends several tokens in one event. At a pace just above
+    the bar nearly every token is an event of its own: that is what a token costs.
+    """
+    for what, words in (("emits at once", []), ("steps every 3 ms", ["--token-seconds", "0.003"])):
+        with serving([sys.executable, "-c", SERVE_FAKE.format(command=[sys.executable, str(FAKE), *words])]) as url:
+            ask(url, 8, 50, WORDS)
+            told = [ask(url, STREAMS, TOKENS, WORDS) for _ in range(5)]
+        rates = [STREAMS * TOKENS / one["seconds"] for one in told]
+        events = sum(stream["events"] for one in told for stream in one["streams"]) / (5 * STREAMS * TOKENS)
+        rate = f"{statistics.median(rates):,.0f} tokens/s, wanted ≥ 15,000"
+        print(f"  {STREAMS} streams, engine {what}: {rate} ({min(rates):,.0f} – {max(rates):,.0f}; {events:.2f} events a token)")
+
+
+def real_engine() -> None:
+    """The whole server against the engine in this process, taking turns."""
+    from weft import LLM, Sampling
+
+    llm = LLM("smollm2")
+    prompts = [f"{number} " + "word " * WORDS for number in range(CLIENTS)]
+    chosen = Sampling(max_tokens=ANSWER, ignore_eos=True)
+    with serving([sys.executable, "-m", "weft", "serve", "smollm2", "--port", "0"]) as url:
+        ask(url, 1, 4, WORDS)
+        llm.generate(prompts[:1], Sampling(max_tokens=4))
+        over = [stream["first"] * 1e3 - stream["timings"]["queue_ms"] - stream["timings"]["prompt_ms"] for stream in lone(url)]
+        ours, theirs = [], []
+        for _ in range(5):
+            start = time.perf_counter()
+            llm.generate(prompts, chosen)
+            theirs.append(CLIENTS * ANSWER / (time.perf_counter() - start))
+            ours.append(CLIENTS * ANSWER / ask(url, CLIENTS, ANSWER, WORDS)["seconds"])
+    detail = f"(worst of {len(over)}: {max(over):.1f})"
+    print(f"  first byte over the engine's own, idle: {statistics.median(over):.1f} ms, wanted ≤ 20 {detail}")
+    ratio = statistics.median(ours) / statistics.median(theirs)
+    detail = f"({statistics.median(ours):.0f} against {statistics.median(theirs):.0f} tokens/s)"
+    print(f"  {CLIENTS} clients over the engine in process {ratio:.2f}, wanted ≥ 0.90 {detail}")
+
+
+def lone(url: str) -> list[dict[str, Any]]:
+    """One stream at a time, ten times."""
+    return [ask(url, 1, 4, WORDS)["streams"][0] for _ in range(10)]
+
+
+def ask(url: str, streams: int, tokens: int, words: int) -> dict[str, Any]:
+    """The client's report, from a process of its own."""
+    command = [sys.executable, "-m", "bench.client", url, *map(str, (streams, tokens, words))]
+    told: dict[str, Any] = json.loads(subprocess.check_output(command, cwd=ROOT))
+    return told
+
+
+@contextmanager
+def serving(command: list[str]) -> Iterator[str]:
+    """A server that prints where it listens and that it is ready; its address."""
+    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(command, stderr=log, cwd=ROOT) as process:
+        try:
+            while "context" not in (said := Path(log.name).read_text()):
+                assert process.poll() is None, said
+                time.sleep(0.1)
+            found = re.search(r"listens at (http://\S+)", said)
+            assert found, said
+            yield found[1]
+        finally:
+            process.terminate()
+
+
+if __name__ == "__main__":
+    main()
