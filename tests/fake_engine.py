@@ -87,9 +87,9 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                 os._exit(3)
         if status is None or status.running != len(live):
             status = EngineStatus(running=len(live))
-            channel.send(Events(prompts, events, status))
+            channel.send(Events(prompts=prompts, tokens=events, status=status))
         else:
-            channel.send(Events(prompts, events))
+            channel.send(Events(prompts=prompts, tokens=events))
         time.sleep(asked.token_seconds)
 
 

@@ -50,7 +50,6 @@ def test_vllms_dashboards_find_the_same_values() -> None:
     metrics = finished_once()
     metrics.rows("tiny", running=3, waiting=4)
     metrics.token_gap("tiny", 0.02)
-    metrics.cache_usage("tiny", 0.25)
 
     assert value(metrics, "vllm:request_success_total", model_name="tiny", finished_reason="stop", wire="chat") == 1
     assert value(metrics, "vllm:prompt_tokens_total", model_name="tiny") == 100
@@ -64,7 +63,6 @@ def test_vllms_dashboards_find_the_same_values() -> None:
     assert value(metrics, "vllm:e2e_request_latency_seconds_sum", model_name="tiny") == 1.5
     assert value(metrics, "vllm:num_requests_running", model_name="tiny") == 3
     assert value(metrics, "vllm:num_requests_waiting", model_name="tiny") == 4
-    assert value(metrics, "vllm:kv_cache_usage_perc", model_name="tiny") == 0.25
 
 
 def test_a_cancelled_request_is_an_abort_in_vllms_words_only() -> None:
@@ -97,12 +95,11 @@ def test_gaps_of_two_models_are_kept_apart() -> None:
 def test_an_engine_shows_that_it_is_up_and_how_often_it_was_replaced() -> None:
     metrics = Metrics()
 
-    metrics.engine("tiny", up=True)
+    metrics.engine("tiny", up=True, restarts=0)
     assert value(metrics, "weft_engine_up", model="tiny") == 1
     assert value(metrics, "weft_engine_restarts_total", model="tiny") == 0
 
-    metrics.engine("tiny", up=False)
-    metrics.restarted("tiny")
+    metrics.engine("tiny", up=False, restarts=1)
     assert value(metrics, "weft_engine_up", model="tiny") == 0
     assert value(metrics, "weft_engine_restarts_total", model="tiny") == 1
 

@@ -15,6 +15,7 @@ import zmq.asyncio
 
 from weft.wire import ToEngine, ToFront
 
+FRONT_PID = "WEFT_FRONT_PID"  # in the engine's environment: whom it works for
 LINGER_MILLISECONDS = 1000  # the last words of a dying engine are still told
 
 

@@ -2,7 +2,7 @@
 
     WeftError
     ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
-    │                    ContextTooLong(limit, got) · UnknownModel · RequestCancelled
+    │                    GrammarRejected · ContextTooLong(limit, got) · UnknownModel · RequestCancelled
     ├── BusyError        try again later (429, 503): QueueFull · EngineStarting · ServerStopping
     ├── EngineError      ours (500): RowFailed, that row only · EngineDied
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
@@ -36,6 +36,10 @@ class UnsupportedParameter(InvalidRequest):
 
 class TemplateFailed(InvalidRequest):
     """The model's chat template refuses these messages; the message has its words."""
+
+
+class GrammarRejected(InvalidRequest):
+    """A schema, regex or grammar can not be enforced; the message says what of it."""
 
 
 class ContextTooLong(RequestError):

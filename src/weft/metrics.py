@@ -59,9 +59,8 @@ class Metrics(Collector):
         self._request = show(whole, "e2e_request_latency_seconds")
         self._running = show(gauge("weft_rows_running", "Rows being computed."), "num_requests_running")
         self._waiting = show(gauge("weft_rows_waiting", "Rows waiting for their turn."), "num_requests_waiting")
-        self._cache_usage = show(gauge("weft_cache_usage_ratio", "Part of the rows' memory in use."), "kv_cache_usage_perc")
         self._engine_up = show(gauge("weft_engine_up", "Whether the model's engine answers."))
-        self._restarts = show(counter("weft_engine_restarts_total", "Engines that were replaced."))
+        self._restarts = show(gauge("weft_engine_restarts_total", "Engines that were replaced."))
         self._memory = show(gauge("weft_memory_bytes", "Memory by what it is for.", labelnames=("model", "kind")))
         self._http = show(counter("weft_http_requests_total", "HTTP responses by status.", labelnames=("status",)))
 
@@ -98,24 +97,17 @@ class Metrics(Collector):
         self._running.labels(model).set(running)
         self._waiting.labels(model).set(waiting)
 
-    def cache_usage(self, model: str, fraction: float) -> None:
-        """How full the rows' memory is now."""
-        self._cache_usage.labels(model).set(fraction)
-
     def memory(self, model: str, num_bytes: Mapping[str, int]) -> None:
         """The ledger as it is now: bytes by kind."""
         for kind, value in num_bytes.items():
             self._memory.labels(model, kind).set(value)
 
-    def engine(self, model: str, up: bool) -> None:
-        """Whether the engine answers. The first call makes the model's series appear, at zero."""
+    def engine(self, model: str, up: bool, restarts: int) -> None:
+        """Whether the engine answers, and how often it was replaced. The first call makes the model's series appear."""
         self._engine_up.labels(model).set(up)
-        for instrument in (self._restarts, self._prompt_tokens, self._cached_tokens, self._generated_tokens):
+        self._restarts.labels(model).set(restarts)
+        for instrument in (self._prompt_tokens, self._cached_tokens, self._generated_tokens):
             instrument.labels(model)
-
-    def restarted(self, model: str) -> None:
-        """The engine was replaced."""
-        self._restarts.labels(model).inc()
 
     def http(self, status: int) -> None:
         """A response left."""

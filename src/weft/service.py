@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from weft.chat.conversation import Delta, Finish, Generation, LateSystem, Prompt, Text, Usage
+from weft.chat.conversation import Delta, Effort, Finish, Generation, LateSystem, Prompt, Text, Usage
 from weft.chat.reader import Reader
 from weft.chat.scribe import Scribe, Written
 from weft.errors import (
@@ -32,6 +33,8 @@ from weft.link.client import Ticket
 from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
 from weft.wire import FinishReason, PromptEvent, Ready, Sampling, Timings, TokenEvent, TokenLogprob
+
+log = logging.getLogger("weft.service")
 
 STOPPED = "the server was stopped before this answer was complete; come again"
 LONG_TEXT = 4096  # characters from which writing a prompt is left to a thread, so that streams do not wait for it
@@ -62,6 +65,7 @@ class Served:
         self.scribe: Scribe | None = None
         self.failed: str | None = None
         self._late_system = late_system
+        self._folder: str | None = None  # whose files the scribe has read
         self.is_stopping = False
         self._settled = asyncio.Event()  # it is up, or never will be
 
@@ -79,10 +83,13 @@ class Served:
                 await changed.wait()
 
     async def _read_files(self, ready: Ready) -> None:
-        self.name = ready.model
+        if ready.folder == self._folder:  # the same model, in another process
+            return
         try:
-            self.scribe = self.scribe or await asyncio.to_thread(Scribe, Path(ready.folder), self._late_system)
-        except WeftError as error:
+            self.scribe = await asyncio.to_thread(Scribe, Path(ready.folder), self._late_system)
+            self.name, self._folder = ready.model, ready.folder
+        except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
+            log.exception("the files of %s can not be read", self.name)
             self.failed = str(error)
 
     def _tell(self, screen: Screen) -> None:
@@ -98,11 +105,6 @@ class Served:
         else:
             self._settled.clear()
 
-    def stop(self) -> None:
-        """Answer nobody any more, those who wait for it to come up included."""
-        self.is_stopping = True
-        self._settled.set()
-
     async def until_settled(self) -> None:
         """Return when it is up, or never will be."""
         await self._settled.wait()
@@ -111,6 +113,11 @@ class Served:
     def is_ready(self) -> bool:
         """Whether it answers."""
         return self.failed is None and self.scribe is not None and self.supervisor.condition.ready is not None
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it will answer if one waits."""
+        return not self.is_ready and self.failed is None and not self.is_stopping
 
     def require(self) -> tuple[Scribe, Ready]:
         """What is needed to answer. Raises EngineStarting, or EngineDied when it never will be up."""
@@ -133,6 +140,7 @@ class Service:
         self.metrics = metrics
         self.max_queue = max_queue
         self.answers: dict[str, list[Answer]] = {}
+        self.waiting: list[Waiting] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, screen: Screen, on_failure: Callable[[], None]) -> None:
@@ -168,27 +176,44 @@ class Service:
         arrived = time.monotonic()
         served = self.find(generation.model)
         scribe, ready = served.require()
-        count = len(generation.prompts) * generation.n
-        live = len(served.supervisor.client.live)
-        if live + count > ready.max_rows + self.max_queue:
-            message = f"{live} answers of {served.name} are running or waiting, {count} more are too many; come again"
-            raise QueueFull(message, retry_after=5)
-        written = [await _write(scribe, prompt) for prompt in generation.prompts]
+        self._check_queue(served, ready, generation)
+        written = [await _write(scribe, prompt, generation.effort) for prompt in generation.prompts]
+        constraints = [scribe.constraint(generation, prompt) for prompt in written]
         sampling = scribe.sampling(generation.sampling)
         if generation.echo:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
         for prompt in written:
             ready.limits.check(prompt.ids, sampling)
-        scribe, ready = served.require()  # the engine may have gone while a thread wrote
+        scribe, ready = served.require()  # the engine may have gone, and others may have come, while a thread wrote
+        self._check_queue(served, ready, generation)
         samplings = tuple(_forked(sampling, index) for index in range(generation.n))
         answer = Answer(self, served.name, scribe, generation, written, arrived, request_id)
-        answer.ticket = served.supervisor.client.submit([prompt.ids for prompt in written], [samplings] * len(written))
+        prompts = [prompt.ids for prompt in written]
+        answer.ticket = served.supervisor.client.submit(prompts, [samplings] * len(written), constraints)
         self.answers.setdefault(request_id, []).append(answer)
+        try:
+            await answer.ticket.until_taken(len(written))
+        except BaseException:  # refused, or nobody waits any more: either way nothing may stay behind
+            answer.close()
+            raise
         return answer
+
+    def open_later(self, generation: Generation, request_id: str) -> Waiting:
+        """The same for a model that is still on its way: something to wait with, for a stream that has time."""
+        if len(self.waiting) >= self.max_queue:
+            raise QueueFull(f"{len(self.waiting)} requests wait for a model to be loaded; come again", retry_after=5)
+        return Waiting(self, generation, request_id)
+
+    def _check_queue(self, served: Served, ready: Ready, generation: Generation) -> None:
+        live, count = len(served.supervisor.client.live), len(generation.prompts) * generation.n
+        if live + count > ready.max_rows + self.max_queue:
+            message = f"{live} answers of {served.name} are running or waiting, {count} more are too many; come again"
+            raise QueueFull(message, retry_after=5)
 
     def cancel(self, request_id: str) -> bool:
         """End the requests with this id; whether there was one."""
-        answers = self.answers.get(request_id, [])
+        answers: list[Answer | Waiting] = [one for one in self.waiting if one.request_id == request_id]
+        answers += self.answers.get(request_id, [])
         for answer in answers:
             answer.abandon(RequestCancelled("the request was cancelled before its answer was complete"))
         return bool(answers)
@@ -196,9 +221,10 @@ class Service:
     def abandon_all(self) -> None:
         """End every request with an error: the server stops."""
         for served in self.models:
-            served.stop()
-        for answer in [answer for answers in self.answers.values() for answer in answers]:
-            answer.abandon(ServerStopping(STOPPED))
+            served.is_stopping = True
+        everybody: list[Answer | Waiting] = [answer for answers in self.answers.values() for answer in answers]
+        for one in [*everybody, *self.waiting]:
+            one.abandon(ServerStopping(STOPPED))
 
     def forget(self, answer: Answer) -> None:
         """An answer has its end."""
@@ -206,6 +232,41 @@ class Service:
             self.answers[answer.request_id].remove(answer)
             if not self.answers[answer.request_id]:
                 del self.answers[answer.request_id]
+
+
+class Waiting:
+    """A request that came before its model was ready."""
+
+    def __init__(self, service: Service, generation: Generation, request_id: str) -> None:
+        self.service = service
+        self.request_id = request_id
+        self._error: WeftError | None = None
+        self._task = asyncio.create_task(self._open(generation))
+        service.waiting.append(self)
+
+    async def take(self, seconds: float) -> Answer | None:
+        """The answer once it is open; None after so many seconds. Raises what is wrong with the request."""
+        await asyncio.wait([self._task], timeout=seconds)
+        if self._error is not None:
+            raise self._error
+        return self._task.result() if self._task.done() else None
+
+    def abandon(self, error: WeftError) -> None:
+        """End it from outside: whoever takes gets this error."""
+        self._error = error
+        if self._task.done() and not self._task.cancelled() and self._task.exception() is None:
+            self._task.result().close()
+        self._task.cancel()
+
+    async def _open(self, generation: Generation) -> Answer:
+        try:
+            while True:
+                served = self.service.find(generation.model)
+                await served.until_settled()
+                with suppress(EngineStarting):
+                    return await self.service.open(generation, self.request_id)
+        finally:
+            self.service.waiting.remove(self)
 
 
 class Choice:
@@ -323,17 +384,22 @@ class Answer:
     async def parts(self, silence: float) -> AsyncGenerator[Parts]:
         """What is new, choice by choice; an empty list after `silence` seconds without news."""
         try:
+            told = time.monotonic()
             while any(choice.finish is None for choice in self.choices):
-                events = await self.ticket.take(silence)
-                news = self._read(events)
-                if news or not events:
+                news = self._read(await self.ticket.take(max(0.0, told + silence - time.monotonic())))
+                if news or time.monotonic() - told >= silence:
                     yield news
+                    told = time.monotonic()
         except WeftError as error:
             self.error = error
             raise
         finally:
-            self.ticket.cancel()
-            self.service.forget(self)
+            self.close()
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        self.ticket.cancel()
+        self.service.forget(self)
 
     def abandon(self, error: WeftError) -> None:
         """End it from outside: whoever reads `parts` gets this error."""
@@ -357,7 +423,7 @@ class Answer:
             news.setdefault(place, []).extend(choice.take(event, now))
             if choice.finish is not None and event.finish is None:
                 self.ticket.cancel(place)
-        return list(news.items())
+        return [(place, deltas) for place, deltas in news.items() if deltas]
 
     def _note_prompt(self, place: int, event: PromptEvent) -> None:
         prompt = place // self.generation.n
@@ -368,17 +434,17 @@ class Answer:
     def _echo(self, scribe: Scribe, place: int) -> Delta:
         """The prompt as the first piece of the answer."""
         ids = self.choices[place].written.ids
-        text = scribe.tokenizer.decode(ids)
+        text = scribe.tokenizer.decode(ids, skip_special_tokens=False)  # what was asked, to the letter
         if self.generation.sampling.get("logprobs") is None:
             return Text(text)
         return Text(text, scribe.tokens(ids, [None, *self._prompt_logprobs[place // self.generation.n]]))
 
 
-async def _write(scribe: Scribe, prompt: Prompt) -> Written:
+async def _write(scribe: Scribe, prompt: Prompt, effort: Effort | None) -> Written:
     """Long texts in a thread: the loop has streams to carry."""
     if isinstance(prompt, str) and len(prompt) < LONG_TEXT:
         return scribe.write(prompt)
-    return await asyncio.to_thread(scribe.write, prompt)
+    return await asyncio.to_thread(scribe.write, prompt, effort)
 
 
 def _forked(sampling: Sampling, index: int) -> Sampling:

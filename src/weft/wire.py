@@ -76,6 +76,32 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like, in the words it was asked for. The engine compiles it."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
+    text: str  # JSON text for json_schema, choice (a list of texts) and structural_tag
+    lenient: bool = False  # json_schema: leave out the keywords that can not be enforced, instead of refusing them
+
+
+class ThinkingSpec(msgspec.Struct, frozen=True):
+    """How a sequence thinks before it answers. A grammar holds after the thinking."""
+
+    open: str  # the markers around it
+    close: str
+    opened: bool  # the prompt ends inside the thinking
+    may_open: bool  # the answer may begin with the open marker
+    budget: int | None = None  # tokens that may be thought; then the close marker is forced. None: no limit
+    gap: str = ""  # what the model was taught to write between the close marker and the answer
+
+
+class ConstraintSpec(msgspec.Struct, frozen=True):
+    """Everything that says which tokens may come next. Belongs to one sequence and nobody else."""
+
+    grammar: GrammarSpec | None = None
+    thinking: ThinkingSpec | None = None
+
+
 class Limits(msgspec.Struct, frozen=True):
     """What a model can take."""
 
@@ -148,6 +174,14 @@ class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """Engine → asker: a constrained request was taken, or refused and why. Comes before anything else of its sequences."""
+
+    sequence: int  # the first of the request's
+    refusal: str | None = None
+    param: str | None = None
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """How the engine fares."""
 
@@ -162,6 +196,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     numbers: tuple[int, ...]
     prompt: list[int]
     samplings: tuple[Sampling, ...]
+    constraint: ConstraintSpec | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -204,6 +239,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Events(msgspec.Struct, frozen=True, tag=True):
     """Engine → front: what happened in a turn. A sequence's prompt comes before its tokens."""
 
+    verdicts: list[Verdict] = []
     prompts: list[PromptEvent] = []
     tokens: list[TokenEvent] = []
     status: EngineStatus | None = None

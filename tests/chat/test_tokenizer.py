@@ -208,3 +208,14 @@ def test_a_decoder_that_can_not_be_followed_exactly_is_refused_by_name(decoder: 
 
     with pytest.raises(UnsupportedModel, match=type(decoder).__name__.removesuffix("Type")):
         saved(inner)
+
+
+def test_a_limit_in_the_tokenizers_file_does_not_cut_a_prompt(tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(TINY_HYBRID / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.save(str(tmp_path / "tokenizer.json"))
+
+    ids = Tokenizer(tmp_path).encode("Once upon a time there was a little girl", add_special_tokens=False)
+
+    assert ids == Tokenizer(TINY_HYBRID).encode("Once upon a time there was a little girl", add_special_tokens=False)
+    assert len(ids) > 4

@@ -220,3 +220,94 @@ def test_hundreds_of_requests_both_ways_lose_nothing() -> None:
             thread.join()
 
     assert sorted(counts) == sorted([1 + number % 9 for number in range(40)] * 6)
+
+
+def test_progress_without_text_is_silence_too() -> None:
+    """Events that tell the client nothing must not put the sign of life off."""
+    with front({"m": ["--token-seconds", "0.05"]}, heartbeat_seconds=0.2) as server:
+        body = {"prompt": "<|im_end|>" * 20, "stream": True}  # special tokens: nothing is told of them
+        reply = server.post("/v1/completions", body)
+
+    assert reply.text.count(": prefill") >= 3
+
+
+def test_a_fault_of_ours_inside_a_stream_is_told_and_counted_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with front({"m": []}) as server:
+        monkeypatch.setattr("weft.chat.reader.Reader.feed", broken)
+        streamed = server.post("/v1/completions", {"prompt": "hi", "stream": True})
+        whole = server.post("/v1/completions", {"prompt": "hi"})
+        monkeypatch.undo()
+        metrics = server.get("/metrics").text
+        left = server.get("/v1/status").json()["requests"]
+
+    assert '"code":"internal_error"' in streamed.text
+    assert "[DONE]" not in streamed.text
+    assert "a bug" not in streamed.text
+    assert whole.status_code == 500
+    assert 'weft_requests_total{finish="error",model="m",wire="completions"} 2.0' in metrics
+    assert left == 0
+
+
+def test_clients_that_leave_while_the_model_loads_leave_the_line() -> None:
+    with front({"slow": ["--load-seconds", "1.5"]}, wait=False, max_queue=3, heartbeat_seconds=0.1) as server:
+        time.sleep(0.5)
+        body = json.dumps({"prompt": TEXTS["plain"], "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        leaving = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+        for connection in leaving:
+            connection.sendall(head + body)
+            connection.recv(100)
+        full = server.post("/v1/completions", {"prompt": "hi", "stream": True})
+        for connection in leaving:
+            connection.close()
+        while server.service.waiting:
+            time.sleep(0.01)
+        stays = server.post("/v1/completions", {"prompt": TEXTS["plain"], "stream": True})
+
+    assert full.status_code == 429
+    assert "".join(pieces(stays)) == TEXTS["plain"]
+
+
+def test_one_that_waits_for_a_model_can_be_cancelled() -> None:
+    with front({"slow": ["--load-seconds", "2"]}, wait=False, heartbeat_seconds=0.1) as server:
+        time.sleep(0.3)
+        told: list[str] = []
+        body = {"prompt": "hi", "stream": True}
+        asking = threading.Thread(
+            target=lambda: told.append(server.post("/v1/completions", body, headers={"x-request-id": "early"}).text)
+        )
+        asking.start()
+        while server.post("/v1/requests/early/cancel", {}).status_code == 404:
+            time.sleep(0.01)
+        asking.join()
+
+    assert "request_cancelled" in told[0]
+
+
+def test_a_long_text_does_not_hold_up_the_others() -> None:
+    with front({"m": []}) as server:
+        long = threading.Thread(target=server.post, args=("/tokenize", {"prompt": "many words and more " * 100_000}))
+        long.start()
+        worst = 0.0
+        while long.is_alive():
+            start = time.monotonic()
+            server.get("/health")
+            worst = max(worst, time.monotonic() - start)
+        long.join()
+
+    assert worst < 0.5
+
+
+def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.link.supervisor.FIRST_PAUSE_SECONDS", 0.01)
+    with front({"m": ["--no-such-option"]}, wait=False) as server:
+        while (health := server.get("/health").json())["status"] == "loading":
+            time.sleep(0.05)
+        refused = server.post("/v1/completions", {"prompt": "hi", "stream": True})
+
+    assert health["status"] == "failed"
+    assert "5 times" in health["models"]["m"]["message"]
+    assert refused.status_code == 500

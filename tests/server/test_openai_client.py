@@ -156,6 +156,14 @@ def test_what_can_not_be_honoured_is_refused_by_name(
     assert caught.value.response.headers["x-request-id"]
 
 
+def test_a_top_k_beyond_all_numbers_is_all_tokens(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "tiny-hybrid", "prompt": STORY, "max_tokens": 8, "temperature": 1.0, "seed": 5}
+    plain = client.completions.create(**asked, extra_body={"top_k": 4096})
+    huge = client.completions.create(**asked, extra_body={"top_k": 2**63})
+
+    assert huge.choices[0].text == plain.choices[0].text
+
+
 def test_models_are_listed_with_their_true_context(client: openai.OpenAI) -> None:
     models = list(client.models.list())
 

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat-thinking": ("chat/completions", {"messages": TASK, "stream_options": {"include_usage": True}}),
     "chat-stop-string": ("chat/completions", {"messages": TASK, "stop": [": 7"], **QUIET}),
     "chat-length": ("chat/completions", {"messages": TASK, "max_tokens": 3, **QUIET}),
-    "chat-two-choices": ("chat/completions", {"messages": TASK, "max_tokens": 2, "n": 2, **QUIET}),
+    "chat-two-choices": ("chat/completions", {"messages": TASK, "max_tokens": 1, "n": 2, **QUIET}),
     "chat-logprobs": ("chat/completions", {"messages": TASK, "max_tokens": 2, "logprobs": True, "top_logprobs": 1, **QUIET}),
     "chat-error": ("chat/completions", {"messages": [{"role": "system", "content": "nobody asks"}]}),
     "completions-text": ("completions", {"prompt": "Once upon a time", "max_tokens": 4}),

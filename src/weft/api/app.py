@@ -24,7 +24,6 @@ from weft.api.reply import Asked, Heading
 from weft.api.sse import EventStream, whole
 from weft.api.status import Status, json_response
 from weft.config import ServerConfig
-from weft.errors import EngineStarting, WeftError
 from weft.log import request_line
 from weft.service import Answer, Service
 
@@ -69,33 +68,20 @@ def _generating(path: str, wire: str, translate: Translate, service: Service, co
             reply = asked.reply(heading)
             visit.model = served.name
             headers = {"x-ignored-params": quote(", ".join(asked.ignored), safe=", ")[:1000]} if asked.ignored else {}
-            try:
-                answer = visit.answer = await service.open(asked.generation, visit.request_id)
-            except EngineStarting:
-                if not asked.stream:
-                    raise
-                waiting = lambda: _open_when_ready(service, asked, visit.request_id)  # noqa: E731
-                return EventStream(reply, None, waiting, config.heartbeat_seconds, headers, visit.ended)
+            if asked.stream and served.is_loading:
+                waiting = service.open_later(asked.generation, visit.request_id)
+                return EventStream(reply, waiting, config.heartbeat_seconds, headers, visit.ended)
+            answer = visit.answer = await service.open(asked.generation, visit.request_id)
             if asked.stream:
-                return EventStream(reply, answer, None, config.heartbeat_seconds, headers, visit.ended)
+                return EventStream(reply, answer, config.heartbeat_seconds, headers, visit.ended)
             response = json_response(await whole(reply, answer, request.receive), headers=headers)
             visit.ended(answer, None)
             return response
-        except WeftError as error:
+        except Exception as error:  # told by the guard; here it is only counted
             visit.ended(visit.answer, error)
             raise
 
     return Route(path, endpoint, methods=["POST"])
-
-
-async def _open_when_ready(service: Service, asked: Asked, request_id: str) -> Answer:
-    while True:
-        served = service.find(asked.generation.model)
-        await served.until_settled()
-        try:
-            return await service.open(asked.generation, request_id)
-        except EngineStarting:
-            continue
 
 
 class Visit:
@@ -110,9 +96,9 @@ class Visit:
         self.answer: Answer | None = None
         self.arrived = time.monotonic()
 
-    def ended(self, answer: Answer | None, error: WeftError | None) -> None:
+    def ended(self, answer: Answer | None, error: BaseException | None) -> None:
         """Count it and say so, once."""
-        status = 200 if error is None else problems.status_of(error)
+        status = 200 if error is None else problems.status_of(error) if isinstance(error, Exception) else 499
         usage = answer.usage if answer is not None else None
         finish = "cancelled" if status == 499 else "error" if error is not None else answer.finish if answer else None
         request_line(

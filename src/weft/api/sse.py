@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import Disconnected
 from weft.api.reply import Reply
-from weft.errors import WeftError
-from weft.service import Answer
+from weft.errors import InternalError, WeftError
+from weft.service import Answer, Waiting
+
+log = logging.getLogger("weft.api")
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -24,67 +27,61 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies would keep events back
 ]
 
-Opened = Callable[[], Awaitable[Answer]]
-Ended = Callable[[Answer | None, WeftError | None], None]
+Ended = Callable[[Answer | None, BaseException | None], None]
 
 
 class EventStream:
-    """The response of a streamed request. `waiting` opens the answer when the model was not ready yet."""
+    """The response of a streamed request, be it that its model is still on its way."""
 
-    def __init__(
-        self, reply: Reply, answer: Answer | None, waiting: Opened | None, heartbeat: float, headers: dict[str, str], ended: Ended
-    ) -> None:
+    def __init__(self, reply: Reply, answer: Answer | Waiting, heartbeat: float, headers: dict[str, str], ended: Ended) -> None:
         self.reply = reply
         self.answer = answer
-        self.waiting = waiting
         self.heartbeat = heartbeat
         self.headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self.ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI protocol
         """Send everything there is to send."""
-        error: WeftError | None = None
+        error: BaseException | None = None
         watch = asyncio.create_task(self._watch(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self.headers})
             await send({"type": "http.response.body", "body": self.reply.opening(), "more_body": True})
-            async for frames in self._frames():
-                if frames:
-                    await send({"type": "http.response.body", "body": frames, "more_body": True})
+            async with contextlib.aclosing(self._frames()) as stream:
+                async for frames in stream:
+                    if frames:
+                        await send({"type": "http.response.body", "body": frames, "more_body": True})
             await send({"type": "http.response.body", "body": self.reply.closing()})
-        except WeftError as caught:
+        except Exception as caught:  # the border of a stream: whatever it is, the client is told, and not with a clean end
             error = caught
-            await send({"type": "http.response.body", "body": self.reply.failure(error)})
+            if not isinstance(caught, WeftError):
+                log.exception("a stream failed")
+            told = caught if isinstance(caught, WeftError) else InternalError(str(caught))
+            await send({"type": "http.response.body", "body": self.reply.failure(told)})
+        except BaseException as caught:  # the server ends this task
+            error = caught
+            raise
         finally:
             watch.cancel()
-            self.ended(self.answer, error)
+            self.ended(self.answer if isinstance(self.answer, Answer) else None, error)
 
-    async def _frames(self) -> AsyncIterator[bytes]:
-        async for frame in self._until_open():
-            yield frame
-        assert self.answer is not None
-        async with contextlib.aclosing(self.answer.parts(self.heartbeat)) as parts:
+    async def _frames(self) -> AsyncGenerator[bytes]:
+        while isinstance(self.answer, Waiting):
+            opened = await self.answer.take(self.heartbeat)
+            if opened is None:
+                yield self.reply.heartbeat(0, 0)
+            else:
+                self.answer = opened
+        answer = self.answer
+        async with contextlib.aclosing(answer.parts(self.heartbeat)) as parts:
             async for news in parts:
                 if news:
                     yield b"".join([self.reply.pieces(choice, deltas) for choice, deltas in news])
                 else:
-                    yield self.reply.heartbeat(sum(self.answer.computed), self.answer.num_prompt_tokens)
-
-    async def _until_open(self) -> AsyncIterator[bytes]:
-        if self.answer is not None or self.waiting is None:
-            return
-        opening = asyncio.ensure_future(self.waiting())
-        try:
-            while not (await asyncio.wait([opening], timeout=self.heartbeat))[0]:
-                yield self.reply.heartbeat(0, 0)
-            self.answer = opening.result()
-        finally:
-            opening.cancel()
+                    yield self.reply.heartbeat(sum(answer.computed), answer.num_prompt_tokens)
 
     async def _watch(self, receive: Receive) -> None:
         await gone(receive)
-        while self.answer is None:  # it can not be left before it is open
-            await asyncio.sleep(0.05)
         self.answer.abandon(Disconnected())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from typing import Any
@@ -15,9 +16,10 @@ from weft.api.body import read_json
 from weft.api.openai.chat import messages_of
 from weft.api.openai.schema import DetokenizeRequest, TokenizeRequest, converted
 from weft.api.openapi import document
+from weft.api.problems import BorderError
 from weft.chat.conversation import Conversation
 from weft.config import ServerConfig
-from weft.errors import InvalidRequest, UnknownModel
+from weft.errors import InvalidRequest
 from weft.metrics import CONTENT_TYPE
 from weft.service import Served, Service
 
@@ -78,7 +80,7 @@ class Status:
         """Prometheus' text format."""
         metrics = self.service.metrics
         for served in self.service.models:
-            metrics.engine(served.name, served.is_ready)
+            metrics.engine(served.name, served.is_ready, served.supervisor.restarts)
             metrics.rows(served.name, served.supervisor.status.running, served.supervisor.status.waiting)
             metrics.memory(served.name, _memory(served))
         return Response(metrics.render(), media_type=CONTENT_TYPE)
@@ -93,16 +95,18 @@ class Status:
         for prefix in ("", "chatcmpl-", "cmpl-"):
             if given.startswith(prefix) and self.service.cancel(given.removeprefix(prefix)):
                 return json_response({"id": given, "cancelled": True})
-        raise UnknownRequest(f"no request {given!r} is running; it may have ended already")
+        raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
 
     async def tokenize(self, request: Request) -> Response:
         """Text or messages → ids."""
         asked = converted(await self._body(request), TokenizeRequest)
         scribe, ready = self.service.find(asked.model).require()
         if asked.messages is not None:
-            ids = scribe.write(Conversation(messages_of(asked.messages))).ids
+            conversation = Conversation(messages_of(asked.messages))
+            ids = (await asyncio.to_thread(scribe.write, conversation)).ids
         elif (text := asked.prompt if asked.prompt is not None else asked.content) is not None:
-            ids = scribe.tokenizer.encode(text, add_special_tokens=asked.add_special_tokens is not False)
+            special = asked.add_special_tokens is not False
+            ids = await asyncio.to_thread(scribe.tokenizer.encode, text, add_special_tokens=special)
         else:
             raise InvalidRequest("give a prompt, a content or messages to tokenize", "prompt")
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
@@ -113,7 +117,7 @@ class Status:
         scribe, ready = self.service.find(asked.model).require()
         if asked.tokens and max(asked.tokens) >= ready.limits.vocab_size:
             raise InvalidRequest(f"tokens must be below the vocabulary's size of {ready.limits.vocab_size}", "tokens")
-        text = scribe.tokenizer.decode(asked.tokens)
+        text = await asyncio.to_thread(scribe.tokenizer.decode, asked.tokens)
         return json_response({"prompt": text, "content": text})
 
     async def _body(self, request: Request) -> dict[str, Any]:
@@ -123,7 +127,7 @@ class Status:
         """A model as OpenAI's and Anthropic's clients, and those who look for a context length, read it."""
         row: dict[str, Any] = {"id": served.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
         row |= {"type": "model", "display_name": served.name, "created_at": _iso(self.started), "root": served.name}
-        row["status"] = {"value": "loaded" if served.is_ready else "loading"}
+        row["status"] = {"value": "loaded" if served.is_ready else "failed" if served.failed else "loading"}
         if served.supervisor.condition.ready is not None:
             context = served.supervisor.condition.ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
@@ -140,10 +144,6 @@ class Status:
             "rows_waiting": engine.status.waiting,
             "memory": _memory(served),
         }
-
-
-class UnknownRequest(UnknownModel):
-    """No request of this id is running."""
 
 
 def _condition(served: Served) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.wire import FinishReason, TokenLogprob
+from weft.wire import FinishReason, GrammarSpec, TokenLogprob
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 LateSystem = Literal["fold", "hoist"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,9 @@ class Generation:
     stops: tuple[str, ...] = ()
     echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are asked for
     split_thinking: bool = True  # thinking is told apart from the answer
+    grammar: GrammarSpec | None = None  # what the answer must look like
+    thinking_budget: int | None = None  # tokens that may be thought before the answer
+    effort: Effort | None = None  # how much to think, in OpenAI's words; the model's scribe knows what that means
     skip_special_tokens: bool = True
 
 
@@ -110,6 +114,7 @@ class Finish:
     reason: FinishReason
     stop: str | int | None = None
     usage: Usage | None = None
+    schema_errors: tuple[str, ...] | None = None  # of a schema that was not strict: where the answer leaves it; (): nowhere
 
 
 Delta = Text | Reasoning | Finish

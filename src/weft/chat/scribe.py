@@ -6,18 +6,22 @@ Knows the model's own files (tokenizer, template, advice on sampling) and nothin
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.chat.conversation import Conversation, Generation, LateSystem, Prompt, Token
+from weft.chat.conversation import Conversation, Effort, Generation, LateSystem, Message, Prompt, Token
+from weft.chat.effort import meaning
 from weft.chat.normalise import PromptWriter
 from weft.chat.reader import Reader, shown
 from weft.chat.template import ChatTemplate
 from weft.chat.thinking import find_markers, opens_in
 from weft.chat.tokenizer import Tokenizer
-from weft.errors import BadModel, InvalidRequest
-from weft.wire import Sampling, TokenLogprob
+from weft.errors import BadModel, InvalidRequest, RequestError, UnsupportedParameter
+from weft.wire import ConstraintSpec, Sampling, ThinkingSpec, TokenLogprob
+
+log = logging.getLogger("weft.chat")
 
 ADVICE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # what generation_config.json may recommend
 WIRE_DEFAULTS = {"temperature": 1.0}  # OpenAI's, where the model's makers say nothing
@@ -25,10 +29,12 @@ WIRE_DEFAULTS = {"temperature": 1.0}  # OpenAI's, where the model's makers say n
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt as the engine takes it; `opened` when it ends inside the thinking."""
+    """A prompt as the engine takes it."""
 
     ids: list[int]
-    opened: bool = False
+    opened: bool = False  # it ends inside the thinking
+    closed: bool = False  # it ends right after a thinking that was cut short: the model is not to think
+    budget: int | None = None  # tokens of thinking that were asked for
 
 
 class Scribe:
@@ -39,25 +45,60 @@ class Scribe:
         template = ChatTemplate.of(folder)
         self.writer = None if template is None else PromptWriter(template, late_system)
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
+        self.gap = self._gap()
         self.advice = _advice(folder)
 
-    def write(self, prompt: Prompt) -> Written:
+    def write(self, prompt: Prompt, effort: Effort | None = None) -> Written:
         """A prompt → ids. Raises InvalidRequest with the template's own words."""
         match prompt:
             case Conversation():
-                return self._write_conversation(prompt)
+                return self._write_conversation(prompt, effort)
             case str():
                 return Written(self.tokenizer.encode(prompt, add_special_tokens=True))
             case _:
                 return Written(list(prompt))
 
-    def _write_conversation(self, conversation: Conversation) -> Written:
+    def _write_conversation(self, conversation: Conversation, effort: Effort | None) -> Written:
         if self.writer is None:
             message = "this model has no chat template, so it can not take messages; use /v1/completions with a prompt"
             raise InvalidRequest(message, "messages")
+        budget = None
+        if effort is not None:
+            asked, budget = meaning(
+                effort,
+                reads_effort="reasoning_effort" in self.writer.template.variables,
+                has_switch=self.writer.capabilities.thinking_switch,
+                thinks=self.markers is not None,
+            )
+            conversation = replace(conversation, template_kwargs=asked | conversation.template_kwargs)
         text = self.writer.write(conversation)
-        opened = self.markers is not None and opens_in(text, self.markers)
-        return Written(self.tokenizer.encode(text, add_special_tokens=False), opened)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self.markers is None:
+            return Written(ids)
+        closed = text.rstrip().endswith(self.markers.close)
+        return Written(ids, opens_in(text, self.markers), closed, budget)
+
+    def _gap(self) -> str:
+        """What the template writes after a thinking it cuts short: the model was taught to write the same."""
+        if self.writer is None or self.markers is None or not self.writer.capabilities.thinking_switch:
+            return ""
+        asked = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
+        after = self.writer.write(asked).rpartition(self.markers.close)[2]
+        return after if not after.strip() else ""
+
+    def constraint(self, generation: Generation, written: Written) -> ConstraintSpec | None:
+        """What the answer's tokens must be. Raises UnsupportedParameter for a budget that has nothing to act on."""
+        budget = generation.thinking_budget if generation.thinking_budget is not None else written.budget
+        if self.markers is None and generation.thinking_budget is not None:
+            message = "thinking_token_budget: this model does not think before it answers; leave it out"
+            raise UnsupportedParameter(message, "thinking_token_budget")
+        thinking = None
+        if self.markers is not None and generation.split_thinking and (generation.grammar is not None or budget is not None):
+            may_open = not written.opened and not written.closed
+            thinking = ThinkingSpec(self.markers.open, self.markers.close, written.opened, may_open, budget, self.gap)
+        if generation.grammar is None and thinking is None:
+            return None
+        return ConstraintSpec(generation.grammar, thinking)
 
     def sampling(self, given: dict[str, Any]) -> Sampling:
         """What the client gave; where it gave nothing the makers' advice, else the wire's own default."""
@@ -85,6 +126,14 @@ def _advice(folder: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-        return {name: settings[name] for name in ADVICE if isinstance(settings.get(name), int | float)}
+        given = {name: settings[name] for name in ADVICE if isinstance(settings.get(name), int | float)}
     except (ValueError, AttributeError) as error:
         raise BadModel(f"{path} is not a JSON object: {error}; fetch the file again") from error
+    if "top_k" in given:
+        given["top_k"] = max(0, int(given["top_k"]))  # some say 50.0, or -1 for all
+    try:
+        Sampling(**given).check(1)
+    except RequestError as error:
+        log.warning("%s advises what can not be followed, so nothing of it is: %s", path, error)
+        return {}
+    return given

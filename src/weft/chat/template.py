@@ -46,7 +46,7 @@ class ChatTemplate:
         sources = _named(_read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
         files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
         for file in filter(Path.is_file, files):
-            sources["default" if file is files[0] else file.stem] = file.read_text(encoding="utf-8")
+            sources["default" if file is files[0] else file.stem] = _read_text(file)
         if "default" not in sources:
             return None
         special = {name: text for name in settings if name.endswith("_token") and (text := _token_text(settings[name]))}
@@ -103,6 +103,13 @@ def _to_json(
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise BadModel(f"{path} is not UTF-8 text: {error}; fetch the file again") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

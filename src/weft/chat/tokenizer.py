@@ -35,6 +35,8 @@ class Tokenizer:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exceptions; its words name the fault
             raise BadModel(f"{path} can not be read as a tokenizer: {error}; fetch the file again") from error
+        self.inner.no_truncation()  # a limit some files carry; a prompt is never cut in silence
+        self.inner.no_padding()
         added = self.inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, fact in added.items() if fact.special)
         self.vocab_size: int = self.inner.get_vocab_size(with_added_tokens=True)
@@ -42,7 +44,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Text → ids. Special tokens are added where a plain text begins, not where a template wrote them."""
-        ids: list[int] = self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+        # Of the library's ways the one that lets go of the interpreter: long texts are encoded in threads.
+        ids: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
+import shutil
 import signal
 import threading
 import time
+from pathlib import Path
 
 from weft import blas
-from weft.channel import EngineEnd
+from weft.channel import FRONT_PID, EngineEnd
 from weft.errors import ModelError
 from weft.wire import Failed, Loading, Ready
 
@@ -21,8 +23,9 @@ from weft.wire import Failed, Loading, Ready
 def main() -> None:
     """Bring a model up and serve it over the channel."""
     asked = _arguments()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides when we end
-    _end_with(os.getppid())
+    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the front decides when we end
+        signal.signal(number, signal.SIG_IGN)
+    _end_with(int(os.environ.get(FRONT_PID, os.getppid())), Path(asked.address.removeprefix("ipc://")).parent)
     channel = EngineEnd(asked.address)
     channel.send(Loading("starting"))
     try:
@@ -38,6 +41,7 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
 
     from weft.engine.bring_up import bring_up, device_in_use
     from weft.engine.host import Host, memory_in_use
+    from weft.grammar.compiler import Compiler
 
     def progress(what: str, done: int, total: int | None) -> None:
         channel.send(Loading(what, done, total or 0))
@@ -63,7 +67,8 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
         notice="; ".join(notices) or None,
     )
     channel.send(ready)
-    Host(engine, channel, time.monotonic).run()
+    compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+    Host(engine, compiler, channel, time.monotonic).run()
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,12 +81,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _end_with(parent: int) -> None:
-    """An engine whose front is gone has nobody to work for: it ends, whatever it is doing."""
+def _end_with(parent: int, folder: Path) -> None:
+    """An engine whose front is gone has nobody to work for: it ends, whatever it is doing, and tidies up behind the front."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1.0)
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="watch the front").start()

@@ -16,10 +16,11 @@ from weft.engine.plan import Row
 from weft.engine.runner import Runner, Step
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
+from weft.errors import RowFailed
+from weft.grammar.constraint import Constraint
+from weft.grammar.masks import Masks
 from weft.model.adapter import Adapter
 from weft.wire import FinishReason, Limits, PromptEvent, Sampling, TokenEvent, TokenLogprob
-
-NOT_FINITE = "the model's logits are not finite for this sequence"
 
 
 class Engine:
@@ -32,16 +33,23 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.runner = Runner(adapter, config, clock)
         self.pending: Step | None = None
+        self.masks = Masks(adapter.vocab_size)
         self.limits = Limits(adapter.vocab_size, adapter.context_length)
         self.events: deque[TokenEvent] = deque()
         self.prompt_events: deque[PromptEvent] = deque()
         self._numbers = itertools.count()
 
-    def submit(self, prompt: list[int], sampling: Sampling) -> Sequence:
+    def submit(self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None) -> Sequence:
         """Check a request and queue it. Raises RequestError, naming the parameter; nobody else notices."""
-        return self.submit_forks(prompt, (sampling,), (next(self._numbers),))[0]
+        return self.submit_forks(prompt, (sampling,), (next(self._numbers),), constraint)[0]
 
-    def submit_forks(self, prompt: list[int], samplings: tuple[Sampling, ...], numbers: tuple[int, ...]) -> list[Sequence]:
+    def submit_forks(
+        self,
+        prompt: list[int],
+        samplings: tuple[Sampling, ...],
+        numbers: tuple[int, ...],
+        constraint: Constraint | None = None,
+    ) -> list[Sequence]:
         """The same, for several answers to one prompt, which is computed once."""
         now = self.clock()
         rooms = [self.limits.check(prompt, sampling) for sampling in samplings]
@@ -52,6 +60,9 @@ class Engine:
                 stops |= self.adapter.eos_token_ids
             sequence = Sequence(number, prompt, sampling, max_tokens=room, stop_ids=stops)
             sequence.timings.submitted = now
+            if constraint is not None:
+                sequence.constraint = constraint.fork()
+                sequence.constraint.limit_to(room)
             sequences.append(sequence)
         self._queue(sequences)
         return sequences
@@ -100,7 +111,7 @@ class Engine:
         if last is not None:
             self.settle(last)
         if step is not None:
-            self.runner.choose(step)
+            self.choose(step)
         if plan.chunk is not None and not plan.chunk.sequence.has_gone:
             self.prefill(plan.chunk, plan.slice_seconds)
         elif last is not None and step is not None:
@@ -112,7 +123,7 @@ class Engine:
         plan = self.scheduler.plan(self.clock())
         step = self.runner.forward(plan, None)
         if step is not None:
-            self.runner.choose(step)
+            self.choose(step)
             self.settle(step)
         if plan.chunk is not None:
             self.prefill(plan.chunk, plan.slice_seconds)
@@ -133,23 +144,34 @@ class Engine:
         for one in finished:
             self._finish_empty(one)
 
+    def choose(self, step: Step) -> None:
+        """Start the choice of a step's tokens. The last ones are settled, so every row knows what it may take."""
+        allowed, errors = self.masks.fill([sequence.demand for sequence in step.sequences])
+        for row, why in errors.items():
+            self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
+        self.runner.choose(step, allowed)
+
     def settle(self, step: Step) -> None:
         """Read a step's tokens: append, finish, tell."""
         assert step.choice is not None
-        tokens, finite = step.choice.read()  # sync: the device is waited for here and nowhere else
+        tokens, problems = step.choice.read()  # sync: the device is waited for here and nowhere else
         logprobs = step.choice.logprobs
         for index, sequence in enumerate(step.sequences):
             if sequence.is_finished:
                 continue
-            if not finite[index]:
-                self._finish(sequence, "error", NOT_FINITE)
+            if index in problems:
+                self._finish(sequence, "error", problems[index])
                 continue
             is_first = sequence.timings.first_token is None
             if is_first:
                 sequence.timings.first_token = self.clock()
             told = logprobs[index].read(tokens[index : index + 1])[0] if index in logprobs else None
             before = len(sequence.output)
-            sequence.append(tokens[index], told)
+            try:
+                sequence.append(tokens[index], told)
+            except RowFailed as error:
+                self._finish(sequence, "error", str(error))
+                continue
             token = tokens[index] if len(sequence.output) > before else None
             if sequence.is_finished:
                 self._finish(sequence, sequence.finish or "stop", token=token, told=told)

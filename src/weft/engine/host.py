@@ -5,27 +5,48 @@ The only place of the engine that knows there is a front. One thread; waits only
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from weft.channel import EngineEnd
 from weft.engine.engine import Engine
 from weft.engine.sequence import Sequence
-from weft.errors import RequestError
-from weft.wire import Cancel, EngineStatus, Events, Shutdown, Submit, TokenEvent
+from weft.errors import GrammarRejected, RequestError
+from weft.grammar.compiler import Compiler
+from weft.grammar.constraint import Constraint
+from weft.wire import Cancel, EngineStatus, Events, Shutdown, Submit, Verdict
+
+log = logging.getLogger("weft.engine")
 
 IDLE_SECONDS = 0.5  # an idle engine shows itself this often
 STATUS_SECONDS = 0.1
+COMPILING_SECONDS = 0.002  # an idle engine looks this often whether a constraint is compiled
+MAX_COMPILE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """A request that waits for its constraint."""
+
+    submit: Submit
+    future: Future[Constraint]
+    since: float
 
 
 class Host:
     """Runs an engine for the front."""
 
-    def __init__(self, engine: Engine, channel: EngineEnd, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, compiler: Compiler, channel: EngineEnd, clock: Callable[[], float]) -> None:
         self.engine = engine
+        self.compiler = compiler
         self.channel = channel
         self.clock = clock
+        self.compiling: list[Compiling] = []
+        self.verdicts: list[Verdict] = []
         self.live: dict[int, Sequence] = {}
         self.running = True
         self._told: tuple[int, int] | None = None
@@ -35,22 +56,33 @@ class Host:
         """Until the front says Shutdown."""
         while self.running:
             self.hear()
+            self.take_compiled()
             if not self.engine.idle:
                 self.engine.turn()
             self.tell()
 
     def hear(self) -> None:
         """Take what the front sent; waits only when there is nothing else to do."""
-        for message in self.channel.receive(IDLE_SECONDS if self.engine.idle else 0.0):
+        wait = 0.0 if not self.engine.idle else COMPILING_SECONDS if self.compiling else IDLE_SECONDS
+        for message in self.channel.receive(wait):
             match message:
                 case Submit():
-                    self._submit(message)
+                    self._hear_submit(message)
                 case Cancel():
-                    for number in message.numbers:
-                        if (sequence := self.live.get(number)) is not None:
-                            self.engine.cancel(sequence)
+                    self._hear_cancel(message)
                 case Shutdown():
                     self.running = False
+
+    def take_compiled(self) -> None:
+        """Queue the requests whose constraint is ready; refuse those that can not have one, or not in time."""
+        for waiting in list(self.compiling):
+            if waiting.future.done():
+                self.compiling.remove(waiting)
+                self._settle_compiled(waiting)
+            elif self.clock() - waiting.since > MAX_COMPILE_SECONDS:
+                self.compiling.remove(waiting)
+                message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
+                self._refuse(waiting.submit, GrammarRejected(message, "response_format"))
 
     def tell(self) -> None:
         """Send what happened, and how many rows there are when that changed."""
@@ -58,17 +90,46 @@ class Host:
         for event in tokens:
             if event.finish is not None:
                 self.live.pop(event.sequence, None)
+        verdicts, self.verdicts = self.verdicts, []
         status = self._status()
-        if tokens or prompts or status:
-            self.channel.send(Events(prompts, tokens, status))
+        if tokens or prompts or verdicts or status:
+            self.channel.send(Events(verdicts, prompts, tokens, status))
 
-    def _submit(self, message: Submit) -> None:
+    def _hear_submit(self, message: Submit) -> None:
+        if message.constraint is None:
+            self._submit(message, None)
+        else:
+            self.compiling.append(Compiling(message, self.compiler.start(message.constraint), self.clock()))
+
+    def _hear_cancel(self, message: Cancel) -> None:
+        self.compiling = [one for one in self.compiling if one.submit.numbers[0] not in message.numbers]
+        for number in message.numbers:
+            if (sequence := self.live.get(number)) is not None:
+                self.engine.cancel(sequence)
+
+    def _settle_compiled(self, waiting: Compiling) -> None:
         try:
-            sequences = self.engine.submit_forks(message.prompt, message.samplings, message.numbers)
+            constraint = waiting.future.result()
+        except RequestError as error:
+            self._refuse(waiting.submit, error)
+        except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
+            log.exception("compiling a constraint failed")
+            self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}", "response_format"))
+        else:
+            self._submit(waiting.submit, constraint)
+
+    def _submit(self, message: Submit, constraint: Constraint | None) -> None:
+        try:
+            sequences = self.engine.submit_forks(message.prompt, message.samplings, message.numbers, constraint)
         except RequestError as error:  # the front checks the same; should it ever differ, this request alone is told
-            self.engine.events.extend(TokenEvent(number, None, finish="error", error=str(error)) for number in message.numbers)
+            self._refuse(message, error)
             return
         self.live.update(zip(message.numbers, sequences, strict=True))
+        if constraint is not None:
+            self.verdicts.append(Verdict(message.numbers[0]))
+
+    def _refuse(self, message: Submit, error: RequestError) -> None:
+        self.verdicts.append(Verdict(message.numbers[0], str(error), error.param))
 
     def _status(self) -> EngineStatus | None:
         """The counts, when they changed and some time has passed, or when all work is done, or now and then."""

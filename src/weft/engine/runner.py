@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.cache.slabs import Pool, RowState
 from weft.cache.views import make_batches
@@ -102,9 +104,9 @@ class Runner:
             if (own := _memory(sequence).own) is not None:
                 yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)
 
-    def choose(self, step: Step) -> None:
-        """Start the choice of tokens; returns at once."""
-        step.choice = choose(step.logits, step.sequences)
+    def choose(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
+        """Start the choice of tokens, of the `allowed` (rows, V) ones where that is given; returns at once."""
+        step.choice = choose(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.choice.arrays())  # type: ignore[no-untyped-call]
 
     def prefill(self, row: Row, seconds: float | None) -> bool:

@@ -15,6 +15,8 @@ import numpy as np
 from weft.engine.sequence import Sequence
 from weft.wire import TokenLogprob
 
+NOT_FINITE = "the model's logits are not finite for this sequence"
+NOTHING_LEFT = "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens"
 CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partition instead of a full sort
 
 
@@ -24,15 +26,21 @@ class Choice:
 
     tokens: mx.array  # (B,) int32
     finite: mx.array  # (B,) False where a row's logits were not numbers
+    possible: mx.array | None  # (B,) False where nothing was left to choose; None where nothing was forbidden
     logprobs: dict[int, Logprobs]  # by the row's place
 
     def arrays(self) -> list[mx.array]:
         """Everything to be evaluated."""
-        return [self.tokens, self.finite, *(array for row in self.logprobs.values() for array in row.arrays())]
+        flags = [self.finite] if self.possible is None else [self.finite, self.possible]
+        return [self.tokens, *flags, *(array for row in self.logprobs.values() for array in row.arrays())]
 
-    def read(self) -> tuple[list[int], list[bool]]:
-        """Bring tokens and flags to the host."""
-        return np.array(self.tokens).tolist(), np.array(self.finite).tolist()
+    def read(self) -> tuple[list[int], dict[int, str]]:
+        """Bring tokens to the host, and what is wrong with a row, by its place."""
+        problems: dict[int, str] = {}
+        if self.possible is not None:
+            problems |= {int(row): NOTHING_LEFT for row in np.flatnonzero(~np.array(self.possible))}
+        problems |= {int(row): NOT_FINITE for row in np.flatnonzero(~np.array(self.finite))}
+        return np.array(self.tokens).tolist(), problems
 
 
 @dataclass(frozen=True)
@@ -68,15 +76,19 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
-def choose(logits: mx.array, rows: Rows[Sequence]) -> Choice:
-    """Choose a token for each row of `logits` (B, V)."""
+def choose(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> Choice:
+    """Choose a token for each row of `logits` (B, V), of the `allowed` (B, V) ones where that is given."""
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
+    possible = None
+    if allowed is not None:
+        adjusted = mx.where(allowed, adjusted, -mx.inf)
+        possible = mx.max(adjusted, axis=-1) > -mx.inf
     greedy = mx.argmax(adjusted, axis=-1).astype(mx.int32)
     hot = [index for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
     tokens = _draw(adjusted, rows, hot, greedy) if hot else greedy
     finite = mx.isfinite(mx.max(raw, axis=-1))
-    return Choice(tokens, finite, _logprobs(raw, rows, tokens))
+    return Choice(tokens, finite, possible, _logprobs(raw, rows, tokens))
 
 
 def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.array) -> mx.array:
@@ -125,7 +137,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.ar
     else:
         order = mx.argsort(-logits, axis=-1)
     ranked = mx.take_along_axis(logits, order, axis=-1)
-    top_k = mx.array([row.sampling.top_k or logits.shape[-1] for row in group])[:, None]
+    top_k = mx.array([min(row.sampling.top_k or logits.shape[-1], logits.shape[-1]) for row in group])[:, None]
     ranked = mx.where(mx.arange(ranked.shape[-1])[None] < top_k, ranked, -mx.inf)
     weights = _weights(ranked, group)
     top_p = mx.array([row.sampling.top_p for row in group], mx.float32)[:, None]

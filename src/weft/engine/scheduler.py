@@ -72,6 +72,8 @@ class Scheduler:
         self.prompts.rotate(-1)
         if self.prompts[-1].is_prefilled:
             leader = self.prompts.pop()
+            for fork in leader.forks:
+                fork.timings.admitted = leader.timings.admitted
             self.waiting.extendleft(reversed([fork for fork in leader.forks if not fork.is_finished]))
             leader.forks = []
 
@@ -88,7 +90,7 @@ class Scheduler:
     def _admit(self, now: float) -> None:
         while self.waiting and len(self.running) < self.config.max_rows:
             sequence = self.waiting.popleft()
-            sequence.timings.admitted = now
+            sequence.timings.admitted = sequence.timings.admitted or now  # a fork has its leader's
             self.running.append(sequence)
             if not sequence.is_prefilled:
                 self.prompts.append(sequence)

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from typing import Any
 
+from weft.grammar.constraint import Constraint, Demand
 from weft.wire import FinishReason, Sampling, Timings, TokenLogprob
 
 
@@ -35,6 +36,7 @@ class Sequence:
         self.timings = Timings()
         self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
         self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
+        self.constraint: Constraint | None = None  # what its tokens must be
         self.memory: Any = None  # the runner's: layer states, and the chunk under way
 
     @property
@@ -62,8 +64,15 @@ class Sequence:
         """Whether another token may be asked for, given those in flight."""
         return not self.is_finished and len(self.output) + self.num_in_flight < self.max_tokens
 
+    @property
+    def demand(self) -> Demand | None:
+        """What its next token must be."""
+        if self.constraint is None or self.is_finished:
+            return None
+        return self.constraint.demand(tuple(self.stop_ids))
+
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
-        """Take a token that was in flight; decide whether it is the last."""
+        """Take a token that was in flight; decide whether it is the last. Raises RowFailed when its constraint fails."""
         self.num_in_flight -= 1
         if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
             self.finish, self.stop = "stop", token
@@ -73,6 +82,11 @@ class Sequence:
             self.logprobs.append(logprob)
         if self.counts is not None:
             self.counts[token] += 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
+            if self.constraint.is_finished:
+                self.finish = "stop"
+                return
         if len(self.output) >= self.max_tokens:
             self.finish = "length"
 

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from weft.errors import WeftError
-from weft.wire import Cancel, Events, PromptEvent, Sampling, Submit, ToEngine, TokenEvent
+from weft.errors import GrammarRejected, WeftError
+from weft.wire import Cancel, ConstraintSpec, Events, PromptEvent, Sampling, Submit, ToEngine, TokenEvent, Verdict
 
 Event = PromptEvent | TokenEvent
 
@@ -31,6 +31,7 @@ class Ticket:
         self.client = client
         self.size = size
         self.open: dict[int, int] = {}  # number → place, of the sequences that have no end yet
+        self.num_judged = 0  # of its prompts so many are taken for certain
         self._pending: deque[tuple[int, Event]] = deque()
         self._error: WeftError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -54,6 +55,22 @@ class Ticket:
         if self._error is not None:
             raise self._error
         return []
+
+    async def until_taken(self, count: int) -> None:
+        """Return when all `count` prompts are taken by the engine. Raises the refusal."""
+        while self.num_judged < count:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def accept(self) -> None:
+        """One more prompt is taken."""
+        self.num_judged += 1
+        self._wake()
 
     def cancel(self, place: int | None = None) -> None:
         """Nobody waits any more: for one place, or for all of it. Does nothing for what has ended."""
@@ -86,16 +103,22 @@ class Client:
         self.sender: Sender | None = None  # none while no engine is ready
         self._numbers = itertools.count()
 
-    def submit(self, prompts: Sequence[list[int]], samplings: Sequence[tuple[Sampling, ...]]) -> Ticket:
+    def submit(
+        self,
+        prompts: Sequence[list[int]],
+        samplings: Sequence[tuple[Sampling, ...]],
+        constraints: Sequence[ConstraintSpec | None],
+    ) -> Ticket:
         """Ask for the answers of prompts, several to each; their places are counted through."""
         assert self.sender is not None, "the service asks only engines that are ready"
         ticket = Ticket(self, sum(map(len, samplings)))
-        for prompt, chosen in zip(prompts, samplings, strict=True):
+        for prompt, chosen, constraint in zip(prompts, samplings, constraints, strict=True):
             numbers = tuple(itertools.islice(self._numbers, len(chosen)))
             for number in numbers:
                 ticket.open[number] = len(ticket.open)
                 self.live[number] = ticket
-            self.sender.send(Submit(numbers, prompt, chosen))
+            ticket.num_judged += constraint is None
+            self.sender.send(Submit(numbers, prompt, chosen, constraint))
         return ticket
 
     def cancel(self, numbers: tuple[int, ...]) -> None:
@@ -108,6 +131,9 @@ class Client:
 
     def hear(self, events: Events) -> None:
         """Give events to those who wait for them; what nobody waits for is dropped."""
+        for verdict in events.verdicts:
+            if (ticket := self.live.get(verdict.sequence)) is not None:
+                self._judge(ticket, verdict)
         for prompt in events.prompts:
             if (ticket := self.live.get(prompt.sequence)) is not None:
                 ticket.put(prompt.sequence, prompt)
@@ -116,6 +142,13 @@ class Client:
                 ticket.put(token.sequence, token)
                 if token.finish is not None:
                     del self.live[token.sequence]
+
+    def _judge(self, ticket: Ticket, verdict: Verdict) -> None:
+        if verdict.refusal is None:
+            ticket.accept()
+        else:
+            self.cancel(tuple(ticket.open))
+            ticket.fail(GrammarRejected(verdict.refusal, verdict.param))
 
     def fail_all(self, error: Callable[[], WeftError]) -> None:
         """The engine is gone: everybody gets an error of their own."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.channel import FrontEnd
+import zmq
+
+from weft.channel import FRONT_PID, FrontEnd
 from weft.errors import EngineDied
 from weft.link.client import Client
 from weft.wire import EngineStatus, Events, Failed, Loading, Ready, Shutdown, ToFront
@@ -22,6 +25,7 @@ log = logging.getLogger("weft.link")
 
 FIRST_PAUSE_SECONDS = 0.5  # before a dead engine is started again; doubled each time
 LONGEST_PAUSE_SECONDS = 30.0
+MAX_FAILURES = 5  # starts in a row that come to nothing, before it is given up
 END_SECONDS = 3.0  # a told engine that is not gone by then is killed
 
 
@@ -59,12 +63,20 @@ class Supervisor:
                 await self._task
 
     async def _keep_alive(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
-        while True:
-            was_ready = await self._live()
+        failures = 0  # starts in a row that came to nothing
+        while self.condition.failed is None:
+            try:
+                was_ready, why = await self._live(), "its process ended before it was ready; the log above has its words"
+            except (OSError, zmq.ZMQError) as error:  # no file descriptor, no memory, no room for a socket's name …
+                was_ready, why = False, f"its process could not be started ({error})"
+                log.exception("an engine could not be started")
+            failures = 0 if was_ready else failures + 1
             if self.condition.failed is not None:
                 return
-            pause = FIRST_PAUSE_SECONDS if was_ready else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            if failures >= MAX_FAILURES:
+                self._change(Condition(failed=f"{why}; tried {failures} times"))
+                return
+            pause = min(FIRST_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS)
             self.restarts += 1
             log.warning("the engine is gone; starting another in %.1f s", pause)
             self._change(Condition(loading=Loading("starting again")))
@@ -75,17 +87,27 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="weft-") as folder:  # mode 0700: nobody else may speak to the engine
             address = f"ipc://{Path(folder) / 'engine'}"
             channel = FrontEnd(address)
-            process = await asyncio.create_subprocess_exec(*self.command, address)
+            try:
+                environment = os.environ | {FRONT_PID: str(os.getpid())}
+                process = await asyncio.create_subprocess_exec(*self.command, address, env=environment)
+            except BaseException:
+                channel.close()
+                raise
             self.pid = process.pid
             hearing = asyncio.create_task(self._hear(channel))
+            ended = asyncio.create_task(process.wait())
             try:
-                await process.wait()
+                await asyncio.wait({ended, hearing}, return_when=asyncio.FIRST_COMPLETED)
+                if hearing.done():  # it can only have failed: what this engine says is not understood
+                    log.error("engine %d is given up", process.pid, exc_info=hearing.exception())
+                    return self.condition.ready is not None
                 await _drain(hearing)
                 log.warning("engine %d ended with status %s", process.pid, process.returncode)
                 return self.condition.ready is not None
             finally:
                 hearing.cancel()
                 await _end(process, channel)
+                ended.cancel()
                 self.pid = None
                 self.status = EngineStatus()
                 self.client.fail_all(lambda: EngineDied("the engine's process ended while this request was in it"))

@@ -1,0 +1,134 @@
+"""What an answer must look like becomes a matcher, off the loop: in a thread, under limits, with a cache.
+
+llguidance does the work; what it can not do is refused in its own words. Nobody waits for a compile but who asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import any_to_lark
+
+from weft.errors import GrammarRejected
+from weft.grammar.constraint import Constraint, Matcher, Thinking
+from weft.wire import ConstraintSpec, GrammarSpec
+
+MAX_CACHED = 64
+WORKERS = 4  # so that a slow compile is its owner's trouble alone
+# A line break with its indent, or a blank: what pretty-printed JSON needs. Without a bound a model may go on for ever.
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ ]{0,24}|[ ]?)"}
+
+
+class Compiler:
+    """Compiles for one model's vocabulary."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.path = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self._cache: OrderedDict[GrammarSpec, Matcher | GrammarRejected] = OrderedDict()
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(WORKERS, "compile", initializer=_step_back)
+
+    @cached_property
+    def tokenizer(self) -> LLTokenizer:
+        """llguidance's view of the vocabulary; read at the first constraint."""
+        text = self.path.read_text(encoding="utf-8")
+        eos = list(self.eos_token_ids) or None
+        found = LLTokenizer(text, eos_token=eos)
+        return found if found.vocab_size >= self.vocab_size else LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+
+    def start(self, spec: ConstraintSpec) -> Future[Constraint]:
+        """Compile in the background."""
+        return self._pool.submit(self.constraint, spec)
+
+    def constraint(self, spec: ConstraintSpec) -> Constraint:
+        """A fresh constraint. Raises GrammarRejected."""
+        matcher = None if spec.grammar is None else self.compile(spec.grammar)
+        thinking = None
+        if spec.thinking is not None:
+            thinking = Thinking(spec.thinking, self.tokenizer, before_grammar=matcher is not None)
+        return Constraint(matcher, thinking)
+
+    def compile(self, spec: GrammarSpec) -> Matcher:
+        """A fresh matcher, made or taken from the cache. Raises GrammarRejected, for what was refused before at once."""
+        with self._lock:
+            found = self._cache.pop(spec, None)
+        found = found or self._compile(spec)
+        with self._lock:
+            self._cache[spec] = found
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
+        if isinstance(found, GrammarRejected):
+            raise found
+        return found.fork()
+
+    def _compile(self, spec: GrammarSpec) -> Matcher | GrammarRejected:
+        try:
+            grammar = _grammar(spec)
+        except Exception as error:  # llguidance's converters raise bare ones; whatever they say is about this text alone
+            return GrammarRejected(f"the {spec.kind} can not be read: {error}", "response_format")
+        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
+        if why := inner.get_error():
+            return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}", "response_format")
+        matcher = Matcher(inner, self.tokenizer)
+        matcher.fork().mask()  # the first mask is the dearest; a grammar that is too complex shows here
+        return matcher
+
+
+def _grammar(spec: GrammarSpec) -> str:
+    match spec.kind:
+        case "json_schema":
+            schema = json.loads(spec.text)
+            options = {**JSON_OPTIONS, "lenient": spec.lenient}
+            return LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else schema), overrides=options)  # type: ignore[arg-type]
+        case "regex":
+            return LLMatcher.grammar_from_regex(spec.text)
+        case "choice":
+            texts = json.loads(spec.text)
+            if not texts:
+                raise ValueError("it has nothing to choose from")
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+        case "lark":
+            return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+        case "structural_tag":
+            return _tags(json.loads(spec.text))
+
+
+def _tags(tag: dict[str, object]) -> str:
+    """{"structures": [{begin, schema, end}], "triggers": […]}: free text in which each begin is followed by its schema."""
+    triggers, structures = tag["triggers"], tag["structures"]
+    assert isinstance(triggers, list), "triggers must be a list"
+    assert isinstance(structures, list), "structures must be a list"
+    tags = [
+        StructTag(
+            trigger=next(trigger for trigger in triggers if one["begin"].startswith(trigger)),
+            begin=one["begin"],
+            grammar=one["schema"],
+            end=one["end"],
+        )
+        for one in structures
+    ]
+    return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(verbose_errors=False)
+
+
+def _first_lines(words: str) -> str:
+    return " ".join(line.strip() for line in words.strip().splitlines()[:4])[:500]
+
+
+def _step_back() -> None:
+    """Let compiling yield to the engine's own threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

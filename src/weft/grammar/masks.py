@@ -1,0 +1,52 @@
+"""The demands of a step's rows become one mask: grammars filled side by side, a row's error kept to the row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLExecutor
+from numpy.typing import NDArray
+
+from weft.grammar.constraint import Demand, Matcher
+
+
+class Masks:
+    """Fills masks for one vocabulary."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._executor: LLExecutor | None = None
+
+    def fill(self, demands: Sequence[Demand | None]) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
+        """(rows, V) what may come next, None when anything may; and why a row can not go on, by its place."""
+        if not any(demands):
+            return None, {}
+        asked = {row: demand.matcher for row, demand in enumerate(demands) if demand is not None}
+        matchers = {row: matcher for row, matcher in asked.items() if matcher is not None}
+        allowed, errors = self._matched(len(demands), matchers)
+        for row, demand in enumerate(demands):
+            if demand is None:
+                continue
+            if demand.only is not None:
+                allowed[row] = False
+                allowed[row, list(demand.only)] = True
+            if demand.never:
+                allowed[row, list(demand.never)] = False
+            if demand.also:
+                allowed[row, list(demand.also)] = True
+        return allowed, errors
+
+    def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[NDArray[np.bool_], dict[int, str]]:
+        words = max([-(-self.vocab_size // 32), *(-(-one.tokenizer.vocab_size // 32) for one in matchers.values())])
+        bits = np.full((rows, words), -1, np.int32)
+        if len(matchers) == 1:
+            ((row, matcher),) = matchers.items()
+            matcher.inner.unsafe_compute_mask_ptr(bits[row].ctypes.data, words * 4)
+        elif matchers:
+            self._executor = self._executor or LLExecutor()
+            pairs = [(matcher.inner, row) for row, matcher in matchers.items()]
+            self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, words * 4, rows)
+        errors = {row: matcher.inner.get_error()[:300] for row, matcher in matchers.items() if matcher.inner.is_error()}
+        unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self.vocab_size]
+        return unpacked.view(bool), errors

@@ -1,0 +1,172 @@
+"""Constrained rows inside the batch: they hold, their neighbours do not notice, and what fails fails alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jsonschema_rs
+import pytest
+
+import weft.model
+from driver import SMALL, Run, adapter_for, answers
+from weft.chat.tokenizer import Tokenizer
+from weft.engine.sequence import Sequence
+from weft.errors import RowFailed
+from weft.grammar.compiler import Compiler
+from weft.grammar.constraint import Constraint, Matcher
+from weft.model.adapter import Adapter
+from weft.wire import ConstraintSpec, GrammarSpec, Sampling, ThinkingSpec
+
+FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
+COMPILER = Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))
+TOKENIZER = Tokenizer(FOLDER)
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+STRICT = ConstraintSpec(GrammarSpec("json_schema", json.dumps(SCHEMA)))
+STORIES = ["Once upon a time", "The dog was", "A little boy saw a big tree and", "Lily and Tom went to the park."]
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Adapter:
+    return adapter_for(FOLDER)
+
+
+def prompt(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=True)
+
+
+def submit(run: Run, text: str, constraint: Constraint | None, **sampling: object) -> Sequence:
+    chosen = Sampling(**{"max_tokens": 60, **sampling})  # type: ignore[arg-type]
+    return run.engine.submit(prompt(text), chosen, constraint)
+
+
+def is_valid(sequence: Sequence) -> bool:
+    return jsonschema_rs.is_valid(SCHEMA, json.loads(TOKENIZER.decode(sequence.output)))
+
+
+@pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "plain"])
+def test_constrained_and_free_rows_share_the_step_and_both_are_right(adapter: Adapter, pipelined: bool) -> None:
+    free = answers(adapter, [prompt(story) for story in STORIES], 20)
+    run = Run(adapter, dataclasses.replace(SMALL, pipelined=pipelined))
+    strict = COMPILER.constraint(STRICT)
+    plain, constrained = [], []
+    for index, story in enumerate(STORIES):
+        plain.append(run.submit(prompt(story), 20))
+        constrained.append(submit(run, story, strict, temperature=1.5 * index, seed=index))
+        run.turn()
+    run.finish()
+
+    assert [sequence.output for sequence in plain] == free
+    assert [sequence.finish for sequence in constrained] == ["stop"] * 4
+    assert all(is_valid(sequence) for sequence in constrained)
+
+
+def test_a_constrained_answer_is_the_same_alone_and_in_a_crowd(adapter: Adapter) -> None:
+    alone = Run(adapter)
+    expected = submit(alone, "Once upon a time", COMPILER.constraint(STRICT), temperature=1.0, seed=3)
+    alone.finish()
+    run = Run(adapter)
+    for story in STORIES:
+        run.submit(prompt(story), 25)
+    subject = submit(run, "Once upon a time", COMPILER.constraint(STRICT), temperature=1.0, seed=3)
+    submit(run, "The dog was", COMPILER.constraint(ConstraintSpec(GrammarSpec("regex", "[a-f]{30}"))))
+    run.finish()
+
+    assert subject.output == expected.output
+
+
+def test_forks_have_constraints_of_their_own(adapter: Adapter) -> None:
+    run = Run(adapter)
+    chosen = tuple(Sampling(max_tokens=60, temperature=2.0, seed=seed) for seed in range(4))
+    forks = run.engine.submit_forks(prompt(STORIES[2]), chosen, (1, 2, 3, 4), COMPILER.constraint(STRICT))
+    run.finish()
+
+    assert all(is_valid(fork) for fork in forks)
+    assert len({tuple(fork.output) for fork in forks}) > 1
+
+
+def test_a_constraint_that_fails_ends_its_own_request(adapter: Adapter) -> None:
+    class Failing(Constraint):
+        def accept(self, token: int) -> None:
+            if len(self._fed) == 3:
+                raise RowFailed("on purpose")
+            super().accept(token)
+
+        def fork(self) -> Constraint:
+            return self
+
+    free = answers(adapter, [prompt(STORIES[0])], 20)[0]
+    run = Run(adapter)
+    neighbour = run.submit(prompt(STORIES[0]), 20)
+    failing = submit(run, STORIES[1], Failing(COMPILER.compile(GrammarSpec("regex", "[a-z ]+")), None))
+    good = submit(run, STORIES[1], COMPILER.constraint(STRICT))
+    run.finish()
+
+    assert (failing.finish, failing.error) == ("error", "on purpose")
+    assert neighbour.output == free
+    assert is_valid(good)
+
+
+def test_a_grammar_that_breaks_in_its_mask_ends_its_own_request(adapter: Adapter) -> None:
+    broken = COMPILER.compile(GrammarSpec("regex", "[a-z]+"))
+    broken.inner.consume_token(prompt("9")[-1])  # an error it never leaves
+    assert broken.inner.is_error()
+    sticky = Constraint(_Same(broken.inner, broken.tokenizer), None)
+    run = Run(adapter)
+    neighbour = submit(run, STORIES[0], COMPILER.constraint(STRICT))
+    failing = submit(run, STORIES[1], sticky)
+    run.finish()
+
+    assert failing.finish == "error"
+    assert "grammar" in (failing.error or "")
+    assert is_valid(neighbour)
+
+
+class _Same(Matcher):
+    def fork(self) -> Matcher:
+        return self
+
+
+def test_a_ban_that_leaves_no_token_is_an_error_of_its_own_row(adapter: Adapter) -> None:
+    yes = COMPILER.constraint(ConstraintSpec(GrammarSpec("choice", '["yes"]')))
+    bans = {token: -float("inf") for token in range(4096)}
+    run = Run(adapter)
+    neighbour = submit(run, STORIES[0], COMPILER.constraint(STRICT))
+    failing = submit(run, STORIES[1], yes, logit_bias=bans)
+    run.finish()
+
+    assert failing.finish == "error"
+    assert "no token is left" in (failing.error or "")
+    assert is_valid(neighbour)
+
+
+def test_an_answer_that_is_complete_at_its_last_token_was_not_cut(adapter: Adapter) -> None:
+    yes = COMPILER.constraint(ConstraintSpec(GrammarSpec("choice", '["yes"]')))
+    tokens = len(COMPILER.tokenizer.tokenize_str("yes"))
+    run = Run(adapter)
+    sequence = submit(run, STORIES[0], yes, max_tokens=tokens)
+    run.finish()
+
+    assert (TOKENIZER.decode(sequence.output), sequence.finish) == ("yes", "stop")
+
+
+def test_a_budget_beside_plain_rows_holds_to_the_token(adapter: Adapter) -> None:
+    close = COMPILER.tokenizer.tokenize_str("</think>", parse_special=True)[0]
+    free = answers(adapter, [prompt(story) for story in STORIES], 30)
+    run = Run(adapter)
+    plain = [run.submit(prompt(story), 30) for story in STORIES]
+    spec = ConstraintSpec(None, ThinkingSpec("<think>", "</think>", True, False, 5))
+    thinking = [
+        submit(run, f"Story {number}: once", COMPILER.constraint(spec), ignore_eos=True, temperature=1.0, seed=number)
+        for number in range(3)
+    ]
+    run.finish()
+
+    assert all(sequence.output.index(close) <= 5 for sequence in thinking)
+    assert [sequence.output for sequence in plain] == free
