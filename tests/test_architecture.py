@@ -41,6 +41,7 @@ MAY_USE: dict[str, set[str]] = {
 WITHOUT_MLX = [
     "weft",
     "weft.blas",
+    "weft.cache.prefix",
     "weft.cli.client",
     "weft.cli.main",
     "weft.cli.run",
@@ -48,6 +49,7 @@ WITHOUT_MLX = [
     "weft.engine.plan",
     "weft.engine.scheduler",
     "weft.engine.sequence",
+    "weft.grammar.compiler",
     "weft.model.resolve",
     "weft.server",  # the whole front: api, service, chat, link
 ]

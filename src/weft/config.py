@@ -24,6 +24,7 @@ class EngineConfig:
     chunk_tokens: int  # prompt tokens of one prefill chunk; boundaries are multiples of it from zero
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
+    cache_bytes: int = 0  # for prompts computed before; 0: nothing is kept
     pipelined: bool = True  # settle a step while the next one runs; the plain turn is the oracle
 
     def __post_init__(self) -> None:
@@ -71,6 +72,8 @@ class ServerConfig:
     """Answers are bit-equal whoever runs beside them, also where that costs speed. On CPU they are in any case."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
+    cache_megabytes: int = 1024
+    """Memory of each engine for prompts computed before, so that they are not computed again; 0 keeps none."""
     max_queue: int = 256
     """Requests that may wait; more are sent away with status 429."""
     max_body_bytes: int = 16 * 2**20
@@ -95,7 +98,7 @@ class ServerConfig:
             )
         if "" in self.api_keys:
             raise WeftError("an API key is empty; give one with characters in it, or none")
-        least: dict[str, float] = {"max_rows": 1, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
+        least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1}
         for name, low in least.items():
             value = getattr(self, name)

@@ -99,6 +99,7 @@ def make_service(config: ServerConfig) -> Service:
 def _command(name: str, fallback: str | None, config: ServerConfig) -> list[str]:
     options = ["--exact"] if config.exact else []
     options += ["--max-rows", str(config.max_rows)] if config.max_rows else []
+    options += ["--cache-bytes", str(config.cache_megabytes * 2**20)]
     options += ["--fallback", fallback] if fallback else []
     return [sys.executable, "-m", "weft.engine", *options, "--", name]
 

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from weft.chat.constraints import SchemaCheck
 from weft.chat.conversation import Delta, Effort, Finish, Generation, LateSystem, Prompt, Text, Usage
 from weft.chat.reader import Reader
 from weft.chat.scribe import Scribe, Written
@@ -189,7 +190,8 @@ class Service:
         samplings = tuple(_forked(sampling, index) for index in range(generation.n))
         answer = Answer(self, served.name, scribe, generation, written, arrived, request_id)
         prompts = [prompt.ids for prompt in written]
-        answer.ticket = served.supervisor.client.submit(prompts, [samplings] * len(written), constraints)
+        boundaries = [prompt.boundaries for prompt in written]
+        answer.ticket = served.supervisor.client.submit(prompts, [samplings] * len(written), constraints, boundaries)
         self.answers.setdefault(request_id, []).append(answer)
         try:
             await answer.ticket.until_taken(len(written))
@@ -272,10 +274,12 @@ class Waiting:
 class Choice:
     """One answer of a request: reads its tokens, counts them, knows why it ended."""
 
-    def __init__(self, reader: Reader, written: Written, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, reader: Reader, written: Written, generation: Generation, check: SchemaCheck | None) -> None:
         self.reader = reader
         self.written = written
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids = generation.sampling.get("stop_token_ids", ())
+        self.check = check
+        self._told: list[str] = []  # the answer so far, where it will be checked
         self.opening: Callable[[], Delta] | None = None  # the echo of the prompt, told before anything else
         self.num_tokens = 0
         self.timings: Timings | None = None
@@ -284,27 +288,30 @@ class Choice:
 
     def take(self, event: TokenEvent, now: float) -> list[Delta]:
         """What a token or an end makes known."""
-        deltas: list[Delta] = []
-        if self.opening is not None:
-            deltas.append(self.opening())
-            self.opening = None
+        is_echoed = self.opening is not None
+        deltas: list[Delta] = [self.opening()] if self.opening is not None else []
+        self.opening = None
         self.timings = event.timings or self.timings
         if event.token is not None:
             self.num_tokens += 1
             self.first_at = self.first_at or now
             self.last_at = now
             deltas += self.reader.feed(event.token, event.logprob)
-        if self.reader.stopped is not None:
-            self.finish = Finish("stop", self.reader.stopped, self.usage)
-        elif event.finish is not None:
+        if event.finish is not None:
             deltas += self.reader.finish()
-            stopped = self.reader.stopped  # the very end may complete a stop string
-            asked = event.stop if event.stop in self.stop_token_ids else None  # the model's own end is no news
-            reason = event.finish if stopped is None else "stop"
-            self.finish = Finish(reason, asked if stopped is None else stopped, self.usage)
-        if self.finish is not None:
+        if self.check is not None:
+            self._told += [delta.text for delta in deltas[is_echoed:] if isinstance(delta, Text)]
+        if event.finish is not None or self.reader.stopped is not None:
+            self.finish = self._ended(event)
             deltas.append(self.finish)
         return deltas
+
+    def _ended(self, event: TokenEvent) -> Finish:
+        errors = None if self.check is None else self.check.errors("".join(self._told))
+        if self.reader.stopped is not None or event.finish is None:
+            return Finish("stop", self.reader.stopped, self.usage, errors)
+        asked = event.stop if event.stop in self.stop_token_ids else None  # the model's own end is no news
+        return Finish(event.finish, asked, self.usage, errors)
 
     @property
     def usage(self) -> Usage:
@@ -314,6 +321,7 @@ class Choice:
         return Usage(
             prompt_tokens=len(self.written.ids),
             completion_tokens=self.num_tokens,
+            cached_tokens=timings.cached_tokens,
             reasoning_tokens=self.reader.num_reasoning_tokens,
             queue_seconds=queued - timings.submitted,
             prefill_seconds=(first or timings.finished or queued) - queued,
@@ -342,9 +350,10 @@ class Answer:
         self.ticket: Ticket  # given when the engine is asked
         self.arrived = arrived
         self.error: WeftError | None = None
-        stop_ids = generation.sampling.get("stop_token_ids", ())
         prompts = [prompt for prompt in written for _ in range(generation.n)]
-        self.choices = [Choice(scribe.reader(generation, prompt), prompt, stop_ids) for prompt in prompts]
+        grammar = generation.grammar
+        check = SchemaCheck(grammar) if grammar is not None and grammar.kind == "json_schema" and grammar.lenient else None
+        self.choices = [Choice(scribe.reader(generation, prompt), prompt, generation, check) for prompt in prompts]
         self.computed = [0] * len(written)
         self._prompt_logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(written)
         if generation.echo:
@@ -370,6 +379,7 @@ class Answer:
         return dataclasses.replace(
             first,
             prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=sum(usage.cached_tokens for usage in usages[:: self.generation.n]),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
             decode_seconds=max(usage.decode_seconds for usage in usages),

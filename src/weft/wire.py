@@ -149,6 +149,7 @@ class Timings(msgspec.Struct, kw_only=True):
     admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    cached_tokens: int = 0  # of the prompt, not computed for this sequence
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -197,6 +198,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prompt: list[int]
     samplings: tuple[Sampling, ...]
     constraint: ConstraintSpec | None = None
+    boundaries: tuple[int, ...] = ()  # where a later prompt may part from this one: chunks end there too
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

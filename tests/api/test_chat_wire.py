@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from weft.api.openai import completions
 from weft.api.openai.chat import translate
-from weft.api.openai.schema import HARMLESS, NOT_YET
+from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest
 from weft.api.reply import Asked, Heading
 from weft.chat.conversation import Conversation, Delta, Finish, Message, Reasoning, Text, Token, ToolCall, Usage
 from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
-from weft.wire import TokenLogprob
+from weft.wire import GrammarSpec, TokenLogprob
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}
@@ -26,7 +27,7 @@ HEAD = '{"id":"chatcmpl-7","object":"chat.completion.chunk","created":1,"model":
 ROLE = 'data: HEAD[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}'
 TIMINGS = (
     '"timings":{"cache_n":8,"prompt_n":1,"prompt_ms":500.0,"prompt_per_second":2.0,'
-    '"predicted_n":4,"predicted_ms":250.0,"predicted_per_second":16.0,"queue_ms":0.4}'
+    '"predicted_n":4,"predicted_ms":250.0,"predicted_per_second":12.0,"queue_ms":0.4}'
 )
 STOPPED = 'data: HEAD[{"index":0,"delta":{},"finish_reason":"stop","stop_reason":null}],' + TIMINGS + "}"
 DONE = "data: [DONE]"
@@ -144,7 +145,7 @@ def test_two_choices_share_a_prompt_that_is_counted_once() -> None:
     assert told[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
     assert told[-1]["usage"]["completion_tokens"] == 10
     assert told[-2]["timings"]["predicted_ms"] == 500.0
-    assert told[-2]["timings"]["predicted_per_second"] == 20.0
+    assert told[-2]["timings"]["predicted_per_second"] == 16.0
 
 
 def test_log_probabilities_come_with_their_piece() -> None:
@@ -170,6 +171,21 @@ def test_a_heartbeat_is_a_comment_and_a_chunk_of_a_choice_still_open() -> None:
     ]
     reply.pieces(0, [Finish("stop", usage=USAGE)])
     assert frames(reply.heartbeat(1, 1))[1] == 'data: HEAD[{"index":1,"delta":{},"finish_reason":null}]}'
+
+
+@pytest.mark.parametrize(
+    ("errors", "words"),
+    [
+        ((), '"stop_reason":null,"schema_validation":{"valid":true,"errors":[]}}'),
+        (("$.a: wrong", "$: bad"), '"stop_reason":null,"schema_validation":{"valid":false,"errors":["$.a: wrong","$: bad"]}}'),
+    ],
+)
+def test_the_last_chunk_says_whether_the_answer_fits_its_schema(errors: tuple[str, ...], words: str) -> None:
+    finish = Finish("stop", usage=USAGE, schema_errors=errors)
+    calls: Calls = [(0, [Text("{}"), finish])]
+
+    assert words in frames(streamed(asked(), calls))[2]
+    assert whole(asked(), calls)["choices"][0]["schema_validation"] == {"valid": not errors, "errors": list(errors)}
 
 
 def test_a_failure_in_the_stream_is_told_and_not_called_done() -> None:
@@ -225,7 +241,13 @@ _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 _plain = st.one_of(st.builds(Text, _texts), st.builds(Reasoning, _texts))
 _tokens = st.builds(_token, _texts, st.floats(max_value=0, allow_nan=False), st.just(()))
 _with_tokens = st.one_of(st.builds(Text, _texts, st.tuples(_tokens)), st.builds(Reasoning, _texts))
-_finishes = st.builds(Finish, st.sampled_from(["stop", "length"]), st.sampled_from([None, "x", 3]), st.just(USAGE))
+_finishes = st.builds(
+    Finish,
+    st.sampled_from(["stop", "length"]),
+    st.sampled_from([None, "x", 3]),
+    st.just(USAGE),
+    st.sampled_from([None, (), ("$.a: wrong",)]),
+)
 
 
 @st.composite
@@ -247,6 +269,7 @@ def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
             mine["logprobs"] += choice["logprobs"]["content"] if "logprobs" in choice else []
             if choice["finish_reason"]:
                 mine |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+                mine["schema_validation"] = choice.get("schema_validation")
     return found
 
 
@@ -265,6 +288,7 @@ def test_streamed_is_whole(data: st.DataObject, n: int, logprobs: bool, include_
             "logprobs": choice["logprobs"]["content"] if logprobs else [],
             "finish_reason": choice["finish_reason"],
             "stop_reason": choice["stop_reason"],
+            "schema_validation": choice.get("schema_validation"),
         }
         for choice in body["choices"]
     ] == _assembled(stream, n)
@@ -310,11 +334,26 @@ def test_the_other_fields_act() -> None:
     assert asked().generation.split_thinking
 
 
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({}, None),
+        ({"thinking_token_budget": 0}, 0),
+        ({"thinking_token_budget": 9, "reasoning_budget_tokens": None}, 9),
+        ({"reasoning_budget_tokens": 7}, 7),
+        ({"reasoning_budget_tokens": -1}, None),
+        ({"thinking_token_budget": 7, "reasoning_budget_tokens": 7}, 7),
+    ],
+)
+def test_a_thinking_budget_goes_by_two_names(fields: dict[str, Any], budget: int | None) -> None:
+    assert asked(**fields).generation.thinking_budget == budget
+
+
 def test_template_fields_reach_the_conversation() -> None:
-    assert conversation(reasoning_effort="xhigh", chat_template_kwargs={"enable_thinking": False}).template_kwargs == {
-        "reasoning_effort": "xhigh",
-        "enable_thinking": False,
-    }
+    request = asked(reasoning_effort="xhigh", chat_template_kwargs={"enable_thinking": False})
+    assert request.generation.effort == "xhigh"  # what that means is the model's affair
+    assert request.generation.prompts == (conversation(chat_template_kwargs={"enable_thinking": False}),)
+    assert conversation(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
     assert conversation().add_generation_prompt
     assert not conversation(add_generation_prompt=False).add_generation_prompt
     going_on = conversation(continue_final_message=True)
@@ -323,18 +362,11 @@ def test_template_fields_reach_the_conversation() -> None:
 
 
 REFUSED = {
+    "guided_whitespace_pattern": " ?",
     "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"},
-    "guided_json": {},
-    "guided_regex": "a",
-    "guided_choice": ["a"],
-    "guided_grammar": "root ::= a",
-    "thinking_token_budget": 5,
-    "reasoning_budget_tokens": 5,
     "include_reasoning": False,
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
@@ -351,7 +383,7 @@ REFUSED = {
 
 
 def test_the_table_of_refusals_is_complete() -> None:
-    assert REFUSED.keys() == NOT_YET.keys() | {"tools"}
+    assert REFUSED.keys() == NOT_YET.keys() - ChatRequest.__struct_fields__ | {"tools"}
 
 
 @pytest.mark.parametrize(("name", "value"), [*REFUSED.items(), ("best_of", True), ("include_reasoning", 1)])
@@ -428,6 +460,9 @@ def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
         ({"reasoning_effort": "huge"}, "reasoning_effort", "known are none, minimal"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
         ({"tools": {}}, "tools", "expected `array | null`"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
+        ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens", ">= -1"),
+        ({"thinking_token_budget": 5, "reasoning_budget_tokens": -1}, "reasoning_budget_tokens", "differ"),
     ],
 )
 def test_a_bad_value_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
@@ -436,6 +471,133 @@ def test_a_bad_value_is_named_with_its_place(fields: dict[str, Any], param: str,
     assert caught.value.param == param
     assert param in str(caught.value)
     assert words in str(caught.value)
+
+
+# --- what the answer must look like
+
+
+ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
+SCHEMA = {"type": "integer"}
+
+
+def schema_spec(strict: bool) -> GrammarSpec:
+    return GrammarSpec("json_schema", '{"type":"integer"}', lenient=not strict)
+
+
+GRAMMARS: list[tuple[dict[str, Any], GrammarSpec | None]] = [
+    ({}, None),
+    ({"response_format": None, "structured_outputs": None, "guided_json": None}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "text"}, "guided_regex": "a"}, GrammarSpec("regex", "a")),
+    ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, schema_spec(False)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+        schema_spec(True),
+    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}}, schema_spec(False)),
+    ({"response_format": {"type": "json_schema", "json_schema": {"description": "d", "schema": SCHEMA}}}, schema_spec(False)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": True}}},
+        GrammarSpec("json_schema", "{}", lenient=True),
+    ),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, schema_spec(False)),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA, "strict": True, "name": "n"}}, schema_spec(True)),
+    (
+        {
+            "response_format": {
+                "type": "structural_tag",
+                "structures": [{"begin": "<a>", "schema": {}, "end": "."}],
+                "triggers": ["<"],
+            }
+        },
+        GrammarSpec("structural_tag", '{"structures":[{"begin":"<a>","schema":{},"end":"."}],"triggers":["<"]}'),
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, schema_spec(False)),
+    ({"structured_outputs": {"json": '{"type": "integer"}', "disable_any_whitespace": False}}, schema_spec(False)),
+    ({"structured_outputs": {"json_object": True, "whitespace_pattern": None}}, ANY_OBJECT),
+    ({"structured_outputs": {"json_object": False, "regex": "a+", "disable_fallback": True}}, GrammarSpec("regex", "a+")),
+    ({"structured_outputs": {"choice": ["a", "b"]}}, GrammarSpec("choice", '["a","b"]')),
+    ({"structured_outputs": {"grammar": "root ::= [0-9]"}}, GrammarSpec("lark", "root ::= [0-9]")),
+    ({"structured_outputs": {"structural_tag": '{"triggers": []}'}}, GrammarSpec("structural_tag", '{"triggers":[]}')),
+    ({"guided_json": SCHEMA}, schema_spec(False)),
+    ({"guided_json": '{"type":"integer"}', "guided_decoding_backend": "any"}, schema_spec(False)),
+    ({"guided_json": {}}, GrammarSpec("json_schema", "{}", lenient=True)),
+    ({"guided_regex": "[0-9]+"}, GrammarSpec("regex", "[0-9]+")),
+    ({"guided_choice": ["yes", "no"]}, GrammarSpec("choice", '["yes","no"]')),
+    ({"guided_grammar": 'start: "a"'}, GrammarSpec("lark", 'start: "a"')),
+    ({"json_schema": SCHEMA}, schema_spec(False)),
+    ({"grammar": 'root ::= "a"'}, GrammarSpec("lark", 'root ::= "a"')),
+]
+
+
+@pytest.mark.parametrize(("fields", "spec"), GRAMMARS)
+def test_the_shape_of_an_answer_can_be_asked_for_in_many_words(fields: dict[str, Any], spec: GrammarSpec | None) -> None:
+    assert asked(**fields).generation.grammar == spec
+    assert completions.translate({"prompt": "a", **fields}).generation.grammar == spec
+    assert asked(**fields).ignored == ()
+
+
+BAD_GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "xml"}}, "response_format.type", "known are text, json_object, json_schema"),
+    ({"response_format": {}}, "response_format.type", "is required"),
+    ({"response_format": "json"}, "response_format", "expected `object | null`"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        "response_format.json_schema.schema",
+        "is required",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format.json_schema.schema",
+        "got `array`",
+    ),
+    ({"response_format": {"type": "json_schema", "schema": False}}, "response_format.schema", "no answer fits"),
+    ({"response_format": {"type": "structural_tag"}}, "response_format", "needs structures and triggers"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"not": {}}}, "strict": True}}},
+        "response_format.json_schema.schema.items",
+        "not can not be enforced; leave it out or set strict to false",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "needs one of json, json_object, regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "structured_outputs.regex and"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "length >= 1"),
+    ({"structured_outputs": {"xml": 1}}, "structured_outputs", "unknown field `xml`"),
+    (
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern",
+        "expected `null`",
+    ),
+    (
+        {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+        "structured_outputs.disable_any_whitespace",
+        "not supp",
+    ),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": 5}, "guided_json", "got `int`"),
+    ({"guided_json": {"type": "objekt"}}, "guided_json.type", "not a valid JSON Schema"),
+    ({"guided_choice": []}, "guided_choice", "length >= 1"),
+    ({"guided_choice": ["a", 1]}, "guided_choice[1]", "got `int`"),
+    ({"guided_choice": ["a", "a"]}, "guided_choice", "twice"),
+    ({"guided_grammar": ""}, "guided_grammar", "length >= 1"),
+    ({"json_schema": {"$ref": "http://x.org"}}, "json_schema", "leads out of the schema"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex and guided_choice can not both"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "structured_outputs",
+        "response_format and",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), BAD_GRAMMARS)
+def test_a_shape_that_can_not_be_had_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
+    for ask in (asked, lambda **given: completions.translate({"prompt": "a", **given})):
+        with pytest.raises(InvalidRequest) as caught:
+            ask(**fields)
+        assert caught.value.param == param
+        assert words in str(caught.value)
 
 
 # --- messages

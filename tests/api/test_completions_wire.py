@@ -22,7 +22,7 @@ USAGE = Usage(2, 4, cached_tokens=1, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"id":"cmpl-7","object":"text_completion","created":1,"model":"m","system_fingerprint":"f","choices":'
 TIMINGS = (
     '"timings":{"cache_n":1,"prompt_n":1,"prompt_ms":500.0,"prompt_per_second":2.0,'
-    '"predicted_n":4,"predicted_ms":250.0,"predicted_per_second":16.0,"queue_ms":0.0}'
+    '"predicted_n":4,"predicted_ms":250.0,"predicted_per_second":12.0,"queue_ms":0.0}'
 )
 DONE = "data: [DONE]"
 
@@ -204,6 +204,14 @@ def test_streamed_is_whole(data: st.DataObject, prompts: int, n: int, logprobs: 
             assert choice["text"][offset:].startswith(token)
 
 
+def test_a_choice_says_whether_it_fits_its_schema() -> None:
+    calls: Calls = [(0, [Text("{}"), Finish("stop", usage=USAGE, schema_errors=("$: wrong",))])]
+    last = chunks(streamed(asked(), calls))[-1]["choices"][0]
+
+    assert last["schema_validation"] == {"valid": False, "errors": ["$: wrong"]}
+    assert whole(asked(), calls)["choices"][0]["schema_validation"] == last["schema_validation"]
+
+
 # --- parameters
 
 
@@ -243,7 +251,10 @@ def test_the_other_fields_act() -> None:
     assert not generation.split_thinking
 
 
-@pytest.mark.parametrize(("name", "value"), [("suffix", "x"), ("best_of", 3), ("guided_json", {}), ("dry_multiplier", 1)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("suffix", "x"), ("best_of", 3), ("dry_multiplier", 1), ("thinking_token_budget", 5), ("reasoning_budget_tokens", 0)],
+)
 def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(UnsupportedParameter, match=name) as caught:
         asked(**{name: value})
@@ -251,7 +262,8 @@ def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_harmless_fields_are_accepted_and_unknown_ones_told() -> None:
-    assert asked(user="me", suffix="", best_of=1, messages=[], zebra=1).ignored == ("messages", "zebra")
+    harmless = {"user": "me", "suffix": "", "best_of": 1, "reasoning_budget_tokens": -1, "thinking_token_budget": None}
+    assert asked(**harmless, messages=[], zebra=1).ignored == ("messages", "zebra")
 
 
 @pytest.mark.parametrize(

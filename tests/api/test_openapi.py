@@ -87,7 +87,17 @@ def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
         ({"max_tokens": 0}, False),
         ({"best_of": 2}, False),
         ({"best_of": True}, False),
-        ({"response_format": {"type": "json_object"}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}, "strict": True}}}, True),
+        ({"response_format": {"type": "json_object"}, "guided_json": None, "thinking_token_budget": 0}, True),
+        ({"structured_outputs": {"choice": ["a"], "disable_any_whitespace": False}, "reasoning_budget_tokens": -1}, True),
+        ({"guided_json": "{}"}, True),
+        ({"response_format": {"type": "xml"}}, False),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, False),
+        ({"json_schema": False}, False),
+        ({"structured_outputs": {"xml": 1}}, False),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, False),
+        ({"guided_choice": []}, False),
+        ({"thinking_token_budget": -1}, False),
         ({"tools": 5, "tool_choice": "none"}, False),
     ],
 )
@@ -103,6 +113,8 @@ def test_the_chat_schema_and_the_translator_agree(fields: dict[str, Any], accept
         ({"logprobs": 5, "echo": True, "max_tokens": 0}, True),
         ({"logprobs": 6}, False),
         ({"suffix": "x"}, False),
+        ({"guided_regex": "a+", "reasoning_budget_tokens": -1}, True),
+        ({"thinking_token_budget": 5}, False),
     ],
 )
 def test_the_completions_schema_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:
@@ -126,10 +138,11 @@ def _agree(translate: Any, name: str, body: dict[str, Any], accepted: bool) -> N
     ],
 )
 def test_replies_are_as_described(translate: Any, body: dict[str, Any], name: str) -> None:
-    reply = translate(body).reply(Heading("1", 1, "m", "f"))
-    reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1))])
+    for errors in (None, (), ("$: wrong",)):
+        reply = translate(body).reply(Heading("1", 1, "m", "f"))
+        reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1), schema_errors=errors)])
 
-    _validator(name).validate(reply.whole())
+        _validator(name).validate(json.loads(json.dumps(reply.whole())))
 
 
 def test_tokenize_needs_one_of_its_three_texts() -> None:

@@ -142,7 +142,7 @@ def test_a_conversation_goes_on_from_an_answer_begun(client: openai.OpenAI) -> N
         ({"messages": [{"role": "user", "content": "long " * 3000}]}, openai.BadRequestError, "your messages resulted in"),
         ({"messages": []}, openai.BadRequestError, "messages"),
         ({"messages": [{"role": "system", "content": "no user here"}]}, openai.BadRequestError, "template"),
-        ({"extra_body": {"guided_json": {"type": "object"}}}, openai.BadRequestError, "guided_json"),
+        ({"extra_body": {"draft_model": "tiny"}}, openai.BadRequestError, "draft_model"),
         ({"logit_bias": {"99999": 1}}, openai.BadRequestError, "logit_bias"),
     ],
 )

@@ -5,6 +5,7 @@ A wire gives `translate` (JSON → Asked); everything between that and the bytes
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ from weft.api.status import Status, json_response
 from weft.config import ServerConfig
 from weft.log import request_line
 from weft.service import Answer, Service
+
+LARGE_BODY = 1 << 16  # bytes
 
 Translate = Callable[[dict[str, Any]], Asked]
 
@@ -62,7 +65,9 @@ def _generating(path: str, wire: str, translate: Translate, service: Service, co
         visit = Visit(request, wire, service)
         try:
             body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
-            asked = translate(body)
+            # A large schema takes its time; streams are not to wait for it.
+            large = int(request.headers.get("content-length") or 0) > LARGE_BODY
+            asked = await asyncio.to_thread(translate, body) if large else translate(body)
             served = service.find(asked.generation.model)
             heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service))
             reply = asked.reply(heading)

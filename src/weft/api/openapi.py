@@ -66,7 +66,7 @@ def _get(summary: str, reply: str | None, unready: str = "Error", *, path_id: bo
 
 
 def _post(summary: str, reply: str, request: str | None, *, streams: bool = False, path_id: bool = False) -> Schema:
-    events = {"text/event-stream": {"schema": {"type": "string"}}} if streams else {}
+    events: Schema = {"text/event-stream": {"schema": {}}} if streams else {}
     body = {"requestBody": {"required": True, "content": _json(request)}} if request else {}
     return {"post": {"summary": summary, **body, "responses": _responses(_json(reply) | events), **_parameters(path_id)}}
 
@@ -92,10 +92,10 @@ def _ref(name: str) -> Schema:
 def _request_schemas() -> Schema:
     kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    not_yet = {name: {"enum": [*harmless, None], "description": "Not done yet."} for name, harmless in NOT_YET.items()}
+    not_yet = {name: {"enum": [*harmless, None], "description": "Not done here."} for name, harmless in NOT_YET.items()}
     harmless: Schema = {name: {"description": "Accepted; does not change the answer."} for name in sorted(HARMLESS)}
     for name in ("ChatRequest", "CompletionRequest"):
-        schemas[name]["properties"] |= not_yet | harmless
+        schemas[name]["properties"] = not_yet | harmless | schemas[name]["properties"]  # Chat does what Completions refuses
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
     lists = [{"type": "array", "items": items, "minItems": 1} for items in ({"type": "string"}, ids)]
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [{"type": "string"}, ids, *lists]}
@@ -116,6 +116,8 @@ def _reply_schemas() -> Schema:
     timing_numbers = ("prompt_ms", "predicted_ms", "queue_ms", "prompt_per_second", "predicted_per_second")
     chat_choice = _object(index=count, message=message, logprobs=maybe_object, **end)
     choice = _object(index=count, text=text, logprobs=maybe_object, **end)
+    for one in (chat_choice, choice):  # where a schema was asked for without strict
+        one["properties"]["schema_validation"] = _object(valid={"type": "boolean"}, errors=_list(text))
     return {
         "Error": _object(error=_object(message=text, type=text, param=maybe_text, code=maybe_text)),
         "ChatCompletion": _object(**heading, object={"const": "chat.completion"}, choices=_list(chat_choice), **footing),

@@ -48,14 +48,15 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
 
     notices = [report.warning] if report.warning else []
     name = asked.model
+    settings = {"exact": asked.exact, "max_rows": asked.max_rows, "cache_bytes": asked.cache_bytes}
     try:
-        engine, loaded = bring_up(name, report, progress, exact=asked.exact, max_rows=asked.max_rows)
+        engine, loaded = bring_up(name, report, progress, **settings)
     except ModelError as error:
         if not asked.fallback:
             raise
         notices.append(f"{name} could not be had, so {asked.fallback} is served instead: {error}")
         name = asked.fallback
-        engine, loaded = bring_up(name, report, progress, exact=asked.exact, max_rows=asked.max_rows)
+        engine, loaded = bring_up(name, report, progress, **settings)
     ready = Ready(
         model=name,
         folder=str(loaded.folder),
@@ -66,8 +67,10 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
         memory=memory_in_use(engine),
         notice="; ".join(notices) or None,
     )
-    channel.send(ready)
     compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+    channel.send(Loading("reading the vocabulary"))
+    assert compiler.tokenizer  # built now: it holds the interpreter, and streams would feel it
+    channel.send(ready)
     Host(engine, compiler, channel, time.monotonic).run()
 
 
@@ -78,6 +81,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fallback")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--max-rows", type=int)
+    parser.add_argument("--cache-bytes", type=int, default=0)
     return parser.parse_args()
 
 

@@ -27,6 +27,7 @@ def bring_up(
     *,
     exact: bool = False,
     max_rows: int | None = None,
+    cache_bytes: int = 0,
     config: EngineConfig | None = None,
 ) -> tuple[Engine, LoadedModel]:
     """Everything from a name to an engine. Raises ModelError."""
@@ -35,6 +36,7 @@ def bring_up(
     loaded = load(folder, progress=progress)
     if config is None:
         config = EngineConfig.for_device(device, exact=exact, row_invariant=blas.skinny)
+        config = replace(config, cache_bytes=cache_bytes)
         if max_rows is not None:
             config = replace(config, max_rows=max_rows, width=config.width and max_rows)
     return Engine(Adapter(loaded), config), loaded

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from weft.cache.prefix import Node, PrefixTree, chunks_of
 from weft.config import EngineConfig
 from weft.engine.plan import Row
 from weft.engine.runner import Runner, Step
@@ -33,6 +34,7 @@ class Engine:
         self.scheduler = Scheduler(config)
         self.runner = Runner(adapter, config, clock)
         self.pending: Step | None = None
+        self.prefixes = PrefixTree(config.cache_bytes) if config.cache_bytes and adapter.can_be_saved else None
         self.masks = Masks(adapter.vocab_size)
         self.limits = Limits(adapter.vocab_size, adapter.context_length)
         self.events: deque[TokenEvent] = deque()
@@ -49,6 +51,7 @@ class Engine:
         samplings: tuple[Sampling, ...],
         numbers: tuple[int, ...],
         constraint: Constraint | None = None,
+        boundaries: tuple[int, ...] = (),
     ) -> list[Sequence]:
         """The same, for several answers to one prompt, which is computed once."""
         now = self.clock()
@@ -60,6 +63,7 @@ class Engine:
                 stops |= self.adapter.eos_token_ids
             sequence = Sequence(number, prompt, sampling, max_tokens=room, stop_ids=stops)
             sequence.timings.submitted = now
+            sequence.boundaries = tuple(sorted(place for place in boundaries if 0 < place < len(prompt) - 1))
             if constraint is not None:
                 sequence.constraint = constraint.fork()
                 sequence.constraint.limit_to(room)
@@ -105,6 +109,7 @@ class Engine:
         """Start this step, settle the last one while it runs."""
         started = self.clock()
         self._release_finished()
+        self._share()
         plan = self.scheduler.plan(started)
         step = self.runner.forward(plan, self.pending)
         last, self.pending = self.pending, step
@@ -120,6 +125,7 @@ class Engine:
     def plain_turn(self) -> None:
         """The same verbs without overlap."""
         self._release_finished()
+        self._share()
         plan = self.scheduler.plan(self.clock())
         step = self.runner.forward(plan, None)
         if step is not None:
@@ -129,20 +135,31 @@ class Engine:
             self.prefill(plan.chunk, plan.slice_seconds)
 
     def prefill(self, row: Row, seconds: float | None) -> None:
-        """Work on a prompt; when it is in memory its forks get copies."""
+        """Work on a prompt; a chunk that is done can be stood on by others."""
         if not self.runner.prefill(row, seconds):
             return
-        sequence = row.sequence
-        if sequence.is_prefilled:
-            for fork in sequence.forks:
-                self.runner.fork(sequence, fork)
+        self._enter(row)
+        self.scheduler.chunk_done()
+        self._told_prompt(row.sequence)
+
+    def _told_prompt(self, sequence: Sequence) -> None:
+        """Say how far a prompt is; when it is in memory its forks go on from there."""
         asked = sequence.is_prefilled and sequence.sampling.prompt_logprobs is not None
         logprobs = tuple(sequence.prompt_logprobs) if asked else None
         self.prompt_events.append(PromptEvent(sequence.id, sequence.num_computed, logprobs))
-        finished = [sequence, *sequence.forks] if sequence.is_prefilled else []
-        self.scheduler.chunk_done()
-        for one in finished:
-            self._finish_empty(one)
+        if sequence.is_prefilled:
+            forks = self.scheduler.release_forks(sequence)
+            for fork in forks:
+                self._fork(sequence, fork)
+            for one in (sequence, *forks):
+                self._finish_empty(one)
+
+    def _fork(self, leader: Sequence, fork: Sequence) -> None:
+        if leader.trunk is None:
+            self.runner.fork(leader, fork)
+        else:
+            self._stand_on(fork, leader.trunk)
+            fork.num_cached = fork.num_computed
 
     def choose(self, step: Step) -> None:
         """Start the choice of a step's tokens. The last ones are settled, so every row knows what it may take."""
@@ -150,6 +167,63 @@ class Engine:
         for row, why in errors.items():
             self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
         self.runner.choose(step, allowed)
+
+    def _share(self) -> None:
+        """Let prompts stand on what others have computed meanwhile; of those that need the same chunk one computes it."""
+        if self.prefixes is None:
+            return
+        self.scheduler.admit(self.clock())
+        for sequence in self.scheduler.prompts:
+            self._match(sequence)
+        for sequence in self.scheduler.drop_prefilled():
+            self._told_prompt(sequence)
+        if self.scheduler.prompts and not self.runner.has_caches(first := self.scheduler.prompts[0]):
+            for other in self.scheduler.prompts:
+                if self.runner.has_caches(other) and self._next_chunk(other) == self._next_chunk(first):
+                    self.scheduler.put_first(other)
+                    break
+
+    def _match(self, sequence: Sequence) -> None:
+        assert self.prefixes is not None
+        if sequence.trunk is None:
+            sequence.trunk = self.prefixes.root
+            self.prefixes.pin(sequence.trunk)
+        if sequence.sampling.prompt_logprobs is not None or (sequence.memory is not None and sequence.memory.chunk is not None):
+            return  # it must read every token itself, or is in the middle of a chunk
+        chunks = chunks_of(sequence.prompt, sequence.num_computed, self.scheduler.chunk_ends(sequence))
+        found = self.prefixes.match(chunks, sequence.trunk)
+        if found is not sequence.trunk:
+            sequence.num_cached += found.length - sequence.trunk.length
+            self._stand_on(sequence, found)
+            self.runner.forget(sequence)
+
+    def _next_chunk(self, sequence: Sequence) -> tuple[int, tuple[int, ...]]:
+        """What it needs next: where it stands, and the tokens."""
+        end = next(self.scheduler.chunk_ends(sequence))
+        return id(sequence.trunk), tuple(sequence.prompt[sequence.num_computed : end])
+
+    def _enter(self, row: Row) -> None:
+        """A chunk was computed: others may stand on it from now on."""
+        if self.prefixes is None:
+            return
+        sequence = row.sequence
+        tokens = tuple(sequence.prompt[row.start : row.start + row.count])
+        node = self.prefixes.enter(sequence.trunk, tokens, *self.runner.save(row))
+        node.keep = node.keep or node.length in sequence.boundaries
+        if sequence.is_prefilled:  # what comes next goes on from here, or parts from it within the last chunk
+            node.keep = node.parent.keep = True  # type: ignore[union-attr]
+        self._stand_on(sequence, node)
+
+    def _stand_on(self, sequence: Sequence, node: Node) -> None:
+        assert self.prefixes is not None
+        self.prefixes.pin(node)
+        self._step_off(sequence)
+        sequence.trunk, sequence.num_computed = node, node.length
+
+    def _step_off(self, sequence: Sequence) -> None:
+        if self.prefixes is not None and sequence.trunk is not None:
+            trunk, sequence.trunk = sequence.trunk, None
+            self.prefixes.unpin(trunk)
 
     def settle(self, step: Step) -> None:
         """Read a step's tokens: append, finish, tell."""
@@ -201,6 +275,9 @@ class Engine:
     ) -> None:
         sequence.finish, sequence.error = reason, error
         sequence.timings.finished = self.clock()
+        sequence.timings.cached_tokens = sequence.num_cached
+        if sequence.has_gone:  # else a fork inherits what it stands on
+            self._step_off(sequence)
         told = told if token is not None else None
         self.events.append(TokenEvent(sequence.id, token, told, reason, error, sequence.stop, sequence.timings))
 
@@ -212,3 +289,4 @@ class Engine:
     def _release_finished(self) -> None:
         for sequence in self.scheduler.drop_finished():
             self.runner.release(sequence)
+            self._step_off(sequence)

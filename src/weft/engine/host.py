@@ -82,7 +82,7 @@ class Host:
             elif self.clock() - waiting.since > MAX_COMPILE_SECONDS:
                 self.compiling.remove(waiting)
                 message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
-                self._refuse(waiting.submit, GrammarRejected(message, "response_format"))
+                self._refuse(waiting.submit, GrammarRejected(message))
 
     def tell(self) -> None:
         """Send what happened, and how many rows there are when that changed."""
@@ -114,13 +114,15 @@ class Host:
             self._refuse(waiting.submit, error)
         except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
             log.exception("compiling a constraint failed")
-            self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}", "response_format"))
+            self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
         else:
             self._submit(waiting.submit, constraint)
 
     def _submit(self, message: Submit, constraint: Constraint | None) -> None:
         try:
-            sequences = self.engine.submit_forks(message.prompt, message.samplings, message.numbers, constraint)
+            sequences = self.engine.submit_forks(
+                message.prompt, message.samplings, message.numbers, constraint, message.boundaries
+            )
         except RequestError as error:  # the front checks the same; should it ever differ, this request alone is told
             self._refuse(message, error)
             return
@@ -147,6 +149,7 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
     return {
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
+        "prefixes": engine.prefixes.held_bytes if engine.prefixes is not None else 0,
         "active": mx.get_active_memory(),
         "reusable": mx.get_cache_memory(),
         "peak": mx.get_peak_memory(),

@@ -21,7 +21,7 @@ from weft.config import EngineConfig
 from weft.engine.plan import Plan, Row
 from weft.engine.sampler import Choice, Logprobs, choose, logprobs_of
 from weft.engine.sequence import Sequence
-from weft.model.adapter import Adapter, Chunk, LayerCaches
+from weft.model.adapter import Adapter, Chunk, LayerCaches, Saved
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Runner:
         """
         memory = _memory(row.sequence)
         if memory.own is None:
-            memory.own = self.adapter.new_caches(len(row.sequence.prompt))
+            memory.own = self._caches(row.sequence)
         chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
         if seconds is None:
             chunk.finish()
@@ -130,6 +130,28 @@ class Runner:
         memory.chunk = memory.logprobs = None
         row.sequence.num_computed += row.count
         return True
+
+    def _caches(self, sequence: Sequence) -> LayerCaches:
+        """Caches of its own for a sequence, filled with what it stands on."""
+        if sequence.trunk is None:
+            return self.adapter.new_caches(len(sequence.prompt))
+        blocks = [node.block for node in sequence.trunk.path()]
+        return self.adapter.restore(blocks, sequence.trunk.checkpoint, len(sequence.prompt))
+
+    def save(self, row: Row) -> tuple[Saved, Saved]:
+        """A chunk that was just computed: its keys and values, and the other layers' states at its end."""
+        own = _memory(row.sequence).own
+        assert own is not None
+        return self.adapter.save_block(own, row.start, row.start + row.count), self.adapter.save_checkpoint(own)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its own caches are behind what it stands on now; they are made anew when they are needed."""
+        _memory(sequence).own = None
+
+    @staticmethod
+    def has_caches(sequence: Sequence) -> bool:
+        """Whether a sequence can go on where it is without restoring anything."""
+        return sequence.memory is not None and _memory(sequence).own is not None
 
     def _start_chunk(self, row: Row, memory: Memory) -> Chunk:
         assert memory.own is not None
@@ -162,7 +184,7 @@ class Runner:
     def _seat(self, sequence: Sequence, coming: tuple[int, ...]) -> None:
         memory = _memory(sequence)
         if memory.own is None and memory.state.slab is None:
-            memory.own = self.adapter.new_caches(len(sequence.prompt))  # a prompt of one token
+            memory.own = self._caches(sequence)  # a prompt of one token, or one that others computed
         if memory.own is None or self.adapter.way == "alone":
             return
         contents = self.adapter.contents(memory.own)

@@ -7,7 +7,7 @@ step together; one prompt chunk at a time runs beside them, prompts taking turns
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from weft.config import EngineConfig
 from weft.engine.plan import Plan, Row
@@ -55,7 +55,7 @@ class Scheduler:
 
     def plan(self, now: float) -> Plan:
         """Admit who fits, then say who runs."""
-        self._admit(now)
+        self.admit(now)
         steps = tuple(
             Row(sequence, sequence.num_computed, 1) for sequence in self.running if sequence.is_prefilled and sequence.wants_token
         )
@@ -68,14 +68,18 @@ class Scheduler:
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
 
     def chunk_done(self) -> None:
-        """The planned chunk is in memory: the next prompt has the turn, and a prompt's forks are next in line."""
+        """The planned chunk is in memory: the next prompt has the turn."""
         self.prompts.rotate(-1)
         if self.prompts[-1].is_prefilled:
-            leader = self.prompts.pop()
-            for fork in leader.forks:
-                fork.timings.admitted = leader.timings.admitted
-            self.waiting.extendleft(reversed([fork for fork in leader.forks if not fork.is_finished]))
-            leader.forks = []
+            self.prompts.pop()
+
+    def release_forks(self, leader: Sequence) -> list[Sequence]:
+        """A prompt is in memory: its forks are next in line."""
+        forks, leader.forks = [fork for fork in leader.forks if not fork.is_finished], []
+        for fork in forks:
+            fork.timings.admitted = leader.timings.admitted
+        self.waiting.extendleft(reversed(forks))
+        return forks
 
     def _coming(self) -> tuple[int, ...]:
         """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
@@ -87,7 +91,8 @@ class Scheduler:
             lengths.append(len(sequence.prompt))
         return tuple(lengths)
 
-    def _admit(self, now: float) -> None:
+    def admit(self, now: float) -> None:
+        """Let those who wait in, as far as there are places."""
         while self.waiting and len(self.running) < self.config.max_rows:
             sequence = self.waiting.popleft()
             sequence.timings.admitted = sequence.timings.admitted or now  # a fork has its leader's
@@ -96,13 +101,34 @@ class Scheduler:
                 self.prompts.append(sequence)
 
     def _next_chunk(self) -> Row | None:
-        """Chunk ends are multiples of `chunk_tokens` from the prompt's start, whoever else runs: numbers never depend on load."""
+        """Chunks end at multiples of `chunk_tokens` and at the prompt's own boundaries, whoever else runs."""
         if not self.prompts:
             return None
         sequence = self.prompts[0]
-        start, size = sequence.num_computed, self.config.chunk_tokens
-        end = min((start // size + 1) * size, len(sequence.prompt) - 1)
-        return Row(sequence, start, end - start)
+        return Row(sequence, sequence.num_computed, next(self.chunk_ends(sequence)) - sequence.num_computed)
+
+    def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
+        """Where the chunks of a prompt end, from what is computed on."""
+        size, last, end = self.config.chunk_tokens, len(sequence.prompt) - 1, sequence.num_computed
+        boundaries = iter(place for place in sequence.boundaries if place > end)
+        boundary = next(boundaries, last)
+        while end < last:
+            end = min((end // size + 1) * size, boundary, last)
+            if end == boundary:
+                boundary = next(boundaries, last)
+            yield end
+
+    def put_first(self, sequence: Sequence) -> None:
+        """Give a prompt the turn."""
+        self.prompts.remove(sequence)
+        self.prompts.appendleft(sequence)
+
+    def drop_prefilled(self) -> list[Sequence]:
+        """Let go of prompts that are in memory without another chunk of theirs."""
+        done = [sequence for sequence in self.prompts if sequence.is_prefilled]
+        if done:
+            self.prompts = deque(sequence for sequence in self.prompts if not sequence.is_prefilled)
+        return done
 
 
 def _living(queue: Iterable[Sequence], heirs: dict[int, Sequence]) -> list[Sequence]:

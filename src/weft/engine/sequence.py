@@ -37,6 +37,9 @@ class Sequence:
         self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
         self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
         self.constraint: Constraint | None = None  # what its tokens must be
+        self.boundaries: tuple[int, ...] = ()  # of its prompt, in order: chunks end there
+        self.trunk: Any = None  # the node of the prefix tree it stands on
+        self.num_cached = 0  # tokens of its prompt that it did not compute itself
         self.memory: Any = None  # the runner's: layer states, and the chunk under way
 
     @property
@@ -95,6 +98,7 @@ class Sequence:
         heir, *others = [fork for fork in self.forks if not fork.is_finished]
         heir.forks, self.forks = others, []
         heir.num_computed, heir.memory, self.memory = self.num_computed, self.memory, None
+        heir.trunk, heir.num_cached, self.trunk = self.trunk, self.num_cached, None
         heir.timings.admitted, heir.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
         return heir
 

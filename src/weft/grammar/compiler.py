@@ -24,7 +24,16 @@ from weft.wire import ConstraintSpec, GrammarSpec
 MAX_CACHED = 64
 WORKERS = 4  # so that a slow compile is its owner's trouble alone
 # A line break with its indent, or a blank: what pretty-printed JSON needs. Without a bound a model may go on for ever.
-JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ ]{0,24}|[ ]?)"}
+JSON_OPTIONS = {
+    "whitespace_pattern": r"[ ]|\n[ ]{0,32}",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',  # others could write a key a second time in other letters
+    "json_allow_general_unicode_escapes": False,
+}
+STACK_BYTES = 256 << 20  # llguidance recurses over chains of references; the usual stack ends at a thousand of them
+MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
 
 class Compiler:
@@ -34,7 +43,7 @@ class Compiler:
         self.path = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self._cache: OrderedDict[GrammarSpec, Matcher | GrammarRejected] = OrderedDict()
+        self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and its uses
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS, "compile", initializer=_step_back)
 
@@ -48,7 +57,12 @@ class Compiler:
 
     def start(self, spec: ConstraintSpec) -> Future[Constraint]:
         """Compile in the background."""
-        return self._pool.submit(self.constraint, spec)
+        with self._lock:
+            before = threading.stack_size(STACK_BYTES)
+            try:
+                return self._pool.submit(self.constraint, spec)
+            finally:
+                threading.stack_size(before)
 
     def constraint(self, spec: ConstraintSpec) -> Constraint:
         """A fresh constraint. Raises GrammarRejected."""
@@ -61,10 +75,11 @@ class Compiler:
     def compile(self, spec: GrammarSpec) -> Matcher:
         """A fresh matcher, made or taken from the cache. Raises GrammarRejected, for what was refused before at once."""
         with self._lock:
-            found = self._cache.pop(spec, None)
-        found = found or self._compile(spec)
+            found, uses = self._cache.pop(spec, (None, 0))
+        if found is None or uses >= MAX_USES:
+            found, uses = self._compile(spec), 0
         with self._lock:
-            self._cache[spec] = found
+            self._cache[spec] = found, uses + 1
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
         if isinstance(found, GrammarRejected):
@@ -75,12 +90,13 @@ class Compiler:
         try:
             grammar = _grammar(spec)
         except Exception as error:  # llguidance's converters raise bare ones; whatever they say is about this text alone
-            return GrammarRejected(f"the {spec.kind} can not be read: {error}", "response_format")
-        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits())
+            return GrammarRejected(f"the {spec.kind} can not be read: {error}")
+        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits(spec.kind))
         if why := inner.get_error():
-            return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}", "response_format")
+            return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}")
         matcher = Matcher(inner, self.tokenizer)
-        matcher.fork().mask()  # the first mask is the dearest; a grammar that is too complex shows here
+        if why := _tried(matcher.fork()):
+            return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}")
         return matcher
 
 
@@ -96,7 +112,7 @@ def _grammar(spec: GrammarSpec) -> str:
             texts = json.loads(spec.text)
             if not texts:
                 raise ValueError("it has nothing to choose from")
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
+            return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts))
         case "lark":
             return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
         case "structural_tag":
@@ -120,8 +136,22 @@ def _tags(tag: dict[str, object]) -> str:
     return StructTag.to_grammar(tags, assume_special=False)
 
 
-def _limits() -> LLParserLimits:
-    return LLParserLimits(verbose_errors=False)
+def _limits(kind: str) -> LLParserLimits:
+    """Measured on two Zen 4 cores: with these a compile stays below a second, but for what the front counts itself."""
+    rows = 8_000 if kind == "json_schema" else 1_000
+    return LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows)
+
+
+def _tried(matcher: Matcher) -> str:
+    """What goes wrong in the first steps."""
+    for _ in range(8):
+        mask = matcher.mask()
+        if matcher.inner.is_error() or matcher.is_finished:
+            break
+        mask[matcher.tokenizer.eos_token] = False
+        if not mask.any() or not matcher.inner.consume_token(int(mask.argmax())):
+            break
+    return matcher.inner.get_error()
 
 
 def _first_lines(words: str) -> str:

@@ -108,17 +108,18 @@ class Client:
         prompts: Sequence[list[int]],
         samplings: Sequence[tuple[Sampling, ...]],
         constraints: Sequence[ConstraintSpec | None],
+        boundaries: Sequence[tuple[int, ...]],
     ) -> Ticket:
         """Ask for the answers of prompts, several to each; their places are counted through."""
         assert self.sender is not None, "the service asks only engines that are ready"
         ticket = Ticket(self, sum(map(len, samplings)))
-        for prompt, chosen, constraint in zip(prompts, samplings, constraints, strict=True):
+        for prompt, chosen, constraint, places in zip(prompts, samplings, constraints, boundaries, strict=True):
             numbers = tuple(itertools.islice(self._numbers, len(chosen)))
             for number in numbers:
                 ticket.open[number] = len(ticket.open)
                 self.live[number] = ticket
             ticket.num_judged += constraint is None
-            self.sender.send(Submit(numbers, prompt, chosen, constraint))
+            self.sender.send(Submit(numbers, prompt, chosen, constraint, places))
         return ticket
 
     def cancel(self, numbers: tuple[int, ...]) -> None:

@@ -7,8 +7,10 @@ caches. A way is taken only if its numbers equal the row's own; nothing here is 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -76,6 +78,14 @@ class Chunk:
         self._next = len(self._layers)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """Layer states of one row, copied: contiguous and evaluated, so that nothing else is kept alive by them."""
+
+    layers: list[Any]  # a block: (keys, values) or None; a checkpoint: a cache object or None
+    nbytes: int
+
+
 class Adapter:
     """One loaded model, as the runner uses it."""
 
@@ -105,6 +115,50 @@ class Adapter:
         """Build the forward of a prompt chunk for one row; its logits (1, T, V) are not computed unless they are used."""
         logits = self.model(mx.array([tokens], mx.int32), cache=caches)
         return Chunk([_arrays(cache) for cache in _leaves(caches)]), logits
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether a row's states can be taken out and put back: every layer's memory is of a known kind."""
+        return self.unreadable is None
+
+    def save_block(self, caches: LayerCaches, start: int, end: int) -> Saved:
+        """Keys and values of a row's tokens `start` to `end`."""
+        layers = [_block(cache, start, end) for cache in _leaves(caches)]
+        arrays = [array for pair in layers if pair is not None for array in pair]
+        mx.eval(arrays)  # sync: a lazy slice would keep the whole buffer
+        return Saved(layers, sum(array.nbytes for array in arrays))
+
+    def save_checkpoint(self, caches: LayerCaches) -> Saved:
+        """The states of all layers that have no keys and values for each token."""
+        layers = [None if type(cache) is KVCache else _copied(cache) for cache in _leaves(caches)]
+        arrays = [array for cache in layers if cache is not None for array in _arrays(cache)]
+        mx.eval(arrays)  # sync: see above
+        return Saved(layers, sum(array.nbytes for array in arrays))
+
+    def restore(self, blocks: list[Saved], checkpoint: Saved | None, prompt_tokens: int) -> LayerCaches:
+        """Caches of a row as they were after these blocks."""
+        caches = self.new_caches(prompt_tokens)
+        if not blocks:
+            return caches
+        assert checkpoint is not None
+        fresh = iter(range(len(checkpoint.layers)))
+
+        def fill(cache: Any) -> Any:
+            place = next(fresh)
+            if checkpoint.layers[place] is not None:
+                return copy.deepcopy(checkpoint.layers[place])  # shares the arrays; whoever writes gets his own
+            pairs = [block.layers[place] for block in blocks]
+            if pairs[0] is not None:
+                cache.keys, cache.values = (mx.concatenate(list(planes), axis=2) for planes in zip(*pairs, strict=True))
+                cache.offset = cache.keys.shape[2]
+            return cache
+
+        for index, cache in enumerate(caches):
+            if type(cache) is CacheList:
+                cache.caches = type(cache.caches)(fill(inner) for inner in cache.caches)
+            else:
+                caches[index] = fill(cache)
+        return caches
 
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
         """What one row's own caches hold, layer by layer; None where a layer can not be read."""
@@ -273,6 +327,27 @@ def _leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield from cache.caches
         else:
             yield cache
+
+
+def _block(cache: Any, start: int, end: int) -> tuple[mx.array, mx.array] | None:
+    if type(cache) is not KVCache or cache.keys is None:
+        return None
+    return _own(cache.keys[..., start:end, :]), _own(cache.values[..., start:end, :])
+
+
+def _copied(cache: Any) -> Any:
+    """A cache of its own, down to the arrays."""
+    other = copy.copy(cache)
+    if type(cache) is ArraysCache:
+        other.cache = [None if array is None else _own(array) for array in cache.cache]
+    elif cache.keys is not None:
+        other.keys, other.values = _own(cache.keys), _own(cache.values)
+    return other
+
+
+def _own(array: mx.array) -> mx.array:
+    """The same numbers in a buffer of their own; `contiguous` would leave a slice that is contiguous where it is."""
+    return mx.where(mx.array(True), array, array)
 
 
 def _arrays(cache: Any) -> list[mx.array]:

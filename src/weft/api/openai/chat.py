@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from weft.api.openai.common import OpenAIReply, Shape, joined, logprob_of, sampling_of, stops_of, tokens_of
+from weft.api.openai.common import OpenAIReply, Shape, grammar_of, joined, logprob_of, sampling_of, stops_of, tokens_of
 from weft.api.openai.schema import ChatMessage, ChatRequest, understood
 from weft.api.reply import Asked
 from weft.chat.conversation import Conversation, Generation, Message, Reasoning, Text, Token, ToolCall
@@ -32,6 +32,9 @@ def translate(body: dict[str, Any]) -> Asked:
         sampling=sampling_of(request, request.max_completion_tokens or request.max_tokens, logprobs),
         n=request.n or 1,
         stops=stops_of(request),
+        grammar=grammar_of(request),
+        thinking_budget=_thinking_budget(request),
+        effort=request.reasoning_effort,
         skip_special_tokens=request.skip_special_tokens is not False,
     )
     shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
@@ -76,13 +79,20 @@ def _conversation(request: ChatRequest) -> Conversation:
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
-    effort = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
     return Conversation(
         messages=messages_of(request.messages),
-        template_kwargs=effort | (request.chat_template_kwargs or {}),
+        template_kwargs=request.chat_template_kwargs or {},
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
     )
+
+
+def _thinking_budget(request: ChatRequest) -> int | None:
+    budgets = {request.thinking_token_budget, request.reasoning_budget_tokens} - {None}
+    if len(budgets) > 1:
+        message = "thinking_token_budget and reasoning_budget_tokens mean the same and differ; send one of them"
+        raise InvalidRequest(message, "reasoning_budget_tokens")
+    return next(iter(budgets - {-1}), None)
 
 
 def _message(message: ChatMessage, path: str) -> Message:

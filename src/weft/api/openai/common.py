@@ -1,4 +1,4 @@
-"""What OpenAI's two older wires share: sampling fields, event-stream frames, usage and timings.
+"""What OpenAI's two older wires share: sampling fields, the shape of answers, event-stream frames, usage and timings.
 
 A wire adds what one of its choices looks like. Streamed and whole replies are made by the same few functions, so that they
 agree. Knows no tokens beyond those the deltas show; used by `chat` and `completions`.
@@ -6,19 +6,20 @@ agree. Knows no tokens beyond those the deltas show; used by `chat` and `complet
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, ClassVar
 
 import msgspec
 
-from weft.api.openai.schema import CommonRequest
+from weft.api.openai.schema import CommonRequest, NamedSchema, ResponseFormat, StructuredOutputs
 from weft.api.problems import openai_body
 from weft.api.reply import Heading
+from weft.chat import constraints
 from weft.chat.conversation import Delta, Finish, Reasoning, Text, Token, Usage
-from weft.errors import WeftError
-from weft.wire import Sampling
+from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
+from weft.wire import GrammarSpec, Sampling
 
 SAME_NAMED = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]
 DONE = b"data: [DONE]\n\n"
@@ -40,6 +41,11 @@ def sampling_of(request: CommonRequest, max_tokens: int | None, logprobs: int | 
 def stops_of(request: CommonRequest) -> tuple[str, ...]:
     """The stop strings, one or several."""
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+
+
+def grammar_of(request: CommonRequest) -> GrammarSpec | None:
+    """What the answer must look like, in whichever of its many words. Raises InvalidRequest where it is said twice."""
+    return _only_one(request, MAKERS, "")
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ class OpenAIReply:
         }
 
     def _timings(self) -> dict[str, Any]:
-        """The same with times. Choices run side by side, so the longest stands for all."""
+        """The same with times. Choices run side by side, so the longest stands for all; first tokens belong to the prompt."""
         usage, usages = self._usage(), self._usages()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         prompt, predicted = usage["prompt_tokens"] - cached, usage["completion_tokens"]
@@ -185,7 +191,7 @@ class OpenAIReply:
             "prompt_per_second": round(prompt / prompt_seconds, 3) if prompt_seconds else 0.0,
             "predicted_n": predicted,
             "predicted_ms": round(predicted_seconds * 1000, 3),
-            "predicted_per_second": round(predicted / predicted_seconds, 3) if predicted_seconds else 0.0,
+            "predicted_per_second": round((predicted - len(usages)) / predicted_seconds, 3) if predicted_seconds else 0.0,
             "queue_ms": round(max(one.queue_seconds for one in usages) * 1000, 3),
         }
 
@@ -194,7 +200,10 @@ class OpenAIReply:
 
 
 def _end(finish: Finish) -> dict[str, Any]:
-    return {"finish_reason": finish.reason, "stop_reason": finish.stop}
+    end: dict[str, Any] = {"finish_reason": finish.reason, "stop_reason": finish.stop}
+    if finish.schema_errors is not None:
+        end["schema_validation"] = {"valid": not finish.schema_errors, "errors": finish.schema_errors}
+    return end
 
 
 def joined(run: Sequence[Text | Reasoning]) -> str:
@@ -218,3 +227,68 @@ def encoded(value: Any) -> bytes:
     if data.isascii():
         return data
     return data.replace(b"\xe2\x80\xa8", b"\\u2028").replace(b"\xe2\x80\xa9", b"\\u2029").replace(b"\xc2\x85", b"\\u0085")
+
+
+def _only_one(asked: CommonRequest | StructuredOutputs, makers: Mapping[str, Maker], place: str) -> GrammarSpec | None:
+    given = {name: getattr(asked, name) for name in makers}
+    specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}
+    names = [name for name, spec in specs.items() if spec is not None]
+    if len(names) > 1:
+        raise InvalidRequest(f"{names[0]} and {names[1]} can not both be honoured; send one of them", names[1])
+    return specs[names[0]] if names else None
+
+
+def _response_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
+    match form:
+        case ResponseFormat(type="text"):
+            return None
+        case ResponseFormat(type="structural_tag", structures=list(), triggers=list()):
+            return constraints.structural_tag({"structures": form.structures, "triggers": form.triggers}, place)
+        case ResponseFormat(type="structural_tag"):
+            raise InvalidRequest(f"{place} needs structures and triggers", place)
+        case ResponseFormat(json_schema=NamedSchema(schema=schema, strict=strict)):
+            return constraints.json_schema(schema, bool(strict), f"{place}.json_schema.schema")
+        case ResponseFormat(schema=None, type="json_object"):
+            return _json_object(True, place)
+        case ResponseFormat(schema=None):
+            raise InvalidRequest(f"{place}.json_schema is required", f"{place}.json_schema")
+    return constraints.json_schema(form.schema, bool(form.strict), f"{place}.schema")
+
+
+def _structured_output(asked: StructuredOutputs, place: str) -> GrammarSpec:
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        if getattr(asked, name):
+            raise UnsupportedParameter(f"{place}.{name} is not supported here; leave it out", f"{place}.{name}")
+    spec = _only_one(asked, OUTPUT_MAKERS, f"{place}.")
+    if spec is None:
+        raise InvalidRequest(f"{place} is empty; it needs one of {', '.join(OUTPUT_MAKERS)}", place)
+    return spec
+
+
+def _json_object(wanted: bool, place: str) -> GrammarSpec | None:  # noqa: ARG001 - all makers alike
+    return GrammarSpec("json_schema", '{"type":"object"}') if wanted else None
+
+
+def _schema(schema: Any, place: str) -> GrammarSpec:
+    return constraints.json_schema(schema, False, place)
+
+
+Maker = Callable[[Any, str], GrammarSpec | None]
+MAKERS: dict[str, Maker] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_output,
+    "guided_json": _schema,
+    "guided_regex": constraints.regex,
+    "guided_choice": constraints.choice,
+    "guided_grammar": constraints.grammar,
+    "json_schema": _schema,
+    "grammar": constraints.grammar,
+}
+OUTPUT_MAKERS: dict[str, Maker] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "regex": constraints.regex,
+    "choice": constraints.choice,
+    "grammar": constraints.grammar,
+    "structural_tag": constraints.structural_tag,
+}

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from weft.api.openai.common import OpenAIReply, Shape, joined, logprob_of, sampling_of, stops_of, tokens_of
+from weft.api.openai.common import OpenAIReply, Shape, grammar_of, joined, logprob_of, sampling_of, stops_of, tokens_of
 from weft.api.openai.schema import MAX_CHOICES, CompletionRequest, understood
 from weft.api.reply import Asked, Heading
 from weft.chat.conversation import Generation, Prompt, Reasoning, Text, Token
@@ -34,6 +34,7 @@ def translate(body: dict[str, Any]) -> Asked:
         stops=stops_of(request),
         echo=bool(request.echo),
         split_thinking=False,
+        grammar=grammar_of(request),
         skip_special_tokens=request.skip_special_tokens is not False,
     )
     shape = Shape.of(request, prompts=len(prompts), logprobs=request.logprobs is not None)

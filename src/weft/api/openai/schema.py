@@ -13,17 +13,21 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from weft.chat.conversation import Role
+from weft.chat.conversation import Effort, Role
 from weft.errors import InvalidRequest, UnsupportedParameter
 
 MAX_CHOICES = 128  # prompts × n of one request
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-StopString = Annotated[str, Meta(min_length=1)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+SomeText = Annotated[str, Meta(min_length=1)]
+Schema = dict[str, Any] | Annotated[bool, Meta(extra_json_schema={"const": True})]
+SchemaOrText = Schema | SomeText
+Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
+Choices = Annotated[list[str], Meta(min_length=1)]
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}})]
 
 
@@ -31,6 +35,41 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """How a stream ends."""
 
     include_usage: bool | None = None
+
+
+class NamedSchema(msgspec.Struct, kw_only=True):
+    """A schema as OpenAI wraps it. Name and description are not shown to the model."""
+
+    schema: Schema
+    strict: bool | None = None
+    name: str | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer must be. A schema stands in `json_schema`, or as some clients send it beside the type."""
+
+    type: FormatType
+    json_schema: NamedSchema | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[SomeText] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to say it: one of the first six."""
+
+    json: SchemaOrText | None = None
+    json_object: bool | None = None
+    regex: SomeText | None = None
+    choice: Choices | None = None
+    grammar: SomeText | None = None
+    structural_tag: dict[str, Any] | SomeText | None = None
+    disable_fallback: bool | None = None  # there is nothing to fall back to
+    disable_any_whitespace: Off | None = None
+    disable_additional_properties: Off | None = None
+    whitespace_pattern: None = None
 
 
 class CommonRequest(msgspec.Struct, kw_only=True):
@@ -49,11 +88,20 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop: SomeText | Annotated[list[SomeText], Meta(max_length=16)] | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # What the answer must look like: at most one of these. The last two are llama.cpp's.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: SomeText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: SomeText | None = None
+    json_schema: Schema | None = None
+    grammar: SomeText | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -93,6 +141,8 @@ class ChatRequest(CommonRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: no limit
     tools: list[dict[str, Any]] | None = None  # not done yet: only with tool_choice "none"
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -126,19 +176,14 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-# Known and not done yet: refused, unless null or one of these values, with which it would not act.
+# Known and not done, or not on this wire: refused, unless null or one of these values, with which it would not act.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "thinking_token_budget": (),
     "reasoning_budget_tokens": (-1,),
+    "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
     "modalities": (["text"],),
     "audio": (),
@@ -158,7 +203,7 @@ HARMLESS = frozenset(
     """
     user metadata store safety_identifier service_tier verbosity parallel_tool_calls
     prompt_cache_key prompt_cache_options prompt_cache_retention cache_salt session_id priority ttl request_id
-    return_progress timings_per_token
+    return_progress timings_per_token guided_decoding_backend
     xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
     """.split()  # noqa: SIM905 - a list literal would fill a page
 )
@@ -172,7 +217,7 @@ def understood(body: dict[str, Any], kind: type[Request]) -> tuple[Request, tupl
     for name, harmless in NOT_YET.items():
         if name in rest and not _is_among(rest[name], harmless):
             values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in harmless)
-            raise UnsupportedParameter(f"{name} is not supported yet; leave it out{values}", name)
+            raise UnsupportedParameter(f"{name} is not supported here; leave it out{values}", name)
     return converted(body, kind), tuple(sorted(rest.keys() - NOT_YET.keys() - HARMLESS))
 
 
@@ -192,9 +237,10 @@ def _explained(error: str) -> InvalidRequest:
     if missing := re.fullmatch("Object missing required field `(.*)`", words):
         param = f"{param}.{missing[1]}".removeprefix(".")
         return InvalidRequest(f"{param} is required", param)
-    choices = {"role": get_args(Role), "reasoning_effort": get_args(Effort)}.get(param.rpartition(".")[2])
-    known = f"; known are {', '.join(choices)}" if choices and words.startswith("Invalid enum") else ""
-    return InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{known}", param)
+    choices = {"role": get_args(Role), "reasoning_effort": get_args(Effort), "response_format.type": get_args(FormatType)}
+    known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
+    hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
+    return InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param)
 
 
 def _is_among(value: Any, harmless: Sequence[Any]) -> bool:

@@ -1,0 +1,141 @@
+"""A hostile grammar costs its owner a refusal, or everybody a bounded moment: in compiling, in masks, in depth of stack.
+
+The limits are CPU seconds of this process, some times what it takes today. What ends the process ends the test run with it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hostile import ATTACKS, Attack
+
+import weft.model
+from weft.chat import constraints
+from weft.errors import InvalidRequest, RowFailed
+from weft.grammar.compiler import Compiler
+from weft.grammar.constraint import Matcher
+from weft.wire import ConstraintSpec, GrammarSpec
+
+VOCABULARY, END = 4096, 4082
+COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))
+PLACE = "structured_outputs"
+COMPILE_SECONDS, MASK_SECONDS = 2.0, 0.2
+TOKENS = 20
+MAX_WORDS = 2_000  # characters of a refusal
+ALL = [pytest.param(attack, id=f"{attack.kind}: {attack.name}") for attack in ATTACKS]
+DEEP = [pytest.param(attack, id=attack.name) for attack in ATTACKS if "deep" in attack.name or "chain" in attack.name]
+
+
+def examined(attack: Attack) -> GrammarSpec:
+    """What the front hands on of a request with this grammar. Raises InvalidRequest."""
+    made = attack.make()
+    match attack.kind:
+        case "json_schema":
+            return constraints.json_schema(made, True, PLACE)
+        case "regex":
+            return constraints.regex(made, PLACE)
+        case "choice":
+            return constraints.choice(made, PLACE)
+        case _:
+            return constraints.grammar(made, PLACE)
+
+
+def compiled(spec: GrammarSpec) -> Matcher:
+    """Compiled where the engine compiles: in a thread of the compiler's, on its stack. Raises InvalidRequest."""
+    matcher = COMPILER.start(ConstraintSpec(spec)).result().matcher
+    assert matcher is not None
+    return matcher
+
+
+def tried(attack: Attack) -> Matcher | InvalidRequest:
+    try:
+        return compiled(examined(attack))
+    except InvalidRequest as refusal:
+        return refusal
+
+
+def take_some(matcher: Matcher) -> float:
+    """Take some random tokens; the longest that one mask or one token took, in CPU seconds. The grammar may give up."""
+    rng, longest = np.random.default_rng(0), 0.0
+    for _ in range(TOKENS):
+        since = time.process_time()
+        mask = matcher.mask()
+        longest = max(longest, time.process_time() - since)
+        mask[END] = False
+        if matcher.is_finished or not mask.any():
+            break
+        since = time.process_time()
+        try:
+            matcher.accept(int(rng.choice(np.flatnonzero(mask))))
+        except RowFailed:
+            break
+        finally:
+            longest = max(longest, time.process_time() - since)
+    return longest
+
+
+@pytest.mark.parametrize("attack", ALL)
+def test_a_hostile_grammar_is_refused_or_compiled_and_matched_within_the_limits(attack: Attack) -> None:
+    since = time.process_time()
+    outcome = tried(attack)
+
+    assert time.process_time() - since < COMPILE_SECONDS
+    if isinstance(outcome, InvalidRequest):
+        assert 10 < len(str(outcome)) < MAX_WORDS
+    else:
+        assert take_some(outcome) < MASK_SECONDS
+
+
+@pytest.mark.parametrize("attack", DEEP)
+def test_depth_does_not_end_an_engine_whose_front_let_it_pass(attack: Attack) -> None:
+    made = attack.make()
+    spec = GrammarSpec(attack.kind, made if isinstance(made, str) else json.dumps(made))
+    future = COMPILER.start(ConstraintSpec(spec))
+
+    refusal = future.exception()
+    assert refusal is None or isinstance(refusal, InvalidRequest)
+
+
+def test_a_grammar_without_a_first_token_is_refused() -> None:
+    for attack in ATTACKS:
+        if attack.name in ("regex that matches nothing", "lark empty language", "lark endless loop of rules"):
+            assert isinstance(tried(attack), InvalidRequest), attack.name
+
+
+def test_a_grammar_that_gives_up_after_its_first_token_is_refused() -> None:
+    for attack in ATTACKS:
+        if attack.name in ("lark 3,000 overlapping terminals", "lark of no finite text", "lark doubled 30 times"):
+            assert isinstance(tried(attack), InvalidRequest), attack.name
+
+
+def test_ten_thousand_choices_are_taken_whole() -> None:
+    matcher = compiled(constraints.choice([f"value {index:05d}" for index in range(10_000)], PLACE))
+
+    for token in COMPILER.tokenizer.tokenize_str("value 09999"):
+        assert matcher.mask()[token]
+        matcher.accept(token)
+    assert matcher.is_finished
+
+
+def test_other_threads_run_while_a_grammar_compiles() -> None:
+    properties = {f"p{index}": {"type": "string", "maxLength": index} for index in range(1_500)}
+    spec = constraints.json_schema({"type": "object", "properties": properties}, True, PLACE)
+    ticks, done = [0], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks[0] += 1
+
+    beside = threading.Thread(target=tick)
+    beside.start()
+    try:
+        compiled(spec)
+    finally:
+        done.set()
+        beside.join()
+    assert ticks[0] >= 10  # the compile takes a fifth of a second; with the interpreter's lock held there would be one

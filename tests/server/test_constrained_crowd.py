@@ -1,0 +1,238 @@
+"""Constraints on a real server, many at once, beside plain and hot requests that come and go: they hold, all of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import jsonschema_rs
+import pytest
+
+from conftest import Server, running
+
+QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
+STORY = "Once upon a time, there was a little dog"
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("smollm2") / "log", "smollm2") as server:
+        yield server
+
+
+def strict(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def marked(marker: str) -> dict[str, Any]:
+    """An object with its own marker and something free beside it."""
+    note = {"type": "string", "maxLength": 30}
+    return {
+        "type": "object",
+        "properties": {"marker": {"const": marker}, "note": note, "ok": {"type": "boolean"}},
+        "required": ["marker", "note", "ok"],
+        "additionalProperties": False,
+    }
+
+
+class Neighbours:
+    """Plain and hot requests that join and leave all the while; what the plain ones say is kept."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.told: set[str] = set()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(heat,)) for heat in (0.0, 0.0, 2.0)]
+
+    def __enter__(self) -> Neighbours:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, temperature: float) -> None:
+        while not self._stop.is_set():
+            reply = plain(self.server, temperature)
+            if temperature == 0.0:
+                self.told.add(reply)
+
+
+def plain(server: Server, temperature: float = 0.0) -> str:
+    body = {"prompt": STORY, "max_tokens": 12, "temperature": temperature, "ignore_eos": True}
+    text: str = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    return text
+
+
+def ask(server: Server, marker: str, number: int) -> str:
+    """One strict request; odd ones stream."""
+    shared = "You write short notes as JSON objects. Each note has a marker, a text and a flag. " * 2
+    body = {
+        "messages": [{"role": "user", "content": f"{shared}Write the note {marker}."}],
+        "response_format": strict(marked(marker)),
+        "temperature": (0.0, 1.0, 1.5)[number % 3],
+        "seed": number,
+        "max_tokens": 90,
+        "stream": bool(number % 2),
+        **QUIET,
+    }
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.status_code == 200, reply.text
+    if not body["stream"]:
+        text: str = reply.json()["choices"][0]["message"]["content"]
+        return text
+    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+    return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+
+
+@pytest.mark.parametrize("count", [8, 15])
+@pytest.mark.parametrize("model", ["tiny-hybrid", "smollm2"])
+def test_strict_answers_in_a_crowd_are_valid_and_carry_their_own_marker(
+    request: pytest.FixtureRequest, model: str, count: int
+) -> None:
+    server: Server = request.getfixturevalue("server" if model == "tiny-hybrid" else "smollm2")
+    alone = plain(server)
+    markers = [f"m-{100 + number}" for number in range(count)]
+    with Neighbours(server) as neighbours, concurrent.futures.ThreadPoolExecutor(count) as pool:
+        answers = list(pool.map(lambda pair: ask(server, pair[1], pair[0]), enumerate(markers)))
+
+    for marker, answer in zip(markers, answers, strict=True):
+        assert jsonschema_rs.is_valid(marked(marker), json.loads(answer)), answer
+        assert not any(other in answer for other in markers if other != marker)
+    assert neighbours.told == {alone}
+
+
+def test_the_shipped_model_says_its_marker_when_only_the_shape_is_given(server: Server) -> None:
+    """Here the schema leaves the number free: the model's own knowledge must survive the constraint."""
+    schema = {
+        "type": "object",
+        "properties": {"marker": {"type": "integer"}},
+        "required": ["marker"],
+        "additionalProperties": False,
+    }
+
+    def number_of(marker: int) -> int:
+        body = {
+            "messages": [{"role": "user", "content": f"Reply with JSON. The marker is {marker}."}],
+            "response_format": strict(schema),
+            "temperature": 0,
+        }
+        answer = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+        return int(json.loads(answer)["marker"])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(number_of, range(1, 9))) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_plain_request_a_third_of_a_second_apart_switches_nothing_off(server: Server, stream: bool) -> None:
+    schema = marked("here")
+    violations = 0
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for turn in range(15):
+            first, second = (_long_plain, _constrained) if turn % 2 else (_constrained, _long_plain)
+            running_first = pool.submit(first, server, stream, turn)
+            time.sleep(0.3)
+            running_second = pool.submit(second, server, stream, turn)
+            results = [running_first.result(), running_second.result()]
+            answer = next(result for result in results if result is not None)
+            violations += not jsonschema_rs.is_valid(schema, json.loads(answer["content"]))
+
+    assert violations == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_budget_a_third_of_a_second_apart_from_a_plain_request_holds(server: Server, stream: bool) -> None:
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for turn in range(15):
+            first, second = (_long_plain, _budgeted) if turn % 2 else (_budgeted, _long_plain)
+            running_first = pool.submit(first, server, stream, turn)
+            time.sleep(0.3)
+            results = [pool.submit(second, server, stream, turn).result(), running_first.result()]
+            thought = next(result for result in results if result is not None)
+
+            assert thought["reasoning_tokens"] <= 6 + 1  # and the marker
+            assert thought["content"]
+
+
+def _long_plain(server: Server, stream: bool, turn: int) -> None:
+    body = {"prompt": STORY, "max_tokens": 60, "temperature": 1.0, "seed": turn, "ignore_eos": True, "stream": stream}
+    server.post("/v1/completions", body)
+
+
+def _constrained(server: Server, stream: bool, turn: int) -> dict[str, Any]:
+    body = {"response_format": strict(marked("here")), "temperature": 1.0, "seed": turn, "max_tokens": 120, **QUIET}
+    return _chat(server, {**body, "messages": [{"role": "user", "content": "Write the note here."}]}, stream)
+
+
+def _budgeted(server: Server, stream: bool, turn: int) -> dict[str, Any]:
+    body = {"thinking_token_budget": 6, "temperature": 0.7, "seed": turn, "max_tokens": 60}
+    return _chat(server, {**body, "messages": [{"role": "user", "content": "Reply with JSON. The marker is 7."}]}, stream)
+
+
+def _chat(server: Server, body: dict[str, Any], stream: bool) -> dict[str, Any]:
+    if not stream:
+        reply = server.post("/v1/chat/completions", body).json()
+        details = reply["usage"]["completion_tokens_details"]
+        return {"content": reply["choices"][0]["message"]["content"], **details}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    lines = server.post("/v1/chat/completions", {**body, **options}).text.split("\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    content = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
+    return {"content": content, **events[-1]["usage"]["completion_tokens_details"]}
+
+
+def test_a_schema_that_can_not_be_had_is_a_400_also_for_a_stream(server: Server) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "response_format": strict({"type": "array", "uniqueItems": True}),
+        "stream": True,
+    }
+    reply = server.post("/v1/chat/completions", body)
+
+    assert reply.status_code == 400
+    assert "uniqueItems" in reply.json()["error"]["message"]
+    server.wait_idle(2)
+
+
+def test_a_hostile_schema_costs_its_neighbour_nothing_it_would_feel(server: Server) -> None:
+    def gaps(tokens: int) -> list[float]:
+        body = {"prompt": STORY, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        times = []
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    times.append(time.monotonic())
+        return sorted(later - earlier for earlier, later in itertools.pairwise(times))
+
+    def p95(values: list[float]) -> float:
+        return values[int(0.95 * len(values))]
+
+    quiet = p95(gaps(150))
+    hostile = {"enum": [f"branch number {number} of many" for number in range(10_000)]}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": strict(hostile), "max_tokens": 3, **QUIET}
+    ended = threading.Event()
+
+    def attack() -> None:
+        while not ended.is_set():
+            hostile["enum"].append(f"one more {time.monotonic_ns()}")  # never the same, so never cached
+            assert server.post("/v1/chat/completions", body).status_code in (200, 400)
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    try:
+        attacked = p95(gaps(150))
+    finally:
+        ended.set()
+        attacker.join()
+
+    assert attacked <= 1.5 * quiet + 0.01, (attacked, quiet)
