@@ -159,6 +159,6 @@ def _first_lines(words: str) -> str:
 
 
 def _step_back() -> None:
-    """Let compiling yield to the engine's own threads."""
+    """Let compiling yield to the engine's own threads: they wait for each other, and one that is held up holds up all."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
