@@ -43,6 +43,15 @@ def test_the_same_prompt_again_computes_one_token(server: Server) -> None:
     assert again["choices"] == first["choices"]
 
 
+def test_an_answer_cut_at_a_stop_string_tells_what_was_cached_too(server: Server) -> None:
+    body = {"prompt": SYSTEM + "Once upon a time", "temperature": 0, "max_tokens": 30, "ignore_eos": True}
+    whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    cut = server.post("/v1/completions", {**body, "stop": [whole[8:12]]}).json()
+
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["prompt_tokens"] - cached(cut) == 1
+
+
 def test_prompts_that_arrive_together_share_their_beginning(server: Server) -> None:
     shared = "A trunk that nobody has asked about before today. " * 20
     bodies = [{"prompt": f"{shared} Number {number}:", "max_tokens": 4, "temperature": 0} for number in range(6)]

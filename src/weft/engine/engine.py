@@ -238,7 +238,7 @@ class Engine:
                 continue
             is_first = sequence.timings.first_token is None
             if is_first:
-                sequence.timings.first_token = self.clock()
+                sequence.timings.first_token, sequence.timings.cached_tokens = self.clock(), sequence.num_cached
             told = logprobs[index].read(tokens[index : index + 1])[0] if index in logprobs else None
             before = len(sequence.output)
             try:
