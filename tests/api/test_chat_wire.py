@@ -379,6 +379,9 @@ REFUSED = {
     "repetition_detection": True,
     "draft_model": "x",
     "logprobs_mode": "raw_logits",
+    "cache_salt": "mine",
+    "return_progress": True,
+    "timings_per_token": True,
 }
 
 

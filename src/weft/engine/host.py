@@ -25,7 +25,7 @@ log = logging.getLogger("weft.engine")
 IDLE_SECONDS = 0.5  # an idle engine shows itself this often
 STATUS_SECONDS = 0.1
 COMPILING_SECONDS = 0.002  # an idle engine looks this often whether a constraint is compiled
-MAX_COMPILE_SECONDS = 5.0
+MAX_COMPILE_SECONDS = 15.0  # what the size limits let through takes a second, and four times that beside eight busy rows
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,9 @@ class Host:
             self.compiling.append(Compiling(message, self.compiler.start(message.constraint), self.clock()))
 
     def _hear_cancel(self, message: Cancel) -> None:
-        self.compiling = [one for one in self.compiling if one.submit.numbers[0] not in message.numbers]
+        for one in [one for one in self.compiling if one.submit.numbers[0] in message.numbers]:
+            one.future.cancel()  # if it has not begun: those behind it need not wait for nobody's compile
+            self.compiling.remove(one)
         for number in message.numbers:
             if (sequence := self.live.get(number)) is not None:
                 self.engine.cancel(sequence)

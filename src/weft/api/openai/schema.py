@@ -196,14 +196,17 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "draft_model": (),
     "logprobs_mode": (),
+    "cache_salt": (),
+    "return_progress": (False,),
+    "timings_per_token": (False,),
 }
 
 # Known, and without effect on the answer: labels, hints, and shades of what is refused above.
 HARMLESS = frozenset(
     """
     user metadata store safety_identifier service_tier verbosity parallel_tool_calls
-    prompt_cache_key prompt_cache_options prompt_cache_retention cache_salt session_id priority ttl request_id
-    return_progress timings_per_token guided_decoding_backend
+    prompt_cache_key prompt_cache_options prompt_cache_retention session_id priority ttl request_id
+    guided_decoding_backend
     xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
     """.split()  # noqa: SIM905 - a list literal would fill a page
 )
