@@ -18,7 +18,7 @@ test: $(READY)  ## set up and run the tests: what CI does
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .
 
-bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 6 minutes on two cores)
+bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 9 minutes on two cores)
 	$(BIN)/python -m bench
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
