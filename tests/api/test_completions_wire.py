@@ -95,6 +95,12 @@ def test_two_prompts_with_two_choices_each_are_four_choices_and_two_prompts() ->
     assert body["usage"]["completion_tokens"] == 4
 
 
+def test_choices_that_end_at_once_do_not_make_the_speed_negative() -> None:
+    ends = [(choice, [Finish("stop", usage=Usage(2, tokens, decode_seconds=0.5))]) for choice, tokens in ((0, 2), (1, 0), (2, 0))]
+
+    assert whole(asked(n=3), ends)["timings"]["predicted_per_second"] == 2.0
+
+
 def test_an_echoed_prompt_has_log_probabilities_from_its_second_token_on() -> None:
     echo = Text("Hé du", (_token("Hé", None), _token(" du", -2.0, ("x", -0.25), (" du", -2.0))))
     answer = Text("!", (_token("!", -0.5, ("!", -0.5)),))

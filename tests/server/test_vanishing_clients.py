@@ -70,4 +70,7 @@ def test_memory_does_not_grow_with_the_clients_that_vanished(server: Server) -> 
     for _ in range(3):
         leave()
 
-    assert server.status()["memory"]["active"] <= before * 1.05
+    deadline = time.monotonic() + 5  # a step that was under way when the last one left is given back when the device is done
+    while (after := server.status()["memory"]["active"]) > before * 1.05:
+        assert time.monotonic() < deadline, f"{before} bytes before, {after} after"
+        time.sleep(0.1)

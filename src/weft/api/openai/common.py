@@ -184,6 +184,7 @@ class OpenAIReply:
         prompt, predicted = usage["prompt_tokens"] - cached, usage["completion_tokens"]
         prompt_seconds = max(one.prefill_seconds for one in usages)
         predicted_seconds = max(one.decode_seconds for one in usages)
+        after_first = sum(max(one.completion_tokens - 1, 0) for one in usages)
         return {
             "cache_n": cached,
             "prompt_n": prompt,
@@ -191,7 +192,7 @@ class OpenAIReply:
             "prompt_per_second": round(prompt / prompt_seconds, 3) if prompt_seconds else 0.0,
             "predicted_n": predicted,
             "predicted_ms": round(predicted_seconds * 1000, 3),
-            "predicted_per_second": round((predicted - len(usages)) / predicted_seconds, 3) if predicted_seconds else 0.0,
+            "predicted_per_second": round(after_first / predicted_seconds, 3) if predicted_seconds else 0.0,
             "queue_ms": round(max(one.queue_seconds for one in usages) * 1000, 3),
         }
 
