@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -56,3 +57,28 @@ def test_memory_returns_to_its_start_after_ten_thousand_steps(checkpoint: Callab
     churn(10_000 if name == "qwen3_5" else 1_000)
 
     assert _active() <= start * 1.01
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1"])
+def test_no_array_waits_for_the_cycle_collector(checkpoint: Callable[[str], Path], name: str) -> None:
+    run = Run(adapter_for(checkpoint(name)), replace(SMALL, cache_bytes=1 << 20))
+
+    def churn() -> None:
+        rows = [run.submit(prompt, 20) for prompt in random_prompts(128, (1, 5, 30, 60))]
+        for _ in range(10):
+            run.turn()
+        run.engine.cancel(rows[-1])
+        run.finish()
+
+    churn()  # whatever is made once is made here
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        churn()
+        gc.collect()
+        held = [one for one in gc.garbage if isinstance(one, mx.array)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+
+    assert held == []

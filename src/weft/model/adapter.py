@@ -175,14 +175,14 @@ class Adapter:
         return logits
 
     def _views(self, batch: Batch) -> list[Any]:
-        def view(place: int | tuple[int, ...]) -> Any:
-            if isinstance(place, tuple):
-                return CompositeView([view(inner) for inner in place])
-            if isinstance(self.specs[place], Recurrent):
-                return RecurrentView(batch, place)
-            return KeyValueView(batch, place)
+        return [self._view(batch, place) for place in self.layout]
 
-        return [view(place) for place in self.layout]
+    def _view(self, batch: Batch, place: int | tuple[int, ...]) -> Any:
+        if isinstance(place, tuple):
+            return CompositeView([self._view(batch, inner) for inner in place])
+        if isinstance(self.specs[place], Recurrent):
+            return RecurrentView(batch, place)
+        return KeyValueView(batch, place)
 
     def _read_specs(self) -> tuple[list[LayerSpec], list[int | tuple[int, ...]]]:
         """Build (not run) a short forward on fresh caches and read the geometry off them."""
