@@ -142,6 +142,25 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
+MissCause = Literal["whole", "differs", "cut", "checkpoint", "evicted", "salt", "logprobs", "off"]
+
+
+class Reuse(msgspec.Struct, frozen=True, array_like=True):
+    """How far a prompt was known when its own work began, and what ended that.
+
+    whole: nothing did, all but the last tokens was there. differs: at `position` every known prompt has another token. cut:
+    the tokens were known further, in chunks that end elsewhere. checkpoint: further too, but the states there were not
+    kept. evicted: they were, and had to make room. salt: nothing was asked under this salt before. logprobs: the prompt's
+    log-probabilities were asked for, so all of it had to be read. off: nothing is kept.
+    """
+
+    cause: MissCause
+    matched: int = 0  # tokens it could stand on
+    position: int | None = None  # of the first token that is not known
+    token: int | None = None  # the one the prompt has there
+    instead: int | None = None  # the one that the nearest known prompt has
+
+
 class Timings(msgspec.Struct, kw_only=True):
     """When things happened to one sequence, in seconds of the engine's clock."""
 
@@ -150,6 +169,7 @@ class Timings(msgspec.Struct, kw_only=True):
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0  # of the prompt, not computed for this sequence
+    reuse: Reuse | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -189,6 +209,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     running: int = 0
     waiting: int = 0
     memory: dict[str, int] = {}  # bytes by kind
+    prefixes: dict[str, int] = {}  # what happened to computed prompts so far, by kind: evicted, loaded, damaged, …
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -199,12 +220,22 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     samplings: tuple[Sampling, ...]
     constraint: ConstraintSpec | None = None
     boundaries: tuple[int, ...] = ()  # where a later prompt may part from this one: chunks end there too
+    salt: str = ""  # prompts share what was computed only under the same one
+    is_kept: bool = False  # the client says that it will come again: what is computed is worth more
+    given: tuple[tuple[int, ...], ...] = ()  # what an earlier engine has answered, for each sampling: go on from there
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Front → engine: nobody waits for these sequences any more."""
 
     numbers: tuple[int, ...]
+
+
+class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Front → engine: what is kept of computed prompts? Answered by Prefixes with the same number."""
+
+    number: int
+    clear: bool = False  # forget it first, as far as nobody stands on it; on disk too
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -247,8 +278,36 @@ class Events(msgspec.Struct, frozen=True, tag=True):
     status: EngineStatus | None = None
 
 
-ToEngine = Submit | Cancel | Shutdown
-ToFront = Events | Loading | Ready | Failed
+class PrefixNode(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of a computed prompt."""
+
+    number: int
+    parent: int | None  # another one's number; None: the prompt begins here
+    length: int  # tokens up to its end
+    tokens: tuple[int, ...]
+    nbytes: int
+    has_checkpoint: bool  # a prompt can go on from its end
+    pins: int  # sequences that stand on it now
+    hits: int  # sequences that went on from it or from behind it
+    idle_seconds: float
+    is_salted: bool
+    is_on_disk: bool
+
+
+class Prefixes(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front: what is kept of computed prompts."""
+
+    number: int
+    nodes: tuple[PrefixNode, ...]  # the most recently used first, parents before children; not all of very many
+    num_nodes: int
+    held_bytes: int
+    budget_bytes: int
+    disk_bytes: int = 0
+    num_cleared: int = 0
+
+
+ToEngine = Submit | Cancel | AskPrefixes | Shutdown
+ToFront = Events | Prefixes | Loading | Ready | Failed
 
 
 def _within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
