@@ -11,7 +11,7 @@ from weft.llm import BLAS, LLM  # binds the BLAS before mlx is imported
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from bench import blas, front, gated_delta, grammar
+from bench import blas, front, gated_delta, grammar, prefixes
 from bench.shapes import bare_step, dense_caches, engine_at, median_ms
 from weft.cache.attention import grouped_attention
 from weft.engine.engine import Engine
@@ -35,6 +35,7 @@ def main() -> None:
     gated_delta.main()
     grammar.constrained_batch(llm)
     front.main()
+    prefixes.main()
 
 
 def say(what: str, ratio: float, bar: str, detail: str = "") -> None:

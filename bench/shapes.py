@@ -25,6 +25,12 @@ LLAMA_1B = {
     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 128256,
     "rope_theta": 500000.0, "tie_word_embeddings": True, "max_position_embeddings": 131072,
 }  # fmt: skip
+GEMMA3_SMALL = {  # five layers with a window to one without
+    "model_type": "gemma3_text", "hidden_size": 320, "num_hidden_layers": 12, "intermediate_size": 1024,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-6, "vocab_size": 4096,
+    "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window": 512, "sliding_window_pattern": 6,
+    "query_pre_attn_scalar": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
 QWEN35_4B = {
     "model_type": "qwen3_5",
     "text_config": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import activations, base, gated_delta
 
+from weft.cache.disk import DiskTier
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.sequence import Sequence
@@ -42,10 +44,11 @@ class Run:
     adapter: Adapter
     config: EngineConfig = SMALL
     keep_logits: bool = False
+    disk: DiskTier | None = None
     clock: Callable[[], float] = dataclasses.field(default_factory=lambda: Clock(tick=1.0))  # every slice is one layer
 
     def __post_init__(self) -> None:
-        self.engine = Engine(self.adapter, self.config, self.clock)
+        self.engine = Engine(self.adapter, self.config, self.clock, self.disk)
         self.logits: dict[int, list[np.ndarray]] = {}
 
     def submit(self, prompt: list[int], tokens: int, **sampling: object) -> Sequence:
@@ -68,6 +71,8 @@ class Run:
         for _ in range(100_000):
             if self.engine.idle:
                 break
+            if self.engine.sharing.is_loading:
+                time.sleep(0.001)
             self.turn()
         assert self.engine.idle
         assert self.engine.runner.pool.slabs == []

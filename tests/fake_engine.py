@@ -1,7 +1,8 @@
 """An engine without a model, in a process of its own at the other end of the real channel.
 
 It answers a prompt with the prompt's own ids, over and over up to max_tokens, one token for each sequence in a message, as
-fast as messages can be made. Words on its command line make it slow to load, or make it die.
+fast as messages can be made; what an earlier one has given it does not say again. Words on its command line make it slow
+to load, or make it die or hang. Under each salt it knows the last prompt.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from pathlib import Path
 
 import weft.model
 from weft.channel import EngineEnd
+from weft.engine.heartbeat import Heartbeat
 from weft.wire import (
+    AskPrefixes,
     Cancel,
     EngineStatus,
     Events,
     Failed,
     Limits,
     Loading,
+    Prefixes,
+    PrefixNode,
     PromptEvent,
     Ready,
+    Reuse,
     Shutdown,
     Submit,
     Timings,
@@ -39,10 +45,21 @@ def main() -> None:
     parser.add_argument("--load-seconds", type=float, default=0.0)
     parser.add_argument("--fail", help="never come up, with these words")
     parser.add_argument("--die-after", type=int, help="tokens after which the process ends without a word")
+    parser.add_argument("--diary", type=Path, help="every life writes a line here")
+    parser.add_argument("--deaths", type=int, default=1 << 30, help="from so many lives on nothing ends or hangs the process")
+    parser.add_argument("--poison", type=int, help="an id in a prompt whose first new token ends the process")
+    parser.add_argument("--hang", type=int, help="an id in a prompt whose first new token never comes")
     parser.add_argument("--token-seconds", type=float, default=0.0)
     parser.add_argument("--prompt-seconds", type=float, default=0.0)
+    parser.add_argument("--folder", default=str(FOLDER))
     parser.add_argument("--context", type=int, default=100_000)
     asked = parser.parse_args()
+    if asked.diary:
+        with asked.diary.open("a+") as diary:
+            print(os.getpid(), file=diary)
+            diary.seek(0)
+            if len(diary.readlines()) > asked.deaths:
+                asked.die_after = asked.poison = asked.hang = None
     channel = EngineEnd(asked.address)
     channel.send(Loading("pretending", 1, 2))
     time.sleep(asked.load_seconds)
@@ -51,13 +68,15 @@ def main() -> None:
         channel.close()
         return
     limits = Limits(4096, asked.context)
-    channel.send(Ready(asked.model, str(FOLDER), limits, max_rows=64, device="fake", versions="fake"))
-    run(channel, asked)
+    channel.send(Ready(asked.model, asked.folder, limits, max_rows=64, device="fake", versions="fake"))
+    with Heartbeat(channel):
+        run(channel, asked)
     channel.close()
 
 
 def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
     live: dict[int, tuple[list[int], int, int]] = {}  # number → ids to say, said, limit
+    known = Known()
     told = itertools.count(1)
     status: EngineStatus | None = None
     while True:
@@ -66,19 +85,27 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
             match message:
                 case Submit():
                     time.sleep(asked.prompt_seconds)
-                    for number, sampling in zip(message.numbers, message.samplings, strict=True):
+                    known.take(message)
+                    given = message.given or ((),) * len(message.numbers)
+                    for number, sampling, before in zip(message.numbers, message.samplings, given, strict=True):
                         limit = len(message.prompt) if sampling.max_tokens is None else sampling.max_tokens
-                        live[number] = (message.prompt, 0, limit)
+                        live[number] = (message.prompt, len(before), limit)
                     prompts.append(PromptEvent(message.numbers[0], len(message.prompt) - 1))
                 case Cancel():
                     for number in message.numbers:
                         live.pop(number, None)
+                case AskPrefixes():
+                    channel.send(known.listed(message))
                 case Shutdown():
                     return
         events = []
         for number, (ids, said, limit) in list(live.items()):
+            if asked.poison in ids:
+                os._exit(4)
+            if asked.hang in ids:
+                time.sleep(3600)
             finish = "length" if said + 1 >= limit else None
-            timings = Timings(admitted=0.0, first_token=0.0, finished=0.0) if said == 0 or finish else None
+            timings = known.timings(number) if said == 0 or finish else None
             events.append(TokenEvent(number, ids[said % len(ids)], finish=finish, timings=timings))  # type: ignore[arg-type]
             live[number] = (ids, said + 1, limit)
             if finish:
@@ -86,11 +113,50 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
             if next(told) == asked.die_after:
                 os._exit(3)
         if status is None or status.running != len(live):
-            status = EngineStatus(running=len(live))
+            status = EngineStatus(running=len(live), prefixes={"kept": known.num_kept})
             channel.send(Events(prompts=prompts, tokens=events, status=status))
         else:
             channel.send(Events(prompts=prompts, tokens=events))
         time.sleep(asked.token_seconds)
+
+
+class Known:
+    """What was asked before."""
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, list[int]] = {}  # by salt
+        self.reuses: dict[int, Reuse] = {}  # by sequence
+        self.num_kept = 0
+
+    def take(self, message: Submit) -> None:
+        self.num_kept += message.is_kept
+        self.reuses |= dict.fromkeys(message.numbers, self._reuse(message))
+        self.prompts[message.salt] = message.prompt
+
+    def timings(self, number: int) -> Timings:
+        reuse = self.reuses[number]
+        return Timings(admitted=0.0, first_token=0.0, finished=0.0, cached_tokens=reuse.matched, reuse=reuse)
+
+    def listed(self, message: AskPrefixes) -> Prefixes:
+        """Each known prompt as one chunk; none after a clearing."""
+        num_cleared = len(self.prompts) if message.clear else 0
+        self.prompts = {} if message.clear else self.prompts
+        nodes = tuple(
+            PrefixNode(at, None, len(ids), tuple(ids), 8 * len(ids), True, 0, at, 1.5, bool(salt), False)
+            for at, (salt, ids) in enumerate(self.prompts.items())
+        )
+        held_bytes = sum(node.nbytes for node in nodes)
+        return Prefixes(message.number, nodes, len(nodes), held_bytes, 2**20, num_cleared=num_cleared)
+
+    def _reuse(self, message: Submit) -> Reuse:
+        prompt, known = message.prompt, self.prompts.get(message.salt)
+        if known is None:
+            return Reuse("salt") if message.salt else Reuse("differs", 0, 0, prompt[0])
+        pairs = enumerate(zip(prompt, known, strict=False))
+        place = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(known)))
+        if place == len(prompt):
+            return Reuse("whole", place - 1)
+        return Reuse("differs", place, place, prompt[place], known[place] if place < len(known) else None)
 
 
 if __name__ == "__main__":

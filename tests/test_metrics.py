@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.chat.conversation import Usage
+from weft.chat.conversation import Reused, Usage
 from weft.metrics import CONTENT_TYPE, Metrics
 
 
@@ -115,6 +115,20 @@ def test_memory_is_shown_by_kind_and_responses_by_status() -> None:
     assert value(metrics, "weft_memory_bytes", model="tiny", kind="rows") == 20
     assert value(metrics, "weft_http_requests_total", status="200") == 2
     assert value(metrics, "weft_http_requests_total", status="499") == 1
+
+
+def test_what_was_known_of_prompts_is_counted_by_cause_and_what_became_of_them_shown_by_kind() -> None:
+    metrics = Metrics()
+    for cause in ("whole", "differs", "whole"):
+        metrics.finished("tiny", "chat", "stop", Usage(9, 1, reuse=Reused(cause, 8, "")), 0.5, 1.5)  # type: ignore[arg-type]
+    metrics.finished("tiny", "chat", "stop", Usage(9, 1), 0.5, 1.5)
+    metrics.prefixes("tiny", {"evicted": 3, "loaded": 1})
+    metrics.prefixes("tiny", {"evicted": 0})  # another engine has begun anew
+
+    assert value(metrics, "weft_prefix_cache_requests_total", model="tiny", cause="whole") == 2
+    assert value(metrics, "weft_prefix_cache_requests_total", model="tiny", cause="differs") == 1
+    assert value(metrics, "weft_prefix_cache_events", model="tiny", kind="evicted") == 0
+    assert value(metrics, "weft_prefix_cache_events", model="tiny", kind="loaded") == 1
 
 
 def test_two_servers_in_one_process_share_nothing() -> None:

@@ -24,6 +24,7 @@ class EngineConfig:
     chunk_tokens: int  # prompt tokens of one prefill chunk; boundaries are multiples of it from zero
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
+    exact: bool = False  # a prompt's bits do not depend on others: chunks end at its own places only
     cache_bytes: int = 0  # for prompts computed before; 0: nothing is kept
     pipelined: bool = True  # settle a step while the next one runs; the plain turn is the oracle
 
@@ -42,7 +43,8 @@ class EngineConfig:
             config = EngineConfig(max_rows=16, slab_tokens=2048, chunk_tokens=128)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
-        return replace(config, width=config.max_rows) if exact and not row_invariant else config
+        width = config.max_rows if exact and not row_invariant else None
+        return replace(config, width=width, exact=exact)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class ServerConfig:
     """Requests that are computed together. Default: what suits the device."""
     cache_megabytes: int = 1024
     """Memory of each engine for prompts computed before, so that they are not computed again; 0 keeps none."""
+    cache_dir: str | None = None
+    """Keep computed prompts in this folder too, so that they are there after a restart."""
+    cache_dir_megabytes: int = 10240
+    """Room of each engine in the cache folder."""
+    cache_canary: bool = False
+    """When idle, compute a kept prompt again and compare."""
     max_queue: int = 256
     """Requests that may wait; more are sent away with status 429."""
     max_body_bytes: int = 16 * 2**20
@@ -82,6 +90,8 @@ class ServerConfig:
     """How long a request body may take to come in."""
     heartbeat_seconds: float = 10.0
     """How long a stream may be silent before it shows that it lives."""
+    hang_seconds: float = 120.0
+    """How long one step of an engine may take before it is replaced. Raise it where a chunk of a prompt takes longer."""
     drain_seconds: float = 5.0
     """How long running requests may go on when the server is stopped."""
     log_format: Literal["text", "json"] = "text"
@@ -99,11 +109,16 @@ class ServerConfig:
         if "" in self.api_keys:
             raise WeftError("an API key is empty; give one with characters in it, or none")
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
-        least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1}
+        least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise WeftError(f"{name} {value} must be at least {low}")
+        if self.cache_dir == "":
+            raise WeftError("cache_dir is empty; name a folder, or leave it out")
+        for name in ("cache_dir", "cache_canary"):
+            if getattr(self, name) and not self.cache_megabytes:
+                raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")
 
     @property
     def is_loopback(self) -> bool:

@@ -62,6 +62,12 @@ class Metrics(Collector):
         self._engine_up = show(gauge("weft_engine_up", "Whether the model's engine answers."))
         self._restarts = show(gauge("weft_engine_restarts_total", "Engines that were replaced."))
         self._memory = show(gauge("weft_memory_bytes", "Memory by what it is for.", labelnames=("model", "kind")))
+        reused = counter(
+            "weft_prefix_cache_requests_total", "Answers by what ended the known part.", labelnames=("model", "cause")
+        )
+        self._reused = show(reused)
+        events = gauge("weft_prefix_cache_events", "What happened to kept prompts.", labelnames=("model", "kind"))
+        self._prefixes = show(events)
         self._http = show(counter("weft_http_requests_total", "HTTP responses by status.", labelnames=("status",)))
 
     def finished(
@@ -84,6 +90,8 @@ class Metrics(Collector):
             self._generated_tokens.labels(model).inc(usage.completion_tokens)
             self._queue.labels(model).observe(usage.queue_seconds)
             self._prefill.labels(model).observe(usage.prefill_seconds)
+            if usage.reuse is not None:
+                self._reused.labels(model, usage.reuse.cause).inc()
 
     def token_gap(self, model: str, seconds: float) -> None:
         """Called for every token of every stream, so the labels are looked up once."""
@@ -101,6 +109,11 @@ class Metrics(Collector):
         """The ledger as it is now: bytes by kind."""
         for kind, value in num_bytes.items():
             self._memory.labels(model, kind).set(value)
+
+    def prefixes(self, model: str, counts: Mapping[str, int]) -> None:
+        """What this engine has done with computed prompts so far, by kind."""
+        for kind, value in counts.items():
+            self._prefixes.labels(model, kind).set(value)
 
     def engine(self, model: str, up: bool, restarts: int) -> None:
         """Whether the engine answers, and how often it was replaced. The first call makes the model's series appear."""

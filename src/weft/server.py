@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import uvicorn
@@ -27,7 +27,8 @@ from weft.service import Screen, Served, Service
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
-GOODBYE_SECONDS = 2  # for the errors that end what did not finish in time
+GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end what did not finish in time
+DRAIN_TICK_SECONDS = 0.05
 
 
 class ServerScreen(Screen, Protocol):
@@ -57,18 +58,29 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=math.ceil(config.drain_seconds) + GOODBYE_SECONDS,
+            timeout_graceful_shutdown=GOODBYE_SECONDS,
             timeout_keep_alive=75,
             server_header=False,
             ws="none",
         )
     )
     loop = asyncio.get_running_loop()
+    drains: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        deadline = loop.time() + config.drain_seconds
+        while not service.is_idle and loop.time() < deadline:  # who comes meanwhile is answered, with a refusal
+            await asyncio.sleep(DRAIN_TICK_SECONDS)
+        service.abandon_all()
+        server.should_exit = True
 
     def end() -> None:
         """Take nothing new; what runs has its time, and a second signal takes that away."""
-        loop.call_later(0 if server.should_exit else config.drain_seconds, service.abandon_all)
-        server.should_exit = True
+        if drains:
+            service.abandon_all()
+        else:
+            service.take_nothing_new()
+            drains.append(loop.create_task(drain()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
@@ -92,7 +104,9 @@ def make_service(config: ServerConfig) -> Service:
     """The models of a configuration, not yet started."""
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
-    models = [Served(name, Supervisor(_command(name, fallback, config)), config.late_system) for name in names]
+    models = [
+        Served(name, Supervisor(_command(name, fallback, config), config.hang_seconds), config.late_system) for name in names
+    ]
     return Service(models, Metrics(), config.max_queue)
 
 
@@ -100,6 +114,10 @@ def _command(name: str, fallback: str | None, config: ServerConfig) -> list[str]
     options = ["--exact"] if config.exact else []
     options += ["--max-rows", str(config.max_rows)] if config.max_rows else []
     options += ["--cache-bytes", str(config.cache_megabytes * 2**20)]
+    if config.cache_dir is not None:
+        folder = Path(config.cache_dir).expanduser()
+        options += ["--cache-dir", str(folder), "--cache-dir-bytes", str(config.cache_dir_megabytes * 2**20)]
+    options += ["--cache-canary"] if config.cache_canary else []
     options += ["--fallback", fallback] if fallback else []
     return [sys.executable, "-m", "weft.engine", *options, "--", name]
 

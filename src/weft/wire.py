@@ -269,6 +269,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Engine → front: its process lives; its loop has begun so many turns, and the last one so many seconds ago."""
+
+    turns: int
+    turn_seconds: float
+
+
 class Events(msgspec.Struct, frozen=True, tag=True):
     """Engine → front: what happened in a turn. A sequence's prompt comes before its tokens."""
 
@@ -307,7 +314,7 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Submit | Cancel | AskPrefixes | Shutdown
-ToFront = Events | Prefixes | Loading | Ready | Failed
+ToFront = Events | Beat | Prefixes | Loading | Ready | Failed
 
 
 def _within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from weft.api.openai import completions
 from weft.api.openai.chat import translate
 from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import Conversation, Delta, Finish, Message, Reasoning, Text, Token, ToolCall, Usage
+from weft.chat.conversation import Conversation, Delta, Finish, Message, Reasoning, Reused, Text, Token, ToolCall, Usage
 from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
 from weft.wire import GrammarSpec, TokenLogprob
 
@@ -379,7 +380,6 @@ REFUSED = {
     "repetition_detection": True,
     "draft_model": "x",
     "logprobs_mode": "raw_logits",
-    "cache_salt": "mine",
     "return_progress": True,
     "timings_per_token": True,
 }
@@ -603,6 +603,97 @@ def test_a_shape_that_can_not_be_had_is_named_with_its_place(fields: dict[str, A
         assert words in str(caught.value)
 
 
+# --- what becomes of the computed prompt
+
+
+def test_a_salt_reaches_the_generation() -> None:
+    assert asked(cache_salt="mine").generation.cache_salt == "mine"
+    assert completions.translate({"prompt": "a", "cache_salt": "s" * 256}).generation.cache_salt == "s" * 256
+    assert asked(cache_salt=None).generation.cache_salt == ""
+
+
+@pytest.mark.parametrize("salt", ["", "s" * 257, 7])
+def test_a_salt_has_one_to_256_characters(salt: Any) -> None:
+    for ask in (asked, lambda **fields: completions.translate({"prompt": "a", **fields})):
+        with pytest.raises(InvalidRequest) as caught:
+            ask(cache_salt=salt)
+        assert caught.value.param == "cache_salt"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_kept"),
+    [
+        ({"prompt_cache_key": "agent"}, True),
+        ({"session_id": "s"}, True),
+        ({"session_id": 5, "prompt_cache_key": None}, True),
+        ({"prompt_cache_key": "", "session_id": None}, False),
+        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}, "user": "eve"}, False),
+    ],
+)
+def test_who_says_that_he_comes_again_is_kept(fields: dict[str, Any], is_kept: bool) -> None:
+    for request in (asked(**fields), completions.translate({"prompt": "a", **fields})):
+        assert request.generation.is_kept == is_kept
+        assert request.ignored == ()
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("message", "breakpoints"),
+    [
+        ({"content": [PARTS[0] | {"prompt_cache_breakpoint": True}, PARTS[1]]}, (0,)),
+        ({"content": [PARTS[0], PARTS[1] | {"prompt_cache_breakpoint": {"mode": "explicit"}}]}, (1,)),
+        ({"content": [PARTS[0] | {"prompt_cache_breakpoint": {}}, PARTS[1]], "prompt_cache_breakpoint": {}}, (0, 1)),
+        ({"content": "ab", "prompt_cache_breakpoint": True}, (0,)),
+        ({"content": PARTS, "prompt_cache_breakpoint": True}, (1,)),
+        ({"content": [PARTS[0] | {"prompt_cache_breakpoint": False}, PARTS[1] | {"prompt_cache_breakpoint": None}]}, ()),
+        ({"content": PARTS, "prompt_cache_breakpoint": False}, ()),
+        ({"content": [], "prompt_cache_breakpoint": True}, ()),
+    ],
+)
+def test_a_marked_part_or_message_is_a_breakpoint_and_parts_are_clean_of_it(
+    message: dict[str, Any], breakpoints: tuple[int, ...]
+) -> None:
+    (understood,) = conversation(messages=[{"role": "user", **message}]).messages
+
+    assert understood.breakpoints == breakpoints
+    assert "breakpoint" not in str(understood.content)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (
+            {"content": [PARTS[0], PARTS[1] | {"prompt_cache_breakpoint": "yes"}]},
+            "messages[0].content[1].prompt_cache_breakpoint",
+        ),
+        ({"content": "a", "prompt_cache_breakpoint": 1}, "messages[0].prompt_cache_breakpoint"),
+    ],
+)
+def test_a_mark_of_another_kind_is_refused(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        asked(messages=[{"role": "user", **message}])
+    assert caught.value.param == param
+
+
+def test_what_was_known_of_the_first_prompt_is_told_in_the_timings() -> None:
+    usages = [replace(USAGE, reuse=Reused("differs", 5, why, 7, "there was a", " dog", " cat")) for why in ("first", "second")]
+    calls = [(choice, [Finish("stop", usage=usage)]) for choice, usage in enumerate(usages)]
+    request = completions.translate({"prompt": ["a", "b"]})
+    body, stream = whole(request, calls), streamed(request, calls)
+
+    assert body["timings"]["cache"] == {
+        "matched": 5,
+        "cause": "differs",
+        "position": 7,
+        "token": " dog",
+        "instead": " cat",
+        "why": "first",
+    }
+    assert chunks(stream)[-1]["timings"] == body["timings"]
+
+
 # --- messages
 
 
@@ -632,7 +723,7 @@ def test_a_shape_that_can_not_be_had_is_named_with_its_place(fields: dict[str, A
         ),
         (
             {"role": "user", "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {}}]},
-            Message("user", [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]),
+            Message("user", [{"type": "text", "text": "a"}], breakpoints=(0,)),
         ),
         (
             {"role": "assistant", "content": [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]},

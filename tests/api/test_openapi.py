@@ -12,7 +12,7 @@ import pytest
 from weft.api.openai import chat, completions
 from weft.api.openapi import document
 from weft.api.reply import Heading
-from weft.chat.conversation import Finish, Text, Usage
+from weft.chat.conversation import Finish, Reused, Text, Usage
 from weft.errors import InvalidRequest
 
 DOCUMENT = document("1.2.3")
@@ -47,6 +47,9 @@ def test_every_path_is_described() -> None:
         "/tokenize": "post",
         "/detokenize": "post",
         "/v1/requests/{id}/cancel": "post",
+        "/v1/cache": "get",
+        "/v1/cache/clear": "post",
+        "/v1/cache/requests/{id}": "get",
     }
 
 
@@ -73,6 +76,11 @@ def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
         ({}, True),
         ({"n": 128, "stop": ["a"], "logit_bias": {"5": 1}, "temperature": None, "best_of": 1, "user": 5, "new": 1}, True),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": 1}]}]}, False),
+        ({"messages": [{**USER, "prompt_cache_breakpoint": True}], "cache_salt": "a", "session_id": 5}, True),
+        ({"cache_salt": ""}, False),
+        ({"cache_salt": "a" * 257}, False),
         ({"messages": []}, False),
         ({"messages": [{"role": "function"}]}, False),
         ({"messages": [{"role": "user", "content": [{}]}]}, False),
@@ -138,9 +146,9 @@ def _agree(translate: Any, name: str, body: dict[str, Any], accepted: bool) -> N
     ],
 )
 def test_replies_are_as_described(translate: Any, body: dict[str, Any], name: str) -> None:
-    for errors in (None, (), ("$: wrong",)):
+    for errors, reuse in ((None, None), ((), Reused("whole", 5, "")), (("$: wrong",), Reused("differs", 0, "", 0, "", "a", "b"))):
         reply = translate(body).reply(Heading("1", 1, "m", "f"))
-        reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1), schema_errors=errors)])
+        reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1, reuse=reuse), schema_errors=errors)])
 
         _validator(name).validate(json.loads(json.dumps(reply.whole())))
 

@@ -24,6 +24,31 @@ STATUS = {
     "memory": {"weights": 13_000_000},
 }
 CHAT = [{"reasoning_content": "Let me see. "}, {"content": "It is "}, {}, {"content": "blue."}]
+NODE = {"bytes": 1000, "hits": 0, "pins": 0, "idle_seconds": 61.2, "is_on_disk": False, "is_salted": False}
+CACHE = {
+    "models": [
+        {
+            "model": "tiny-hybrid",
+            "held_bytes": 3500,
+            "budget_bytes": 1_000_000,
+            "disk_bytes": 2000,
+            "num_nodes": 4,
+            "nodes": [
+                {**NODE, "number": 1, "parent": None, "length": 100, "text": "Be brief. Once upon a time there was"},
+                {**NODE, "number": 2, "parent": 1, "length": 120, "text": " a dog.\n\x1b[2J", "hits": 3, "pins": 1},
+                {**NODE, "number": 3, "parent": 1, "length": 130, "text": " a cat.", "idle_seconds": 5.0, "is_on_disk": True},
+                {**NODE, "number": 4, "parent": None, "length": 7, "text": None, "bytes": 500, "idle_seconds": 100.0},
+            ],
+        },
+        {"model": "other", "held_bytes": 0, "budget_bytes": 0, "disk_bytes": 0, "num_nodes": 0, "nodes": []},
+    ]
+}
+REPORT: dict[str, Any] = {
+    "id": "mine", "model": "tiny-hybrid", "created": 0, "prompt_tokens": 1200, "cached_tokens": 896, "completion_tokens": 40,
+    "queue_seconds": 0.002, "prefill_seconds": 0.301, "decode_seconds": 1.2,
+    "matched": 896, "cause": "differs", "position": 896, "token": " dog", "instead": " cat\n", "why": "Because.",
+    "before": "there was a",
+}  # fmt: skip
 USAGE = {"prompt_tokens": 9, "completion_tokens": 12, "total_tokens": 21}
 
 
@@ -56,12 +81,21 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json(models)
             case "/v1/status":
                 self._json(STATUS)
+            case "/v1/cache":
+                self._json(CACHE)
+            case "/v1/cache/requests/a%2Fb":
+                self._json(REPORT)
+            case "/v1/cache/requests/silent":
+                self._json({name: REPORT[name] for name in list(REPORT)[:9]})
             case _:
                 self._json({"error": {"message": "not found"}}, 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append((self.path, body))
+        if self.path == "/v1/cache/clear":
+            self._json({"cleared": {"tiny-hybrid": 4}})
+            return
         if body.get("max_tokens") == 999_999:
             self._json({"error": {"message": "max_tokens 999999 is too much"}}, 400)
             return

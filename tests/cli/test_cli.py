@@ -50,6 +50,10 @@ def test_what_is_piped_in_is_the_prompt_where_there_is_none(tmp_path: Path) -> N
         (("pull", "no-such-model"), "no model 'no-such-model'"),
         (("ps", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("ps", "--url", "localhost"), "'localhost' is no server's address"),
+        (("cache", "ls", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+        (("cache", "clear", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+        (("cache", "why", "x", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+        (("cache", "why"), "REQUEST_ID"),
     ],
 )
 def test_what_can_not_be_done_is_one_sentence_and_status_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
@@ -86,9 +90,9 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
     assert min(times) < 0.6  # 0.15 s on a quiet machine; test processes share the cores
 
 
-@pytest.mark.parametrize("command", ["serve", "run", "ls", "pull", "ps"])
+@pytest.mark.parametrize("command", ["serve", "run", "ls", "pull", "ps", "cache ls", "cache clear", "cache why"])
 def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) -> None:
-    assert f"For example:\n  weft {command}" in weft(tmp_path, command, "--help").stdout
+    assert f"For example:\n  weft {command}" in weft(tmp_path, *command.split(), "--help").stdout
 
 
 def chat(home: Path, *arguments: str) -> tuple[subprocess.Popen[str], int]:

@@ -14,6 +14,7 @@ from cli_command import weft
 from weft.cli.serve import Screen
 from weft.config import ServerConfig
 from weft.errors import WeftError
+from weft.server import make_service
 
 
 def settings(home: Path, *arguments: str, **variables: str) -> dict[str, Any]:
@@ -116,6 +117,8 @@ def test_any_other_address_needs_a_key_or_a_word(host: str) -> None:
     [
         {"port": 70000}, {"port": -1}, {"max_rows": 0}, {"max_queue": -1}, {"max_body_bytes": 0}, {"api_keys": ("",)},
         {"body_seconds": 0.0}, {"heartbeat_seconds": float("nan")}, {"drain_seconds": -1.0},
+        {"cache_dir_megabytes": 0}, {"cache_dir": ""}, {"cache_dir": "x", "cache_megabytes": 0},
+        {"cache_canary": True, "cache_megabytes": 0},
     ],
     ids=str,
 )  # fmt: skip
@@ -123,6 +126,19 @@ def test_a_setting_that_can_not_be_is_named(wrong: dict[str, Any]) -> None:
     name = next(iter(wrong))
     with pytest.raises(WeftError, match="API key" if name == "api_keys" else name):
         ServerConfig(**wrong).check()
+
+
+def command(**settings: Any) -> list[str]:
+    """How an engine is started with these settings."""
+    return make_service(ServerConfig(("m",), **settings)).models[0].supervisor.command
+
+
+def test_the_folder_for_prompts_reaches_the_engine_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/eve")
+    given = " ".join(command(cache_dir="~/kept", cache_dir_megabytes=2, cache_canary=True))
+
+    assert f"--cache-dir /home/eve/kept --cache-dir-bytes {2 * 2**20} --cache-canary" in given
+    assert not [word for word in command(cache_dir_megabytes=2) if "dir" in word or "canary" in word]
 
 
 def test_the_screen_ends_with_three_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:

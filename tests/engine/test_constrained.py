@@ -17,7 +17,7 @@ from weft.errors import RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.model.adapter import Adapter
-from weft.wire import ConstraintSpec, GrammarSpec, Sampling, ThinkingSpec
+from weft.wire import ConstraintSpec, GrammarSpec, Sampling, Submit, ThinkingSpec
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
 COMPILER = Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))
@@ -84,7 +84,7 @@ def test_a_constrained_answer_is_the_same_alone_and_in_a_crowd(adapter: Adapter)
 def test_forks_have_constraints_of_their_own(adapter: Adapter) -> None:
     run = Run(adapter)
     chosen = tuple(Sampling(max_tokens=60, temperature=2.0, seed=seed) for seed in range(4))
-    forks = run.engine.submit_forks(prompt(STORIES[2]), chosen, (1, 2, 3, 4), COMPILER.constraint(STRICT))
+    forks = run.engine.take(Submit((1, 2, 3, 4), prompt(STORIES[2]), chosen), COMPILER.constraint(STRICT))
     run.finish()
 
     assert all(is_valid(fork) for fork in forks)

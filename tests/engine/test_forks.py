@@ -12,7 +12,7 @@ import pytest
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter
-from weft.wire import Sampling
+from weft.wire import Sampling, Submit
 
 PROMPT = random_prompts(128, (70,), seed=3)[0]
 
@@ -24,7 +24,7 @@ def adapter(checkpoint: Callable[[str], Path]) -> Adapter:
 
 def fork(run: Run, count: int, prompt: list[int] = PROMPT, **sampling: object) -> list[Sequence]:
     chosen = Sampling(**{"max_tokens": 6, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
-    return run.engine.submit_forks(prompt, (chosen,) * count, tuple(range(100, 100 + count)))
+    return run.engine.take(Submit(tuple(range(100, 100 + count)), prompt, (chosen,) * count))
 
 
 def count_chunks(run: Run) -> list[int]:

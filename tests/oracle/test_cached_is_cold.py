@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
+from weft.cache.disk import DiskTier
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter
 from zoo import ARCHITECTURES, VOCABULARY
 
-CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
+CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
+LOOSE = dataclasses.replace(CACHED, exact=False)
+TOLERANCE = 1e-3  # of the logits' spread: a prompt that is cut elsewhere rounds elsewhere
 TRUNK, *TAILS = random_prompts(VOCABULARY, (52, 9, 30, 1, 14), seed=7)  # chunks are 16: the trunk ends inside one
 PROMPTS = [TRUNK, *(TRUNK + tail for tail in TAILS), TRUNK[:33], TRUNK]
 TOKENS = 6
@@ -83,7 +86,7 @@ def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[st
         assert sequences[-1].num_cached == len(TRUNK) - 1  # the same again: nothing is computed
         assert all(sequence.num_cached >= 48 for sequence in sequences[1:5])
     assert sum(counts) == sum(len(prompt) - 1 - sequence.num_cached for prompt, sequence in zip(PROMPTS, sequences, strict=True))
-    prefixes = run.engine.prefixes
+    prefixes = run.engine.sharing.tree
     assert prefixes is None or not any(node.pins for node in prefixes.nodes())
 
 
@@ -99,12 +102,26 @@ def test_all_at_once(build: Callable[[str], Adapter], cold: Callable[[str], list
         assert sum(counts) <= 48 + sum(len(prompt) - 1 - 48 for prompt in PROMPTS[:5]) + 16
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_cut_where_they_part(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
+    run = Run(build(name), LOOSE, keep_logits=True)
+    counts = computed(run)
+    sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]
+    run.finish()
+
+    for sequence, (tokens, logits) in zip(sequences, cold(name), strict=True):
+        assert sequence.output == tokens
+        assert np.abs(run.logits_of(sequence) - logits).max() <= TOLERANCE * (logits.max() - logits.min())
+    if build(name).can_be_saved:
+        assert sum(counts) <= len(TRUNK) + sum(len(tail) for tail in TAILS) + 16
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "gear", "llama"])
 @pytest.mark.parametrize("budget", [1, 20_000, 100_000])
 def test_with_too_little_room(
     build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str, budget: int
 ) -> None:
-    run = Run(build(name), dataclasses.replace(SMALL, cache_bytes=budget), keep_logits=True)
+    run = Run(build(name), dataclasses.replace(CACHED, cache_bytes=budget), keep_logits=True)
     sequences = []
     for prompt in PROMPTS * 2:
         sequences.append(run.submit(prompt, TOKENS))
@@ -112,9 +129,9 @@ def test_with_too_little_room(
     run.finish()
 
     check(run, sequences, cold(name) * 2)
-    assert run.engine.prefixes is not None
-    assert run.engine.prefixes.held_bytes <= budget
-    assert run.engine.prefixes.held_bytes == sum(node.nbytes for node in run.engine.prefixes.nodes())
+    assert run.engine.sharing.tree is not None
+    assert run.engine.sharing.tree.held_bytes <= budget
+    assert run.engine.sharing.tree.held_bytes == sum(node.nbytes for node in run.engine.sharing.tree.nodes())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gear"])
@@ -131,3 +148,52 @@ def test_after_one_that_left(build: Callable[[str], Adapter], cold: Callable[[st
 
     check(run, sequences, cold(name))
     assert len(neighbour.output) == 40
+
+
+def disk_at(folder: Path) -> DiskTier:
+    disk = DiskTier(folder, "0" * 32, 1 << 30, lambda path, why: pytest.fail(f"{path}: {why}"))
+    disk.open()
+    return disk
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_after_a_restart(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str, tmp_path: Path) -> None:
+    first = Run(build(name), CACHED, disk=disk_at(tmp_path))
+    for prompt in PROMPTS[:2]:
+        first.submit(prompt, 1)
+    first.finish()
+    assert first.disk is not None
+    first.disk.close(10)
+
+    run = Run(build(name), CACHED, keep_logits=True, disk=disk_at(tmp_path))
+    counts = computed(run)
+    sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]
+    run.finish()
+
+    check(run, sequences, cold(name))
+    assert run.disk is not None
+    run.disk.close(10)
+    if build(name).can_be_saved:
+        assert sequences[0].num_cached == len(TRUNK) - 1
+        assert sequences[1].num_cached == len(PROMPTS[1]) - 1
+        assert sum(counts) <= sum(len(prompt) - 1 - 48 for prompt in PROMPTS[2:5]) + 16 + 32  # states amid the trunk are not kept
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_after_an_abort_and_after_making_room(
+    build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str
+) -> None:
+    run = Run(build(name), CACHED, keep_logits=True)
+    leaving = run.submit(PROMPTS[2], TOKENS)
+    for _ in range(12):
+        run.turn()
+    run.engine.cancel(leaving)
+    again = run.submit(PROMPTS[2], TOKENS)
+    run.finish()
+    tree = run.engine.sharing.tree
+    if tree is not None:
+        tree.shrink(tree.held_bytes // 2)
+    sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]
+    run.finish()
+
+    check(run, [again, *sequences], [cold(name)[2], *cold(name)])

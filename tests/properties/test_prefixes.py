@@ -11,14 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_rows import _adapter
 
 from driver import SMALL, Run, answers, random_prompts
+from weft.cache.prefix import Node, PrefixTree
 from weft.engine.sequence import Sequence
-from weft.wire import Sampling
+from weft.wire import Sampling, Submit
 from zoo import VOCABULARY
 
 TRUNK, *TAILS = random_prompts(VOCABULARY, (40, 3, 20, 33), seed=4)
 PROMPTS = [TRUNK, TRUNK[:17], TRUNK[:1], *(TRUNK + tail for tail in TAILS), TRUNK[:24] + TAILS[0]]
-CONFIG = dataclasses.replace(SMALL, cache_bytes=150_000)
+CONFIG = dataclasses.replace(SMALL, cache_bytes=150_000)  # prompts are cut where they part
 LONGEST = 30
+SALTS = ["", "", "mine"]
+WHICH, SALT = st.integers(0, len(PROMPTS) - 1), st.sampled_from(SALTS)
 
 
 @functools.cache
@@ -33,12 +36,22 @@ class Forest(RuleBasedStateMachine):
         self.asked: list[tuple[int, Sequence]] = []
         self.numbers = iter(range(1000, 100_000))
 
-    @rule(which=st.integers(0, len(PROMPTS) - 1), tokens=st.integers(1, LONGEST), forks=st.integers(1, 3))
-    def submit(self, which: int, tokens: int, forks: int) -> None:
+    @rule(which=WHICH, tokens=st.integers(1, LONGEST), forks=st.integers(1, 3), salt=SALT, is_kept=st.booleans())
+    def submit(self, which: int, tokens: int, forks: int, salt: str, is_kept: bool) -> None:
         chosen = (Sampling(max_tokens=tokens, ignore_eos=True),) * forks
-        numbers = tuple(next(self.numbers) for _ in range(forks))
-        sequences = self.run.engine.submit_forks(PROMPTS[which], chosen, numbers)
-        self.asked += [(which, sequence) for sequence in sequences]
+        self.take(which, Submit(self.some_numbers(forks), PROMPTS[which], chosen, salt=salt, is_kept=is_kept))
+
+    @rule(which=WHICH, given=st.lists(st.integers(0, LONGEST - 1), min_size=1, max_size=3))
+    def resume(self, which: int, given: list[int]) -> None:
+        chosen = (Sampling(max_tokens=LONGEST, ignore_eos=True),) * len(given)
+        known = tuple(tuple(_solo(which)[:count]) for count in given)
+        self.take(which, Submit(self.some_numbers(len(given)), PROMPTS[which], chosen, given=known))
+
+    def some_numbers(self, count: int) -> tuple[int, ...]:
+        return tuple(next(self.numbers) for _ in range(count))
+
+    def take(self, which: int, asked: Submit) -> None:
+        self.asked += [(which, sequence) for sequence in self.run.engine.take(asked)]
 
     @precondition(lambda self: any(not sequence.is_finished for _, sequence in self.asked))
     @rule(data=st.data())
@@ -53,20 +66,39 @@ class Forest(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.run.engine.prefixes is not None
-        self.run.engine.prefixes.clear()
+        self.tree.clear()
+
+    @precondition(lambda self: len(self.tree))
+    @rule(data=st.data())
+    def expel(self, data: st.DataObject) -> None:
+        self.tree.expel(data.draw(st.sampled_from(list(self.tree.nodes()))))
+
+    @property
+    def tree(self) -> PrefixTree:
+        tree = self.run.engine.sharing.tree
+        assert tree is not None
+        return tree
 
     @invariant()
     def bytes_are_conserved_and_pins_are_those_of_the_living(self) -> None:
-        tree = self.run.engine.prefixes
-        assert tree is not None
-        nodes = list(tree.nodes())
-        assert tree.held_bytes == sum(node.nbytes for node in nodes)
+        nodes = list(self.tree.nodes())
+        assert self.tree.held_bytes == sum(node.nbytes for node in nodes)
+        roots = [self.tree.root(salt) for salt in SALTS[1:]]
         standing = [sequence.trunk for _, sequence in self.asked if sequence.trunk is not None]
-        assert {id(trunk) for trunk in standing} <= {id(node) for node in [*nodes, tree.root]}
-        for node in [*nodes, tree.root]:
+        assert all(trunk.is_out or any(trunk is node for node in [*nodes, *roots]) for trunk in standing)
+        for node in [*nodes, *roots]:
             assert node.pins == sum(trunk is node for trunk in standing)
             assert node.parent is None or node.parent.children[node.tokens] is node
+        assert {node for root in roots for node in root.subtree()} == {*nodes, *roots}
+
+    @invariant()
+    def the_oldest_of_a_row_can_always_go(self) -> None:
+        """A use counts for the whole path, so whatever is least recently used has no children beside it in its row."""
+        for row in (self.tree._new, self.tree._protected):
+            seen: set[Node] = set()
+            for node in row:
+                assert not node.children.keys() & {one.tokens for one in row if one.parent is node and one not in seen}
+                seen.add(node)
 
     @invariant()
     def nobody_stands_where_nothing_can_be_restored(self) -> None:
@@ -74,7 +106,7 @@ class Forest(RuleBasedStateMachine):
             if sequence.trunk is not None and sequence.trunk.parent is not None:
                 assert sequence.trunk.checkpoint is not None
                 tokens = [token for node in sequence.trunk.path() for token in node.tokens]
-                assert sequence.prompt[: sequence.trunk.length] == tokens
+                assert sequence.known[: sequence.trunk.length] == tokens
 
     @invariant()
     def answers_are_prefixes_of_the_cold_answers(self) -> None:
@@ -83,10 +115,8 @@ class Forest(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.run.finish()
-        tree = self.run.engine.prefixes
-        assert tree is not None
-        assert tree.held_bytes <= CONFIG.cache_bytes
-        assert all(node.pins == 0 for node in [*tree.nodes(), tree.root])
+        assert self.tree.held_bytes <= CONFIG.cache_bytes
+        assert all(node.pins == 0 for node in [*self.tree.nodes(), self.tree.root(), self.tree.root("mine")])
         assert all(sequence.is_finished for _, sequence in self.asked)
 
 

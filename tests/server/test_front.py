@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx2
-import openai
 import pytest
+
 from fronts import Front, front
 
 TEXTS = {
@@ -79,22 +80,20 @@ def test_a_model_that_can_not_come_up_says_why() -> None:
     assert ("failed", "broken", "weights are missing") in server.screen.told
 
 
-def test_an_engine_that_dies_ends_its_requests_with_an_error_and_is_replaced() -> None:
-    with front({"m": ["--die-after", "200", "--token-seconds", "0.002"]}) as server:
+def test_an_engine_that_dies_is_replaced_and_its_streams_go_on(tmp_path: Path) -> None:
+    dying = ["--die-after", "200", "--deaths", "2", "--diary", str(tmp_path / "diary"), "--token-seconds", "0.002"]
+    with front({"m": dying}, heartbeat_seconds=0.2) as server:
         before = server.get("/v1/status").json()
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        stream = client.completions.create(model="m", prompt="hello there", max_tokens=10_000, stream=True)
-        with pytest.raises(openai.APIError, match="engine's process ended"):
-            list(stream)
-        deadline = time.monotonic() + 10
-        while server.get("/health").status_code != 200:
-            assert time.monotonic() < deadline
+        streamed = server.post("/v1/completions", {"prompt": TEXTS["plain"], "max_tokens": 1000, "stream": True})
         after = server.get("/v1/status").json()
-        again = server.post("/v1/completions", {"prompt": TEXTS["plain"]})
+        whole = server.post("/v1/completions", {"prompt": TEXTS["plain"], "max_tokens": 1000}).json()
 
-    assert after["engine_restarts"] == before["engine_restarts"] + 1
+    assert "".join(pieces(streamed)) == whole["choices"][0]["text"]
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert ": prefill" in streamed.text  # a sign of life while there was no engine
+    assert after["engine_restarts"] == before["engine_restarts"] + 2
     assert after["engine_pid"] != before["engine_pid"]
-    assert again.json()["choices"][0]["text"] == TEXTS["plain"]
+    assert whole["usage"]["completion_tokens"] == 1000
 
 
 def test_two_models_are_served_side_by_side() -> None:

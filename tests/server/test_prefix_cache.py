@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from conftest import Server
+import pytest
+
+from conftest import Server, running
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+from bench.agent import title_request, turns
 
 SYSTEM = "You are a small helper who tells short stories about dogs, trees and boats. " * 6
 
@@ -69,3 +81,205 @@ def test_the_memory_of_prefixes_is_told(server: Server) -> None:
     chat(server, [{"role": "user", "content": SYSTEM}])
 
     assert server.status()["memory"]["prefixes"] > 0
+
+
+def complete(server: Server, prompt: str, **fields: Any) -> dict[str, Any]:
+    reply = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields})
+    assert reply.status_code == 200, reply.text
+    body: dict[str, Any] = reply.json()
+    return body
+
+
+def computed(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens"]) - cached(reply)
+
+
+def at_once(ask: Callable[[int], dict[str, Any]], count: int = 8) -> list[dict[str, Any]]:
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(ask, range(count)))
+
+
+def trunk(name: str) -> str:
+    """About a thousand tokens that nobody has sent before."""
+    return f"This is the long beginning called {name}. " + "The little dog ran to the big house by the river. " * 80
+
+
+class TestEightAtOnce:
+    def test_a_common_beginning_is_computed_once(self, server: Server) -> None:
+        shared = trunk("eight")
+        ask = lambda number: complete(server, f"{shared} Number {number}:")  # noqa: E731
+        num_shared = complete(server, shared + " x", cache_salt="only to count")["usage"]["prompt_tokens"] - 2
+        replies = at_once(ask)
+        warm = at_once(lambda number: complete(server, f"{shared} Again {number}:"))
+
+        assert num_shared > 900
+        tails = sum(reply["usage"]["prompt_tokens"] - num_shared for reply in replies)
+        assert sum(map(computed, replies)) <= 1.05 * num_shared + tails + 8 * 128  # a tail begins amid a chunk
+        assert sum(0 < cached(reply) < reply["usage"]["prompt_tokens"] for reply in replies) >= 7
+        assert all(0 < cached(reply) < reply["usage"]["prompt_tokens"] for reply in warm)
+        assert [ask(number)["choices"] for number in range(8)] == [reply["choices"] for reply in replies]
+
+    def test_each_has_its_own_marker_under_its_own_schema(self, server: Server) -> None:
+        shared = trunk("markers")
+
+        def ask(number: int) -> dict[str, Any]:
+            schema = {"type": "object", "properties": {"marker": {"const": number}}, "required": ["marker"]}
+            schema["additionalProperties"] = False
+            return complete(server, f"{shared} Marker {number}:", max_tokens=40, structured_outputs={"json": schema})
+
+        replies = at_once(ask)
+
+        assert [json.loads(reply["choices"][0]["text"]) for reply in replies] == [{"marker": number} for number in range(8)]
+        assert sum(cached(reply) > 0 for reply in replies) >= 7
+
+    def test_a_leader_that_leaves_takes_nothing_with_it(self, server: Server) -> None:
+        shared = trunk("leader")
+        body = json.dumps({"prompt": shared + " I am first.", "stream": True}).encode()
+        leader = socket.create_connection(("127.0.0.1", server.port))
+        leader.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        deadline = time.monotonic() + 10
+        while not server.status()["rows_running"] and time.monotonic() < deadline:
+            time.sleep(0.002)
+        with concurrent.futures.ThreadPoolExecutor(7) as pool:
+            asked = [pool.submit(complete, server, f"{shared} Number {number}:") for number in range(7)]
+            leader.close()
+            replies = [one.result() for one in asked]
+
+        num_prompt = max(reply["usage"]["prompt_tokens"] for reply in replies)
+        assert sum(map(computed, replies)) <= 1.05 * num_prompt + 7 * 140
+        alone = [complete(server, f"{shared} Number {number}:")["choices"] for number in range(7)]
+        assert [reply["choices"] for reply in replies] == alone
+
+
+def test_forty_turns_of_an_agent_compute_what_is_new(server: Server) -> None:
+    messages: list[dict[str, Any]] = []
+    before, so_far = 0, []
+    for turn, new in enumerate(turns(40)):
+        messages += new
+        so_far.append(len(messages))
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            side = pool.submit(chat, server, title_request(messages))
+            reply = chat(server, messages)
+            side.result()
+        tokens = reply["usage"]["prompt_tokens"]
+        assert computed(reply) <= tokens - before + 2 * 128, turn
+        before = tokens
+
+    edited = messages[: so_far[20]]
+    edited[-1] = {"role": "user", "content": "No, look at another one."}
+    trunk_tokens = chat(server, messages[: so_far[19]])["usage"]["prompt_tokens"]
+    assert cached(chat(server, edited)) >= trunk_tokens - 128
+    assert cached(chat(server, messages)) >= before - 128  # the other branch is still there
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_back_to_back_requests_hit(server: Server, seconds: float) -> None:
+    text = trunk(f"back to back {seconds}")
+    first = complete(server, text)
+    time.sleep(seconds)
+
+    assert computed(complete(server, text)) == 1
+    assert cached(complete(server, text + " And another question.")) >= first["usage"]["prompt_tokens"] - 1 - 128
+
+
+def test_an_aborted_prompt_is_gone_on_with(server: Server) -> None:
+    text = trunk("aborted")
+    body = json.dumps({"prompt": text, "stream": True}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    deadline = time.monotonic() + 10
+    while server.status()["memory"]["prefixes"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(0.15)  # some chunks; all of them on a fast machine, which is as good
+    connection.close()
+    server.wait_idle(2)
+
+    assert cached(complete(server, text)) >= 128
+
+
+def test_why_it_missed_is_told(server: Server) -> None:
+    text = trunk("why")
+    complete(server, text + "a big red dog ran away from the house.")
+    reply = server.post("/v1/completions", {"prompt": text + "a big red frog ran away from the house.", "max_tokens": 2})
+    why = reply.json()["timings"]["cache"]
+
+    assert why["cause"] in ("differs", "checkpoint")
+    assert "frog".startswith(why["token"].strip()) or why["token"].strip() in "frog"
+    again = server.get(f"/v1/cache/requests/{reply.headers['x-request-id']}").json()
+    assert again["cause"] == why["cause"]
+    assert f'cause="{why["cause"]}"' in server.get("/metrics").text
+
+
+def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "tiny-hybrid") as server:
+        text = trunk("listed")
+        complete(server, text)
+        (model,) = server.get("/v1/cache").json()["models"]
+        assert model["held_bytes"] > 0
+        assert any("long beginning" in node["text"] for node in model["nodes"])
+        assert max(node["length"] for node in model["nodes"]) > 900
+
+        cleared = server.post("/v1/cache/clear", {}).json()["cleared"]
+        assert cleared["tiny-hybrid"] == model["num_nodes"]
+        assert cached(complete(server, text)) == 0
+
+
+class TestRestart:
+    def test_a_known_conversation_is_there_after_a_restart_and_damage_is_reported(self, tmp_path: Path) -> None:
+        settings = ("tiny-hybrid", "--cache-dir", str(tmp_path / "kept"))
+        conversation = [{"role": "system", "content": trunk("kept")}, {"role": "user", "content": "Hello."}]
+        with running(tmp_path / "log1", *settings) as server:
+            first = chat(server, conversation)
+            for number in range(5):
+                complete(server, trunk(f"other {number}"))
+        with running(tmp_path / "log2", *settings) as server:
+            again = chat(server, conversation)
+            assert computed(again) == 1
+            assert again["choices"] == first["choices"]
+
+        files = sorted((tmp_path / "kept").rglob("*.safetensors"))
+        damaged = files[:: len(files) // 10][:10]
+        for place, path in enumerate(damaged):
+            data = bytearray(path.read_bytes())
+            data[place * (len(data) - 1) // 9] ^= 0x10
+            path.write_bytes(bytes(data))
+        with running(tmp_path / "log3", *settings) as server:
+            third = chat(server, conversation)
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline and _reported(tmp_path / "log3") < {path.name for path in damaged}:
+                time.sleep(0.1)
+
+        assert third["choices"] == first["choices"]
+        assert _reported(tmp_path / "log3") == {path.name for path in damaged}
+
+    def test_another_way_of_computing_finds_nothing(self, tmp_path: Path) -> None:
+        text, kept = trunk("bound"), ("--cache-dir", str(tmp_path / "kept"))
+        with running(tmp_path / "log1", "tiny-hybrid", *kept) as server:
+            complete(server, text)
+        with running(tmp_path / "log2", "tiny-hybrid", *kept, "--cache-megabytes", "512") as server:
+            assert computed(complete(server, text)) == 1  # how much is kept changes no number
+        weights = tmp_path / "other"
+        weights.mkdir()
+        for path in (Path(__file__).parents[2] / "src/weft/model/tiny-hybrid").iterdir():
+            (weights / path.name).write_bytes(path.read_bytes() if path.suffix != ".json" else path.read_bytes() + b" ")
+        with running(tmp_path / "log3", str(weights), *kept) as server:
+            assert cached(complete(server, text)) == 0
+
+
+def _reported(log: Path) -> set[str]:
+    return set(re.findall(r"(\w+\.safetensors) is not used", log.read_text()))
+
+
+def test_the_canary_looks_and_is_content(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "tiny-hybrid", "--cache-canary") as server:
+        complete(server, trunk("canary"))
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            found = re.search(r'weft_prefix_cache_events\S*kind="checked"\S* (\d+)', server.get("/metrics").text)
+            if found and int(found[1]) >= 8:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("nothing was checked")
+
+        assert re.search(r'kind="wrong"\S* 0', server.get("/metrics").text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
@@ -17,8 +18,10 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Route
 
+from weft.answer import Answer
 from weft.api import problems
 from weft.api.body import read_json
+from weft.api.cache import Cache
 from weft.api.guards import Guard
 from weft.api.openai import chat, completions
 from weft.api.reply import Asked, Heading
@@ -26,22 +29,26 @@ from weft.api.sse import EventStream, whole
 from weft.api.status import Status, json_response
 from weft.config import ServerConfig
 from weft.log import request_line
-from weft.service import Answer, Service
+from weft.service import Service
 
 LARGE_BODY = 1 << 16  # bytes
+SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id")  # their clients come again
 
 Translate = Callable[[dict[str, Any]], Asked]
 
 
 def make_app(service: Service, config: ServerConfig) -> Starlette:
     """The server as an ASGI application, guards around it."""
-    status = Status(service, config)
+    status, cache = Status(service, config), Cache(service, config)
     routes = [
         _generating("/v1/chat/completions", "chat", chat.translate, service, config),
         _generating("/v1/completions", "completions", completions.translate, service, config),
         Route("/v1/models", status.models),
         Route("/v1/models/{id:path}", status.model),
         Route("/v1/requests/{id}/cancel", status.cancel, methods=["POST"]),
+        Route("/v1/cache", cache.list),
+        Route("/v1/cache/clear", cache.clear, methods=["POST"]),
+        Route("/v1/cache/requests/{id}", cache.report),
         Route("/v1/status", status.status),
         Route("/health", status.health),
         Route("/metrics", status.metrics),
@@ -68,6 +75,8 @@ def _generating(path: str, wire: str, translate: Translate, service: Service, co
             # A large schema takes its time; streams are not to wait for it.
             large = int(request.headers.get("content-length") or 0) > LARGE_BODY
             asked = await asyncio.to_thread(translate, body) if large else translate(body)
+            if any(request.headers.get(name) for name in SESSION_HEADERS):
+                asked = replace(asked, generation=replace(asked.generation, is_kept=True))
             served = service.find(asked.generation.model)
             heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service))
             reply = asked.reply(heading)

@@ -4,11 +4,20 @@ from what is accepted; replies are described by hand. Knows no route table: `app
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
-from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.api.openai.schema import (
+    HARMLESS,
+    NOT_YET,
+    ChatRequest,
+    ClearRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from weft.wire import MissCause
 
 Schema = dict[str, Any]
 
@@ -56,6 +65,9 @@ def _paths() -> Schema:
         "/tokenize": _post("A text or a conversation as token ids.", "Tokenized", "TokenizeRequest"),
         "/detokenize": _post("Token ids as a text.", "Detokenized", "DetokenizeRequest"),
         "/v1/requests/{id}/cancel": _post("End a request.", "Cancelled", None, path_id=True),
+        "/v1/cache": _get("What is kept of computed prompts.", "Kept"),
+        "/v1/cache/clear": _post("Forget it.", "Cleared", "ClearRequest", needs_body=False),
+        "/v1/cache/requests/{id}": _get("How much of a request's prompt was known, and why no more.", "Report", path_id=True),
     }
 
 
@@ -65,9 +77,11 @@ def _get(summary: str, reply: str | None, unready: str = "Error", *, path_id: bo
     return {"get": {"summary": summary, "responses": responses, **_parameters(path_id)}}
 
 
-def _post(summary: str, reply: str, request: str | None, *, streams: bool = False, path_id: bool = False) -> Schema:
+def _post(
+    summary: str, reply: str, request: str | None, *, needs_body: bool = True, streams: bool = False, path_id: bool = False
+) -> Schema:
     events: Schema = {"text/event-stream": {"schema": {}}} if streams else {}
-    body = {"requestBody": {"required": True, "content": _json(request)}} if request else {}
+    body = {"requestBody": {"required": needs_body, "content": _json(request)}} if request else {}
     return {"post": {"summary": summary, **body, "responses": _responses(_json(reply) | events), **_parameters(path_id)}}
 
 
@@ -90,7 +104,7 @@ def _ref(name: str) -> Schema:
 
 
 def _request_schemas() -> Schema:
-    kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest]
+    kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ClearRequest]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     not_yet = {name: {"enum": [*harmless, None], "description": "Not done here."} for name, harmless in NOT_YET.items()}
     harmless: Schema = {name: {"description": "Accepted; does not change the answer."} for name in sorted(HARMLESS)}
@@ -114,6 +128,12 @@ def _reply_schemas() -> Schema:
     footing = {"usage": _ref("Usage"), "timings": _ref("Timings")}
     timing_counts = dict.fromkeys(("cache_n", "prompt_n", "predicted_n"), count)
     timing_numbers = ("prompt_ms", "predicted_ms", "queue_ms", "prompt_per_second", "predicted_per_second")
+    maybe_count = {"type": ["integer", "null"], "minimum": 0}
+    cache = _object(matched=count, cause={"enum": [*get_args(MissCause)]}, position=maybe_count, why=text)
+    cache["properties"] |= dict.fromkeys(("token", "instead"), maybe_text)
+    timings = _object(**timing_counts, **dict.fromkeys(timing_numbers, number))
+    timings["properties"]["cache"] = cache
+    seconds = dict.fromkeys(("queue_seconds", "prefill_seconds", "decode_seconds"), number)
     chat_choice = _object(index=count, message=message, logprobs=maybe_object, **end)
     choice = _object(index=count, text=text, logprobs=maybe_object, **end)
     for one in (chat_choice, choice):  # where a schema was asked for without strict
@@ -129,7 +149,7 @@ def _reply_schemas() -> Schema:
             prompt_tokens_details=_object(cached_tokens=count),
             completion_tokens_details=_object(reasoning_tokens=count),
         ),
-        "Timings": _object(**timing_counts, **dict.fromkeys(timing_numbers, number)),
+        "Timings": timings,
         "Model": _object(id=text, object={"const": "model"}, created=count, owned_by=text),
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
         "Health": _object(status=text),
@@ -137,6 +157,9 @@ def _reply_schemas() -> Schema:
         "Tokenized": _object(count=count, max_model_len=count, tokens=ids),
         "Detokenized": _object(prompt=text, content=text),
         "Cancelled": some_object,
+        "Kept": _object(models=_list(some_object)),
+        "Cleared": _object(cleared={"type": "object", "additionalProperties": count}),
+        "Report": _object(id=text, model=text, created=count, prompt_tokens=count, cached_tokens=count, **seconds),
     }
 
 

@@ -5,11 +5,11 @@ The handler in `app` knows only these; a new wire is one more module with a `tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.chat.conversation import Delta, Generation
+from weft.chat.conversation import Delta, Generation, Reused
 from weft.errors import WeftError
 
 
@@ -56,3 +56,21 @@ class Asked:
     stream: bool
     ignored: tuple[str, ...]  # fields nobody knows: told in a header
     reply: Callable[[Heading], Reply]
+
+
+def reused_fields(reused: Reused) -> dict[str, Any]:
+    """How far a prompt was known before, as every wire tells it."""
+    return {
+        "matched": reused.matched,
+        "cause": reused.cause,
+        "position": reused.position,
+        "token": reused.token,
+        "instead": reused.instead,
+        "why": reused.why,
+    }
+
+
+def request_ids(given: str) -> Iterator[str]:
+    """What a client may mean by an id: that of its request, or that of the reply."""
+    yield given
+    yield from (given.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-") if given.startswith(prefix))

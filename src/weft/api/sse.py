@@ -14,10 +14,11 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from weft.answer import Answer
 from weft.api.body import Disconnected
 from weft.api.reply import Reply
 from weft.errors import InternalError, WeftError
-from weft.service import Answer, Waiting
+from weft.service import Waiting
 
 log = logging.getLogger("weft.api")
 

@@ -17,6 +17,7 @@ from weft.api.openai.chat import messages_of
 from weft.api.openai.schema import DetokenizeRequest, TokenizeRequest, converted
 from weft.api.openapi import document
 from weft.api.problems import BorderError
+from weft.api.reply import request_ids
 from weft.chat.conversation import Conversation
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
@@ -41,7 +42,7 @@ class Status:
         """200 when every model answers, else 503 and how far each is."""
         models = {served.name: _condition(served) for served in self.service.models}
         states = {model["status"] for model in models.values()}
-        status = next((state for state in ("failed", "loading") if state in states), "ready")
+        status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
         return json_response({"status": status, "models": models}, code, headers)
 
@@ -83,6 +84,7 @@ class Status:
             metrics.engine(served.name, served.is_ready, served.supervisor.restarts)
             metrics.rows(served.name, served.supervisor.status.running, served.supervisor.status.waiting)
             metrics.memory(served.name, _memory(served))
+            metrics.prefixes(served.name, served.supervisor.status.prefixes)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def openapi(self, request: Request) -> Response:  # noqa: ARG002
@@ -92,9 +94,8 @@ class Status:
     async def cancel(self, request: Request) -> Response:
         """End a request by its id (x-request-id, or the id of its reply)."""
         given = request.path_params["id"]
-        for prefix in ("", "chatcmpl-", "cmpl-"):
-            if given.startswith(prefix) and self.service.cancel(given.removeprefix(prefix)):
-                return json_response({"id": given, "cancelled": True})
+        if any(self.service.cancel(request_id) for request_id in request_ids(given)):
+            return json_response({"id": given, "cancelled": True})
         raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
 
     async def tokenize(self, request: Request) -> Response:
@@ -150,8 +151,12 @@ def _condition(served: Served) -> dict[str, Any]:
     condition = served.supervisor.condition
     if served.failed is not None:
         return {"status": "failed", "message": served.failed}
+    if served.is_stopping:
+        return {"status": "stopping"}
     if served.is_ready:
         return {"status": "ready"}
+    if condition.is_sick:
+        return {"status": "sick", "message": "its engine is silent; it is replaced if that goes on"}
     loading = condition.loading
     progress = (
         {"what": loading.what, "done": loading.done, "total": loading.total} if loading else {"what": "reading the tokenizer"}

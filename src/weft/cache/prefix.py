@@ -1,16 +1,27 @@
 """What was computed once: a tree of prompt chunks, each with its keys and values, some with the states of all other layers.
 
-A child is found by its chunk's tokens, so a path is both the tokens and the places where they were cut: the states at its end
-are bit for bit what a cold run has there. Knows tokens and bytes; blocks and checkpoints are opaque. Imports no mlx.
+A child is found by its chunk's tokens, so a path is both the tokens and the places where they were cut. An exact tree follows
+only a prompt's own cuts: the states at the end are bit for bit what a cold run has there. Any other takes the tokens however
+they were cut, and lets prompts be cut where they part. Knows tokens and bytes; blocks and checkpoints are opaque, no mlx.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
+from weft.wire import Reuse
+
 LATTICE = 4  # every so many chunks a checkpoint is kept, whatever comes
+PROTECTED_SHARE = 0.5  # of the budget is for prompts that were used again; the rest is for new ones
+MAX_GHOSTS = 20_000  # nodes that had to go and are remembered by name, to say so when they are missed
+MAX_LOOKED_AT = 256  # children of one node that are compared with a prompt that missed
+MIN_SHARED = 16  # tokens; prompts that share fewer of a chunk are not cut where they part
 
 
 class Stored(Protocol):
@@ -24,22 +35,36 @@ class Stored(Protocol):
 class Node:
     """A chunk that is in memory; `length` tokens lead to its end."""
 
-    def __init__(self, parent: Node | None, tokens: tuple[int, ...], block: Stored | None, checkpoint: Stored | None) -> None:
+    def __init__(
+        self, number: int, parent: Node | None, tokens: tuple[int, ...], key: bytes, block: Stored | None = None
+    ) -> None:
+        self.number = number
         self.parent = parent
         self.tokens = tokens
+        self.key = key  # of the whole path, with its salt
         self.length: int = (parent.length if parent is not None else 0) + len(tokens)
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.block = block
-        self.checkpoint = checkpoint  # the states of all layers without keys and values, at its end; None: dropped
+        self.checkpoint: Stored | None = None  # the states of all layers without keys and values, at its end; None: dropped
         self.children: dict[tuple[int, ...], Node] = {}
+        self.sizes: Counter[int] = Counter()  # of the children's chunks
         self.pins = 0  # sequences that stand on it
-        self.used = 0  # when it was last needed, in the tree's own time
+        self.hits = 0  # sequences that went on from it or from behind it
+        self.used_at = 0.0
         self.keep = False  # its checkpoint is worth its bytes: a prompt ended here, or two parted
+        self.is_protected = False  # one-off prompts do not push it out
+        self.is_out: bool = parent is not None and parent.is_out  # it was thrown out while somebody stood on it or behind it
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it holds."""
         return sum(stored.nbytes for stored in (self.block, self.checkpoint) if stored is not None)
+
+    @property
+    def is_worth_a_checkpoint(self) -> bool:
+        """Whether a prompt will probably go on from here, or could at no cost."""
+        is_free = self.checkpoint is not None and not self.checkpoint.nbytes
+        return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
 
     def path(self) -> list[Node]:
         """From the first chunk to this one."""
@@ -50,39 +75,110 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def subtree(self) -> Iterator[Node]:
+        """It and all behind it, parents before children."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
+
 
 class PrefixTree:
-    """Owns the nodes and their ages. Bounded in bytes; what a sequence stands on is never taken away."""
+    """Owns the nodes and their ages. Bounded in bytes; what a sequence stands on is never taken away.
 
-    def __init__(self, budget_bytes: int) -> None:
+    Nodes are in one of two rows, each ordered by last use: new ones, and protected ones, which were used again or whose
+    owner said that it will come again. A use counts for the whole path, so the oldest of a row has no children in it. New
+    ones go first. Protected ones have half the budget: what is beyond becomes new again, so nothing stays for ever.
+    """
+
+    def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic, *, is_exact: bool = False) -> None:
         self.budget_bytes = budget_bytes
-        self.root = Node(None, (), None, _Nothing())
+        self.clock = clock
+        self.is_exact = is_exact
         self.held_bytes = 0
         self.num_evicted = 0
-        self._clock = itertools.count(1)
+        self._roots: dict[str, Node] = {}
+        self._new: OrderedDict[Node, None] = OrderedDict()
+        self._protected: OrderedDict[Node, None] = OrderedDict()
+        self._protected_bytes = 0
+        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._numbers = itertools.count(1)
 
-    def match(self, chunks: Iterator[tuple[int, ...]], start: Node) -> Node:
-        """The deepest node on this way from `start` at which every layer can be restored."""
+    def __len__(self) -> int:
+        return len(self._new) + len(self._protected)
+
+    def root(self, salt: str = "") -> Node:
+        """Where the prompts with this salt begin."""
+        if salt not in self._roots:
+            node = self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
+            node.checkpoint = _Nothing()
+        return self._roots[salt]
+
+    def roots(self) -> list[tuple[str, Node]]:
+        """All salts and where their prompts begin."""
+        return list(self._roots.items())
+
+    def match(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
+        """The deepest node from `start` on at which every layer can be restored; `ends` are the prompt's own cuts."""
+        return self._along(prompt, start, ends) if self.is_exact else self._anyhow(prompt, start)
+
+    def _along(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
         node = found = start
-        for tokens in chunks:
+        for tokens in chunks_of(prompt, start.length, ends):
             child = node.children.get(tokens)
             if child is None:
                 break
             node = child
             if node.checkpoint is not None:
                 found = node
-        self._touch(found)
         return found
 
-    def enter(self, parent: Node, tokens: tuple[int, ...], block: Stored, checkpoint: Stored) -> Node:
-        """A chunk has been computed after `parent`. Gives its node; an older one is kept, and gets what it lacks."""
+    def _anyhow(self, prompt: Sequence[int], start: Node) -> Node:
+        found, waiting, last = start, [start], len(prompt) - 1  # the last token is always computed
+        while waiting:
+            node = waiting.pop()
+            for size in node.sizes:
+                child = node.children.get(tuple(prompt[node.length : node.length + size]))
+                if child is not None and child.length <= last:
+                    waiting.append(child)
+                    if child.checkpoint is not None and child.length > found.length:
+                        found = child
+        return found
+
+    def parting(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
+        """Where a chunk after `node` is best cut, so that known prompts and these others share what comes before."""
+        known = itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
+        shared = [_num_same(child.tokens, prompt, node.length) for child in known]
+        shared += [_num_same(tuple(other[node.length : end]), prompt, node.length) for other in others]
+        places = {count for count in shared if MIN_SHARED <= count < end - node.length}
+        if self.is_exact or not places:
+            return None
+        return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
+
+    def hit(self, node: Node) -> None:
+        """A sequence goes on from here."""
+        for one in node.path():
+            one.hits += 1
+        self._protect(node)
+        self._touch(node)
+
+    def enter(
+        self, parent: Node, tokens: tuple[int, ...], block: Stored, checkpoint: Stored | None, *, is_kept: bool = False
+    ) -> Node:
+        """A chunk is there after `parent`. Gives its node; an older one is kept, and gets what it lacks."""
         node = parent.children.get(tokens)
         if node is None:
-            node = parent.children[tokens] = Node(parent, tokens, block, None)
-            self.held_bytes += block.nbytes
-        if node.checkpoint is None:
+            node = parent.children[tokens] = Node(next(self._numbers), parent, tokens, key_of(parent.key, tokens), block)
+            parent.sizes[len(tokens)] += 1
+            if not node.is_out:
+                self._new[node] = None
+                self.held_bytes += block.nbytes
+        if node.checkpoint is None and checkpoint is not None:
             node.checkpoint = checkpoint
-            self.held_bytes += checkpoint.nbytes
+            self._resized(node, checkpoint.nbytes)
+        if is_kept:
+            self._protect(node)
         self._touch(node)
         return node
 
@@ -95,48 +191,129 @@ class PrefixTree:
         node.pins -= 1
         self._thin(node)
         self.shrink()
+        self._forget_empty_root(node)
 
-    def shrink(self) -> None:
-        """Back to the budget: leaves first, the longest unused of them first."""
-        while self.held_bytes > self.budget_bytes:
-            victims = [node for node in self.nodes() if not node.children and not node.pins]
-            if not victims:
+    def shrink(self, budget_bytes: int | None = None) -> None:
+        """Back to the budget: leaves first, new ones before protected ones, of each the longest unused first."""
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
+            self._demote(next(iter(self._protected)))
+        while self.held_bytes > budget:
+            rows = (self._new, self._protected)
+            victim = next((node for row in rows for node in row if not node.children and not node.pins), None)
+            if victim is None:
                 return
-            self._remove(min(victims, key=lambda node: node.used))
+            self._evict(victim)
 
-    def clear(self) -> None:
-        """Forget everything that nobody stands on."""
-        budget, self.budget_bytes = self.budget_bytes, 0
-        self.shrink()
-        self.budget_bytes = budget
+    def clear(self) -> int:
+        """Forget everything that nobody stands on; how many nodes that were."""
+        before = len(self)
+        self.shrink(0)
+        self._ghosts.clear()
+        return before - len(self)
+
+    def expel(self, node: Node) -> int:
+        """Throw a node and all behind it out, at once and for all: what is in it is wrong. How many nodes that were."""
+        if node.parent is None or node.is_out:
+            return 0
+        _detach(node)
+        nodes = list(node.subtree())
+        for one in nodes:
+            self._drop(one)
+            one.is_out = True
+        return len(nodes)
 
     def nodes(self) -> Iterator[Node]:
-        """All of them, parents before children."""
-        waiting = list(self.root.children.values())
+        """All of them, the most recently used first, parents before children."""
+        return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
+
+    def reuse(self, trunk: Node, prompt: Sequence[int], end: int, salt: str) -> Reuse:
+        """Why a prompt can stand on no more than `trunk`; `end` is where its next chunk ends."""
+        root = self.root(salt)
+        if salt and not root.children:
+            return Reuse("salt")
+        position, instead = self._known(root, prompt)
+        known = prompt[position] if position < len(prompt) else None
+        chunk = tuple(prompt[trunk.length : end])
+        if position >= end:
+            is_cut = self.is_exact and chunk not in trunk.children
+            return Reuse("cut" if is_cut else "checkpoint", trunk.length, position, known, instead)
+        if key_of(trunk.key, chunk) in self._ghosts:
+            return Reuse("evicted", trunk.length)
+        return Reuse("differs", trunk.length, position, known, instead)
+
+    def _known(self, root: Node, prompt: Sequence[int]) -> tuple[int, int | None]:
+        """How many of a prompt's tokens some known prompt begins with, wherever that was cut, and what it has next."""
+        best: tuple[int, int | None] = (0, None)
+        waiting = [root]
         while waiting:
             node = waiting.pop()
-            yield node
-            waiting += node.children.values()
+            for child in itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT):
+                same = _num_same(child.tokens, prompt, node.length)
+                if same == len(child.tokens):
+                    waiting.append(child)
+                instead = child.tokens[same] if same < len(child.tokens) else None
+                if node.length + same > best[0] or (node.length + same == best[0] and best[1] is None):
+                    best = node.length + same, instead
+        return best
 
     def _thin(self, node: Node) -> None:
         """Drop a checkpoint that is not worth its bytes."""
-        is_worth = node.keep or len(node.children) != 1 or node.depth % LATTICE == 0
-        if node.parent is None or node.pins or is_worth or node.checkpoint is None or node.checkpoint.nbytes == 0:
+        if node.parent is None or node.pins or node.is_worth_a_checkpoint or node.checkpoint is None:
             return
-        self.held_bytes -= node.checkpoint.nbytes
+        self._resized(node, -node.checkpoint.nbytes)
         node.checkpoint = None
 
-    def _touch(self, node: Node | None) -> None:
-        now = next(self._clock)
-        while node is not None:
-            node.used = now
-            node = node.parent
+    def _touch(self, node: Node) -> None:
+        now = self.clock()
+        above: Node | None = node
+        while above is not None and above.parent is not None and not above.is_out:
+            above.used_at = now
+            self._row(above).move_to_end(above)
+            above = above.parent
 
-    def _remove(self, node: Node) -> None:
-        assert node.parent is not None
-        del node.parent.children[node.tokens]
-        self.held_bytes -= node.nbytes
+    def _row(self, node: Node) -> OrderedDict[Node, None]:
+        return self._protected if node.is_protected else self._new
+
+    def _resized(self, node: Node, num_bytes: int) -> None:
+        if not node.is_out:
+            self.held_bytes += num_bytes
+            self._protected_bytes += num_bytes * node.is_protected
+
+    def _protect(self, node: Node) -> None:
+        for one in node.path():
+            if not one.is_protected and not one.is_out:
+                del self._new[one]
+                one.is_protected = True
+                self._protected[one] = None
+                self._protected_bytes += one.nbytes
+
+    def _demote(self, node: Node) -> None:
+        self._protected_bytes -= node.nbytes
+        del self._protected[node]
+        node.is_protected = False
+        self._new[node] = None
+
+    def _evict(self, node: Node) -> None:
+        """Take a leaf away, and what is left above it that nobody can go on from."""
+        parent = _detach(node)
+        self._drop(node)
         self.num_evicted += 1
+        self._ghosts[node.key] = None
+        if len(self._ghosts) > MAX_GHOSTS:
+            self._ghosts.popitem(last=False)
+        if parent.parent is not None and parent.checkpoint is None and not parent.children and not parent.pins:
+            self._evict(parent)
+        self._forget_empty_root(parent)
+
+    def _drop(self, node: Node) -> None:
+        del self._row(node)[node]
+        self._resized(node, -node.nbytes)
+
+    def _forget_empty_root(self, node: Node) -> None:
+        """Salts are as many as clients like: one that nothing is kept for leaves nothing behind."""
+        if node.parent is None and not node.pins and not node.children:
+            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
 
 
 class _Nothing:
@@ -145,8 +322,27 @@ class _Nothing:
     nbytes = 0
 
 
+def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The name of the path that goes on from the one named `parent` with these tokens."""
+    return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+
+
 def chunks_of(prompt: Sequence[int], start: int, ends: Iterator[int]) -> Iterator[tuple[int, ...]]:
     """The chunks of a prompt from `start` on."""
     for end in ends:
         yield tuple(prompt[start:end])
         start = end
+
+
+def _detach(node: Node) -> Node:
+    """Take a node away from its parent, which it gives."""
+    parent = node.parent
+    assert parent is not None
+    del parent.children[node.tokens]
+    parent.sizes -= Counter((len(node.tokens),))  # drops sizes that nobody has
+    return parent
+
+
+def _num_same(tokens: tuple[int, ...], prompt: Sequence[int], start: int) -> int:
+    there = prompt[start : start + len(tokens)]
+    return next((index for index, (one, other) in enumerate(zip(tokens, there, strict=False)) if one != other), len(there))

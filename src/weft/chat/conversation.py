@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from weft.wire import FinishReason, GrammarSpec, TokenLogprob
+from weft.wire import FinishReason, GrammarSpec, MissCause, TokenLogprob
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 LateSystem = Literal["fold", "hoist"]
@@ -35,6 +35,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    breakpoints: tuple[int, ...] = ()  # parts after which a later prompt may part from this one; a text is part 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Generation:
     thinking_budget: int | None = None  # tokens that may be thought before the answer
     effort: Effort | None = None  # how much to think, in OpenAI's words; the model's scribe knows what that means
     skip_special_tokens: bool = True
+    cache_salt: str = ""  # what was computed of its prompts is shared only under the same one
+    is_kept: bool = False  # the client will come again with more of the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,43 @@ class Reasoning:
 
 
 @dataclass(frozen=True, slots=True)
+class CallOpened:
+    """The model calls a tool. What follows under the same index, counted from 0 within a choice, belongs to it."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments, as generated; all of them together are the arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallClosed:
+    """A call is complete and its arguments are a JSON object. A call that is never closed was cut short or is broken."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """How far a prompt was known before, and why no further. `wire.Reuse` says the same in ids."""
+
+    cause: MissCause
+    matched: int  # tokens that were there
+    why: str  # a sentence for people
+    position: int | None = None  # of the first token that is not known
+    before: str = ""  # the text in front of it
+    token: str | None = None  # its text
+    instead: str | None = None  # what the nearest known prompt has there
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Counts and times of one choice."""
 
@@ -105,6 +145,7 @@ class Usage:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    reuse: Reused | None = None  # None: the engine does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +159,4 @@ class Finish:
 
 
 Delta = Text | Reasoning | Finish
+CallDelta = CallOpened | CallArguments | CallClosed  # of an answer with tools, beside the others

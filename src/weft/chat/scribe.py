@@ -18,6 +18,7 @@ from weft.chat.reader import Reader, shown
 from weft.chat.template import ChatTemplate
 from weft.chat.thinking import find_markers, opens_in
 from weft.chat.tokenizer import Tokenizer
+from weft.chat.turns import Turns
 from weft.errors import BadModel, InvalidRequest, RequestError, UnsupportedParameter
 from weft.wire import ConstraintSpec, Sampling, ThinkingSpec, TokenLogprob
 
@@ -35,7 +36,7 @@ class Written:
     opened: bool = False  # it ends inside the thinking
     closed: bool = False  # it ends right after a thinking that was cut short: the model is not to think
     budget: int | None = None  # tokens of thinking that were asked for
-    boundaries: tuple[int, ...] = ()  # where the assistant's turns begin: the next prompt may part from this one there
+    boundaries: tuple[int, ...] = ()  # where a later prompt may part from this one
 
 
 class Scribe:
@@ -47,7 +48,7 @@ class Scribe:
         self.writer = None if template is None else PromptWriter(template, late_system)
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
         self.gap = self._gap()
-        self.opener = self._opener()
+        self.turns = Turns(self.writer, self.tokenizer)
         self.advice = _advice(folder)
 
     def write(self, prompt: Prompt, effort: Effort | None = None) -> Written:
@@ -74,8 +75,7 @@ class Scribe:
             )
             conversation = replace(conversation, template_kwargs=asked | conversation.template_kwargs)
         text = self.writer.write(conversation)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
-        boundaries = tuple(_places(ids, self.opener))
+        ids, boundaries = self.turns.encode(conversation, text)
         if self.markers is None:
             return Written(ids, boundaries=boundaries)
         closed = text.rstrip().endswith(self.markers.close)
@@ -88,22 +88,6 @@ class Scribe:
         asked = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
         after = self.writer.write(asked).rpartition(self.markers.close)[2]
         return after if not after.strip() else ""
-
-    def _opener(self) -> list[int]:
-        """The tokens with which the template opens an assistant's turn, in the history as in the prompt for a new one."""
-        if self.writer is None:
-            return []
-        question, answer = Message("user", "Hello"), Message("assistant", "Hi")
-        try:
-            asked = self.writer.write(Conversation((question,), add_generation_prompt=True))
-            plain = self.writer.write(Conversation((question,), add_generation_prompt=False))
-            past = self.writer.write(Conversation((question, answer, question), add_generation_prompt=False))
-        except InvalidRequest:  # a template that refuses the simplest talk has no turns to speak of
-            return []
-        opening, history = (self.tokenizer.encode(one, add_special_tokens=False) for one in (asked.removeprefix(plain), past))
-        while opening and not _places(history, opening):
-            opening.pop()
-        return opening
 
     def constraint(self, generation: Generation, written: Written) -> ConstraintSpec | None:
         """What the answer's tokens must be. Raises UnsupportedParameter for a budget that has nothing to act on."""
@@ -156,11 +140,3 @@ def _advice(folder: Path) -> dict[str, Any]:
         log.warning("%s advises what can not be followed, so nothing of it is: %s", path, error)
         return {}
     return given
-
-
-def _places(ids: list[int], part: list[int]) -> list[int]:
-    """Where `part` begins in `ids`."""
-    if not part:
-        return []
-    found = [place for place, token in enumerate(ids) if token == part[0]]
-    return [place for place in found if ids[place : place + len(part)] == part]

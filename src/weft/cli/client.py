@@ -1,6 +1,6 @@
 """A running server as the command line sees it: JSON asked for, answers streamed, by the standard library's HTTP.
 
-Knows how to ask and how to hang up, not what is asked. `run` and `models` use it; nothing here loads mlx.
+Knows how to ask and how to hang up, not what is asked. `run`, `models` and `cache` use it; nothing here loads mlx.
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ class Client:
 
     def get(self, path: str, kind: type[T], seconds: float = PROBE_SECONDS) -> T:
         """What the server says at `path`. Raises WeftError when it says nothing, or something else than a `kind`."""
+        return self._whole("GET", path, None, kind, seconds)
+
+    def post(self, path: str, body: dict[str, Any], kind: type[T], seconds: float) -> T:
+        """What the server says to `body`. Raises as `get` does."""
+        return self._whole("POST", path, body, kind, seconds)
+
+    def _whole(self, method: str, path: str, body: dict[str, Any] | None, kind: type[T], seconds: float) -> T:
         connection = self._connect(seconds)
         try:
-            return msgspec.json.decode(self._ask(connection, "GET", path).read(), type=kind)
+            return msgspec.json.decode(self._ask(connection, method, path, body).read(), type=kind)
         except (OSError, HTTPException, msgspec.MsgspecError) as error:
             raise WeftError(f"what answers at {self.url}{path} is no weft server ({_words(error)})") from error
         finally:

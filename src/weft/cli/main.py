@@ -189,6 +189,71 @@ def ps(*, url: str | None = None, as_json: AsJson = False) -> None:
     ps_command(url, as_json)
 
 
+cache = App(name="cache", help="What a running server keeps of computed prompts, and why it had to compute one.")
+app.command(cache)
+
+
+@cache.command(name="ls")
+def cache_ls(*, url: str | None = None, as_json: AsJson = False) -> None:
+    """List the conversations whose computed prompts a running server keeps, the latest used first.
+
+    For example:
+      weft cache ls
+      weft cache ls --url http://127.0.0.1:9000 --json
+
+    Parameters
+    ----------
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    as_json
+        Print what the server says as JSON: every chunk, not only the conversations' ends.
+    """
+    from weft.cli.cache import ls_command
+
+    ls_command(url, as_json)
+
+
+@cache.command(name="clear")
+def cache_clear(model: str | None = None, /, *, url: str | None = None) -> None:
+    """Make a running server forget its computed prompts, on disk too; those of running requests stay.
+
+    For example:
+      weft cache clear
+      weft cache clear smollm2
+
+    Parameters
+    ----------
+    model
+        Only this model's.
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    """
+    from weft.cli.cache import clear_command
+
+    clear_command(model, url)
+
+
+@cache.command(name="why")
+def cache_why(request_id: str, /, *, url: str | None = None, as_json: AsJson = False) -> None:
+    """Say how much of a request's prompt was known, why no more, and where its time went.
+
+    For example:
+      weft cache why chatcmpl-0123456789abcdef0123456789abcdef
+
+    Parameters
+    ----------
+    request_id
+        The id of the reply, or what the header x-request-id said.
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    as_json
+        Print what the server says as JSON.
+    """
+    from weft.cli.cache import why_command
+
+    why_command(request_id, url, as_json)
+
+
 def main() -> None:
     """Run the command line; errors of ours and of the user's end it with one sentence and status 1."""
     try:

@@ -26,7 +26,7 @@ def ls_command(as_json: bool) -> None:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return
     lines = [(model.name, decimal(model.size_bytes), model.kind, str(model.folder or "not fetched yet")) for model in models]
-    _write_columns([("NAME", "SIZE", "KIND", "FOLDER"), *lines])
+    write_columns([("NAME", "SIZE", "KIND", "FOLDER"), *lines])
 
 
 def pull_command(name: str) -> None:
@@ -67,7 +67,7 @@ def ps_command(url: str | None, as_json: bool) -> None:
     server = client.get("/v1/status", ServerStatus, STATUS_SECONDS)
     sys.stdout.write(f"{client.url}: weft {server.version}, up for {timedelta(seconds=round(server.uptime_seconds))}\n")
     heads = ("MODEL", "STATUS", "CONTEXT", "RUNNING", "WAITING", "PID", "RESTARTS", "MEMORY")
-    _write_columns([heads, *map(_model_line, server.models)])
+    write_columns([heads, *map(_model_line, server.models)])
 
 
 def _model_line(model: ModelStatus) -> tuple[str, ...]:
@@ -76,7 +76,8 @@ def _model_line(model: ModelStatus) -> tuple[str, ...]:
     return (model.id, model.status.get("value", "-"), *("-" if number is None else str(number) for number in numbers), memory)
 
 
-def _write_columns(rows: list[tuple[str, ...]]) -> None:
+def write_columns(rows: list[tuple[str, ...]]) -> None:
+    """Print a table whose first row is its head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")

@@ -6,6 +6,7 @@ The front starts it and is its only user. A process of its own, so that nothing 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib.metadata
 import os
 import shutil
@@ -16,8 +17,11 @@ from pathlib import Path
 
 from weft import blas
 from weft.channel import FRONT_PID, EngineEnd
+from weft.engine.heartbeat import Heartbeat
 from weft.errors import ModelError
 from weft.wire import Failed, Loading, Ready
+
+CLOSE_SECONDS = 2.0  # to write down what is left of computed prompts, before whoever ends us loses patience
 
 
 def main() -> None:
@@ -25,11 +29,14 @@ def main() -> None:
     asked = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the front decides when we end
         signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()  # a crash says where it was
+    faulthandler.register(signal.SIGUSR1)  # and so does a hung engine, before the front kills it
     _end_with(int(os.environ.get(FRONT_PID, os.getppid())), Path(asked.address.removeprefix("ipc://")).parent)
     channel = EngineEnd(asked.address)
     channel.send(Loading("starting"))
     try:
-        _serve(channel, asked)
+        with Heartbeat(channel):
+            _serve(channel, asked)
     except ModelError as error:
         channel.send(Failed(str(error)))
     finally:
@@ -40,7 +47,9 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
     report = blas.bind()  # before anything imports mlx
 
     from weft.engine.bring_up import bring_up, device_in_use
+    from weft.engine.canary import Canary
     from weft.engine.host import Host, memory_in_use
+    from weft.engine.sharing import Sharing
     from weft.grammar.compiler import Compiler
 
     def progress(what: str, done: int, total: int | None) -> None:
@@ -48,7 +57,13 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
 
     notices = [report.warning] if report.warning else []
     name = asked.model
-    settings = {"exact": asked.exact, "max_rows": asked.max_rows, "cache_bytes": asked.cache_bytes}
+    settings = {
+        "exact": asked.exact,
+        "max_rows": asked.max_rows,
+        "cache_bytes": asked.cache_bytes,
+        "cache_folder": asked.cache_dir,
+        "cache_folder_bytes": asked.cache_dir_bytes,
+    }
     try:
         engine, loaded = bring_up(name, report, progress, **settings)
     except ModelError as error:
@@ -71,7 +86,11 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
     channel.send(Loading("reading the vocabulary"))
     assert compiler.tokenizer  # built now: it holds the interpreter, and streams would feel it
     channel.send(ready)
-    Host(engine, compiler, channel, time.monotonic).run()
+    host = Host(engine, compiler, channel, time.monotonic)
+    host.canary = Canary(engine.sharing, engine.runner) if asked.cache_canary and isinstance(engine.sharing, Sharing) else None
+    host.run()
+    if engine.sharing.disk is not None:
+        engine.sharing.disk.close(CLOSE_SECONDS)
 
 
 def _arguments() -> argparse.Namespace:
@@ -82,6 +101,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--max-rows", type=int)
     parser.add_argument("--cache-bytes", type=int, default=0)
+    parser.add_argument("--cache-dir", type=Path)
+    parser.add_argument("--cache-dir-bytes", type=int, default=10 << 30)
+    parser.add_argument("--cache-canary", action="store_true")
     return parser.parse_args()
 
 

@@ -5,17 +5,23 @@ Imports mlx; whoever imports this has bound the BLAS before.
 
 from __future__ import annotations
 
+import importlib.metadata
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 
 from weft.blas import BlasReport
+from weft.cache.disk import DiskTier, identity_of
 from weft.config import Device, EngineConfig
 from weft.engine.engine import Engine
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
 from weft.model.resolve import resolve
+
+log = logging.getLogger("weft.engine")
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -28,6 +34,8 @@ def bring_up(
     exact: bool = False,
     max_rows: int | None = None,
     cache_bytes: int = 0,
+    cache_folder: Path | None = None,
+    cache_folder_bytes: int = 0,
     config: EngineConfig | None = None,
 ) -> tuple[Engine, LoadedModel]:
     """Everything from a name to an engine. Raises ModelError."""
@@ -39,7 +47,25 @@ def bring_up(
         config = replace(config, cache_bytes=cache_bytes)
         if max_rows is not None:
             config = replace(config, max_rows=max_rows, width=config.width and max_rows)
-    return Engine(Adapter(loaded), config), loaded
+    disk = None
+    if cache_folder is not None and config.cache_bytes:
+        progress("reading what was kept of computed prompts", 0, None)
+        facts = (device, blas.name, f"{config.chunk_tokens} {config.width} {config.exact}")
+        disk = open_disk(cache_folder, cache_folder_bytes, loaded.folder, facts)
+    return Engine(Adapter(loaded), config, disk=disk), loaded
+
+
+def open_disk(folder: Path, budget_bytes: int, model: Path, facts: tuple[str, ...]) -> DiskTier:
+    """What was kept on disk by earlier engines of the same model, versions and way of computing."""
+    versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
+    identity = identity_of(model, (*versions, *facts), folder / "weights.json")
+    disk = DiskTier(folder, identity, budget_bytes, _report)
+    disk.open()
+    return disk
+
+
+def _report(path: Path, why: str) -> None:
+    log.warning("%s is not used: %s", path, why)
 
 
 def device_in_use() -> Device:

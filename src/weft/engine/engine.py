@@ -11,75 +11,89 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from weft.cache.prefix import Node, PrefixTree, chunks_of
+from weft.cache.disk import DiskTier
+from weft.cache.prefix import PrefixTree
 from weft.config import EngineConfig
 from weft.engine.plan import Row
 from weft.engine.runner import Runner, Step
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
+from weft.engine.sharing import NoSharing, Sharing
 from weft.errors import RowFailed
 from weft.grammar.constraint import Constraint
 from weft.grammar.masks import Masks
 from weft.model.adapter import Adapter
-from weft.wire import FinishReason, Limits, PromptEvent, Sampling, TokenEvent, TokenLogprob
+from weft.wire import FinishReason, Limits, PromptEvent, Sampling, Submit, TokenEvent, TokenLogprob
 
 
 class Engine:
     """Sequences in, tokens out."""
 
-    def __init__(self, adapter: Adapter, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+        disk: DiskTier | None = None,
+    ) -> None:
         self.adapter = adapter
         self.config = config
         self.clock = clock
         self.scheduler = Scheduler(config)
         self.runner = Runner(adapter, config, clock)
         self.pending: Step | None = None
-        self.prefixes = PrefixTree(config.cache_bytes) if config.cache_bytes and adapter.can_be_saved else None
+        self.sharing = self._sharing(disk)
         self.masks = Masks(adapter.vocab_size)
         self.limits = Limits(adapter.vocab_size, adapter.context_length)
         self.events: deque[TokenEvent] = deque()
         self.prompt_events: deque[PromptEvent] = deque()
         self._numbers = itertools.count()
 
+    def _sharing(self, disk: DiskTier | None) -> NoSharing:
+        if not self.config.cache_bytes or not self.adapter.can_be_saved:
+            return NoSharing(self.scheduler, self.runner)
+        tree = PrefixTree(self.config.cache_bytes, self.clock, is_exact=self.config.exact)
+        return Sharing(tree, self.scheduler, self.runner, disk)
+
     def submit(self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None) -> Sequence:
         """Check a request and queue it. Raises RequestError, naming the parameter; nobody else notices."""
-        return self.submit_forks(prompt, (sampling,), (next(self._numbers),), constraint)[0]
+        return self.take(Submit((next(self._numbers),), prompt, (sampling,)), constraint)[0]
 
-    def submit_forks(
-        self,
-        prompt: list[int],
-        samplings: tuple[Sampling, ...],
-        numbers: tuple[int, ...],
-        constraint: Constraint | None = None,
-        boundaries: tuple[int, ...] = (),
-    ) -> list[Sequence]:
+    def take(self, asked: Submit, constraint: Constraint | None = None) -> list[Sequence]:
         """The same, for several answers to one prompt, which is computed once."""
-        now = self.clock()
-        rooms = [self.limits.check(prompt, sampling) for sampling in samplings]
-        sequences = []
-        for number, sampling, room in zip(numbers, samplings, rooms, strict=True):
-            stops = frozenset(sampling.stop_token_ids)
-            if not sampling.ignore_eos:
-                stops |= self.adapter.eos_token_ids
-            sequence = Sequence(number, prompt, sampling, max_tokens=room, stop_ids=stops)
-            sequence.timings.submitted = now
-            sequence.boundaries = tuple(sorted(place for place in boundaries if 0 < place < len(prompt) - 1))
-            if constraint is not None:
-                sequence.constraint = constraint.fork()
-                sequence.constraint.limit_to(room)
-            sequences.append(sequence)
+        rooms = [self.limits.check(asked.prompt, sampling) for sampling in asked.samplings]
+        sequences = [self._sequence(asked, place, room, constraint) for place, room in enumerate(rooms)]
         self._queue(sequences)
         return sequences
 
+    def _sequence(self, asked: Submit, place: int, room: int, constraint: Constraint | None) -> Sequence:
+        sampling, given = asked.samplings[place], asked.given[place] if asked.given else ()
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= self.adapter.eos_token_ids
+        sequence = Sequence(asked.numbers[place], asked.prompt, sampling, max_tokens=room, stop_ids=stops, given=given)
+        sequence.timings.submitted = self.clock()
+        sequence.salt, sequence.is_kept = asked.salt, asked.is_kept
+        last = len(asked.prompt) - 1  # where the answer was gone on from; chunks ended there before
+        places = {*asked.boundaries, last} if given else asked.boundaries
+        sequence.boundaries = tuple(sorted(at for at in places if 0 < at < len(sequence.known) - 1))
+        if constraint is not None:
+            sequence.constraint = constraint.fork()
+            sequence.constraint.limit_to(room)
+            for token in given:
+                sequence.constraint.accept(token)
+        return sequence
+
     def _queue(self, sequences: list[Sequence]) -> None:
         leader, *forks = sequences
-        if not leader.is_prefilled:
+        if not leader.is_prefilled and all(sequence.known == leader.known for sequence in forks):
             leader.forks = forks
             self.scheduler.add(leader)
             return
-        for sequence in sequences:  # a prompt of one token: there is nothing to share
+        for sequence in sequences:  # prompts of one token, or answers that were begun: there is nothing to fork
             self.scheduler.add(sequence)
-            self._finish_empty(sequence)
+            if sequence.is_prefilled:
+                self._finish_empty(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
         """End a sequence now; its memory is free before the next step."""
@@ -136,9 +150,10 @@ class Engine:
 
     def prefill(self, row: Row, seconds: float | None) -> None:
         """Work on a prompt; a chunk that is done can be stood on by others."""
+        self.sharing.begin(row.sequence)
         if not self.runner.prefill(row, seconds):
             return
-        self._enter(row)
+        self.sharing.enter(row)
         self.scheduler.chunk_done()
         self._told_prompt(row.sequence)
 
@@ -150,16 +165,9 @@ class Engine:
         if sequence.is_prefilled:
             forks = self.scheduler.release_forks(sequence)
             for fork in forks:
-                self._fork(sequence, fork)
+                self.sharing.fork(sequence, fork)
             for one in (sequence, *forks):
                 self._finish_empty(one)
-
-    def _fork(self, leader: Sequence, fork: Sequence) -> None:
-        if leader.trunk is None:
-            self.runner.fork(leader, fork)
-        else:
-            self._stand_on(fork, leader.trunk)
-            fork.num_cached = fork.num_computed
 
     def choose(self, step: Step) -> None:
         """Start the choice of a step's tokens. The last ones are settled, so every row knows what it may take."""
@@ -169,61 +177,10 @@ class Engine:
         self.runner.choose(step, allowed)
 
     def _share(self) -> None:
-        """Let prompts stand on what others have computed meanwhile; of those that need the same chunk one computes it."""
-        if self.prefixes is None:
-            return
+        """Let prompts stand on what others have computed meanwhile."""
         self.scheduler.admit(self.clock())
-        for sequence in self.scheduler.prompts:
-            self._match(sequence)
-        for sequence in self.scheduler.drop_prefilled():
+        for sequence in self.sharing.share():
             self._told_prompt(sequence)
-        if self.scheduler.prompts and not self.runner.has_caches(first := self.scheduler.prompts[0]):
-            for other in self.scheduler.prompts:
-                if self.runner.has_caches(other) and self._next_chunk(other) == self._next_chunk(first):
-                    self.scheduler.put_first(other)
-                    break
-
-    def _match(self, sequence: Sequence) -> None:
-        assert self.prefixes is not None
-        if sequence.trunk is None:
-            sequence.trunk = self.prefixes.root
-            self.prefixes.pin(sequence.trunk)
-        if sequence.sampling.prompt_logprobs is not None or (sequence.memory is not None and sequence.memory.chunk is not None):
-            return  # it must read every token itself, or is in the middle of a chunk
-        chunks = chunks_of(sequence.prompt, sequence.num_computed, self.scheduler.chunk_ends(sequence))
-        found = self.prefixes.match(chunks, sequence.trunk)
-        if found is not sequence.trunk:
-            sequence.num_cached += found.length - sequence.trunk.length
-            self._stand_on(sequence, found)
-            self.runner.forget(sequence)
-
-    def _next_chunk(self, sequence: Sequence) -> tuple[int, tuple[int, ...]]:
-        """What it needs next: where it stands, and the tokens."""
-        end = next(self.scheduler.chunk_ends(sequence))
-        return id(sequence.trunk), tuple(sequence.prompt[sequence.num_computed : end])
-
-    def _enter(self, row: Row) -> None:
-        """A chunk was computed: others may stand on it from now on."""
-        if self.prefixes is None:
-            return
-        sequence = row.sequence
-        tokens = tuple(sequence.prompt[row.start : row.start + row.count])
-        node = self.prefixes.enter(sequence.trunk, tokens, *self.runner.save(row))
-        node.keep = node.keep or node.length in sequence.boundaries
-        if sequence.is_prefilled:  # what comes next goes on from here, or parts from it within the last chunk
-            node.keep = node.parent.keep = True  # type: ignore[union-attr]
-        self._stand_on(sequence, node)
-
-    def _stand_on(self, sequence: Sequence, node: Node) -> None:
-        assert self.prefixes is not None
-        self.prefixes.pin(node)
-        self._step_off(sequence)
-        sequence.trunk, sequence.num_computed = node, node.length
-
-    def _step_off(self, sequence: Sequence) -> None:
-        if self.prefixes is not None and sequence.trunk is not None:
-            trunk, sequence.trunk = sequence.trunk, None
-            self.prefixes.unpin(trunk)
 
     def settle(self, step: Step) -> None:
         """Read a step's tokens: append, finish, tell."""
@@ -238,7 +195,7 @@ class Engine:
                 continue
             is_first = sequence.timings.first_token is None
             if is_first:
-                sequence.timings.first_token, sequence.timings.cached_tokens = self.clock(), sequence.num_cached
+                self._note_first(sequence)
             told = logprobs[index].read(tokens[index : index + 1])[0] if index in logprobs else None
             before = len(sequence.output)
             try:
@@ -252,6 +209,10 @@ class Engine:
             else:
                 timings = sequence.timings if is_first else None
                 self.events.append(TokenEvent(sequence.id, token, told, timings=timings))
+
+    def _note_first(self, sequence: Sequence) -> None:
+        timings = sequence.timings
+        timings.first_token, timings.cached_tokens, timings.reuse = self.clock(), sequence.num_cached, sequence.reuse
 
     def take_events(self) -> list[TokenEvent]:
         """Everything that happened since the last call."""
@@ -275,9 +236,9 @@ class Engine:
     ) -> None:
         sequence.finish, sequence.error = reason, error
         sequence.timings.finished = self.clock()
-        sequence.timings.cached_tokens = sequence.num_cached
+        sequence.timings.cached_tokens, sequence.timings.reuse = sequence.num_cached, sequence.reuse
         if sequence.has_gone:  # else a fork inherits what it stands on
-            self._step_off(sequence)
+            self.sharing.leave(sequence)
         told = told if token is not None else None
         self.events.append(TokenEvent(sequence.id, token, told, reason, error, sequence.stop, sequence.timings))
 
@@ -289,4 +250,4 @@ class Engine:
     def _release_finished(self) -> None:
         for sequence in self.scheduler.drop_finished():
             self.runner.release(sequence)
-            self._step_off(sequence)
+            self.sharing.leave(sequence)

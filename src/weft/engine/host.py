@@ -5,6 +5,7 @@ The only place of the engine that knows there is a front. One thread; waits only
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,19 +13,23 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from weft.cache.disk import DiskTier
+from weft.cache.prefix import Node
 from weft.channel import EngineEnd
+from weft.engine.canary import Canary
 from weft.engine.engine import Engine
 from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
-from weft.wire import Cancel, EngineStatus, Events, Shutdown, Submit, Verdict
+from weft.wire import AskPrefixes, Cancel, EngineStatus, Events, Prefixes, PrefixNode, Shutdown, Submit, Verdict
 
 log = logging.getLogger("weft.engine")
 
 IDLE_SECONDS = 0.5  # an idle engine shows itself this often
 STATUS_SECONDS = 0.1
-COMPILING_SECONDS = 0.002  # an idle engine looks this often whether a constraint is compiled
+COMPILING_SECONDS = 0.002  # an idle engine looks this often whether a constraint is compiled, or something has come from disk
+MAX_NODES_TOLD = 2000
 MAX_COMPILE_SECONDS = 15.0  # what the size limits let through takes a second, and four times that beside eight busy rows
 
 
@@ -48,6 +53,7 @@ class Host:
         self.compiling: list[Compiling] = []
         self.verdicts: list[Verdict] = []
         self.live: dict[int, Sequence] = {}
+        self.canary: Canary | None = None
         self.running = True
         self._told: tuple[int, int] | None = None
         self._told_at = 0.0
@@ -63,15 +69,24 @@ class Host:
 
     def hear(self) -> None:
         """Take what the front sent; waits only when there is nothing else to do."""
-        wait = 0.0 if not self.engine.idle else COMPILING_SECONDS if self.compiling else IDLE_SECONDS
-        for message in self.channel.receive(wait):
+        for message in self.channel.receive(self._patience()):
             match message:
                 case Submit():
                     self._hear_submit(message)
                 case Cancel():
                     self._hear_cancel(message)
+                case AskPrefixes():
+                    self.channel.send(prefixes_of(self.engine, message))
                 case Shutdown():
                     self.running = False
+
+    def _patience(self) -> float:
+        """How long it may wait for a message: not at all while there is anything to do."""
+        if not self.engine.idle:
+            return COMPILING_SECONDS if self.engine.sharing.is_loading else 0.0
+        if self.compiling:
+            return COMPILING_SECONDS
+        return 0.0 if self.canary is not None and self.canary.check() else IDLE_SECONDS
 
     def take_compiled(self) -> None:
         """Queue the requests whose constraint is ready; refuse those that can not have one, or not in time."""
@@ -122,9 +137,7 @@ class Host:
 
     def _submit(self, message: Submit, constraint: Constraint | None) -> None:
         try:
-            sequences = self.engine.submit_forks(
-                message.prompt, message.samplings, message.numbers, constraint, message.boundaries
-            )
+            sequences = self.engine.take(message, constraint)
         except RequestError as error:  # the front checks the same; should it ever differ, this request alone is told
             self._refuse(message, error)
             return
@@ -143,7 +156,18 @@ class Host:
         if not is_news and waited < IDLE_SECONDS:
             return None
         self._told, self._told_at = counts, now
-        return EngineStatus(*counts, memory_in_use(self.engine))
+        return EngineStatus(*counts, memory_in_use(self.engine), self._prefixes())
+
+    def _prefixes(self) -> dict[str, int]:
+        """What happened to computed prompts so far."""
+        tree, disk, canary = self.engine.sharing.tree, self.engine.sharing.disk, self.canary
+        counts = {"evicted": tree.num_evicted} if tree is not None else {}
+        if canary is not None:
+            counts |= {"checked": canary.num_checked, "wrong": canary.num_wrong}
+        if disk is not None:
+            names = ("written", "loaded", "damaged", "foreign", "evicted", "skipped")
+            counts |= {f"disk_{name}": getattr(disk, f"num_{name}") for name in names}
+        return counts
 
 
 def memory_in_use(engine: Engine) -> dict[str, int]:
@@ -151,8 +175,46 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
     return {
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
-        "prefixes": engine.prefixes.held_bytes if engine.prefixes is not None else 0,
+        "prefixes": engine.sharing.tree.held_bytes if engine.sharing.tree is not None else 0,
         "active": mx.get_active_memory(),
         "reusable": mx.get_cache_memory(),
         "peak": mx.get_peak_memory(),
     }
+
+
+def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
+    """What is kept, told; forgotten first where that is asked."""
+    tree, disk = engine.sharing.tree, engine.sharing.disk
+    if tree is None:
+        return Prefixes(asked.number, (), 0, 0, 0)
+    num_cleared = tree.clear() if asked.clear else 0
+    if disk is not None and asked.clear:
+        disk.clear()
+    now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
+    return Prefixes(
+        asked.number,
+        tuple(_told(node, now, salted, disk) for node in itertools.islice(tree.nodes(), MAX_NODES_TOLD)),
+        len(tree),
+        tree.held_bytes,
+        tree.budget_bytes,
+        disk.held_bytes if disk is not None else 0,
+        num_cleared,
+    )
+
+
+def _told(node: Node, now: float, salted: set[int], disk: DiskTier | None) -> PrefixNode:
+    assert node.parent is not None
+    root = node.path()[0].parent
+    return PrefixNode(
+        number=node.number,
+        parent=node.parent.number or None,
+        length=node.length,
+        tokens=node.tokens,
+        nbytes=node.nbytes,
+        has_checkpoint=node.checkpoint is not None,
+        pins=node.pins,
+        hits=node.hits,
+        idle_seconds=now - node.used_at,
+        is_salted=id(root) in salted,
+        is_on_disk=disk is not None and disk.has(node.key),
+    )

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.cache.disk import Loaded, Packed
 from weft.cache.slabs import Pool, RowState
 from weft.cache.views import make_batches
 from weft.config import EngineConfig
@@ -22,6 +23,7 @@ from weft.engine.plan import Plan, Row
 from weft.engine.sampler import Choice, Logprobs, choose, logprobs_of
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter, Chunk, LayerCaches, Saved
+from weft.model.packing import pack, unpack
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Memory:
     own: LayerCaches | None
     state: RowState = field(default_factory=RowState)
     chunk: Chunk | None = None
+    chunk_seconds: float = 0.0  # that were spent on it
     logprobs: Logprobs | None = None  # of the chunk under way, where the prompt's are asked for
 
 
@@ -56,6 +59,7 @@ class Runner:
         self.adapter = adapter
         self.config = config
         self.clock = clock
+        self.seconds_per_token = 0.0  # of prompts, as last seen
         self.pool = Pool(
             adapter.specs,
             slab_tokens=config.slab_tokens,
@@ -118,13 +122,17 @@ class Runner:
         memory = _memory(row.sequence)
         if memory.own is None:
             memory.own = self._caches(row.sequence)
+        started = self.clock()
         chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
         if seconds is None:
             chunk.finish()
         else:
             self._slice(chunk, seconds)
+        memory.chunk_seconds += self.clock() - started
         if not chunk.is_done:
             return False
+        self.seconds_per_token += 0.2 * (memory.chunk_seconds / row.count - self.seconds_per_token)
+        memory.chunk_seconds = 0.0
         if memory.logprobs is not None:
             row.sequence.prompt_logprobs += memory.logprobs.read(_followers(row))
         memory.chunk = memory.logprobs = None
@@ -134,15 +142,20 @@ class Runner:
     def _caches(self, sequence: Sequence) -> LayerCaches:
         """Caches of its own for a sequence, filled with what it stands on."""
         if sequence.trunk is None:
-            return self.adapter.new_caches(len(sequence.prompt))
+            return self.adapter.new_caches(len(sequence.known))
         blocks = [node.block for node in sequence.trunk.path()]
-        return self.adapter.restore(blocks, sequence.trunk.checkpoint, len(sequence.prompt))
+        return self.adapter.restore(blocks, sequence.trunk.checkpoint, len(sequence.known))
 
     def save(self, row: Row) -> tuple[Saved, Saved]:
         """A chunk that was just computed: its keys and values, and the other layers' states at its end."""
         own = _memory(row.sequence).own
         assert own is not None
         return self.adapter.save_block(own, row.start, row.start + row.count), self.adapter.save_checkpoint(own)
+
+    def compute_again(self, caches: LayerCaches, tokens: tuple[int, ...], start: int) -> tuple[Saved, Saved]:
+        """A chunk once more, on these caches: what `save` would give."""
+        self.adapter.prefill(list(tokens), caches)[0].finish()
+        return self.adapter.save_block(caches, start, start + len(tokens)), self.adapter.save_checkpoint(caches)
 
     def forget(self, sequence: Sequence) -> None:
         """Its own caches are behind what it stands on now; they are made anew when they are needed."""
@@ -153,9 +166,28 @@ class Runner:
         """Whether a sequence can go on where it is without restoring anything."""
         return sequence.memory is not None and _memory(sequence).own is not None
 
+    @staticmethod
+    def is_amid_chunk(sequence: Sequence) -> bool:
+        """Whether a chunk of its prompt is under way."""
+        return sequence.memory is not None and _memory(sequence).chunk is not None
+
+    @staticmethod
+    def hand_over(sequence: Sequence, heir: Sequence) -> None:
+        """Give all states and the chunk under way to a sequence that stands at the same place."""
+        heir.memory, sequence.memory = sequence.memory, None
+
+    def packed(self, block: Saved, checkpoint: Saved | None) -> tuple[Packed, Packed | None]:
+        """Saved states as they can be written to disk."""
+        return pack(block), None if checkpoint is None else pack(checkpoint)
+
+    def unpacked(self, loaded: Loaded) -> tuple[Saved, Saved | None]:
+        """The same back."""
+        like = self.adapter.new_leaves()
+        return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
+
     def _start_chunk(self, row: Row, memory: Memory) -> Chunk:
         assert memory.own is not None
-        chunk, logits = self.adapter.prefill(row.sequence.prompt[row.start : row.start + row.count], memory.own)
+        chunk, logits = self.adapter.prefill(row.sequence.known[row.start : row.start + row.count], memory.own)
         if (count := row.sequence.sampling.prompt_logprobs) is not None:
             memory.logprobs = logprobs_of(logits[0], mx.array(_followers(row), mx.int32), count)
             chunk.also(memory.logprobs.arrays())
@@ -196,7 +228,7 @@ class Runner:
         """(rows,) each row's newest token: known ones from the host, those in flight from the device."""
         places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
         flying = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
-        known = [0 if s is None or s.num_in_flight else (s.output or s.prompt)[-1] for s in sequences]
+        known = [0 if s is None or s.num_in_flight else (s.output or s.known)[-1] for s in sequences]
         if last is None or max(flying) < 0:
             return mx.array(known, mx.int32)
         if flying == list(range(len(last.sequences))):
@@ -215,4 +247,4 @@ def _memory(sequence: Sequence) -> Memory:
 
 def _followers(row: Row) -> list[int]:
     """The tokens that stand after each token of a chunk."""
-    return row.sequence.prompt[row.start + 1 : row.start + row.count + 1]
+    return row.sequence.known[row.start + 1 : row.start + row.count + 1]

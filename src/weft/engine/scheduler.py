@@ -85,10 +85,10 @@ class Scheduler:
         """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
         lengths, work = [], 0
         for sequence in self.prompts:
-            work += len(sequence.prompt) - sequence.num_computed
+            work += len(sequence.known) - sequence.num_computed
             if work > COMING_CHUNKS * self.config.chunk_tokens:
                 break
-            lengths.append(len(sequence.prompt))
+            lengths.append(len(sequence.known))
         return tuple(lengths)
 
     def admit(self, now: float) -> None:
@@ -102,14 +102,14 @@ class Scheduler:
 
     def _next_chunk(self) -> Row | None:
         """Chunks end at multiples of `chunk_tokens` and at the prompt's own boundaries, whoever else runs."""
-        if not self.prompts:
+        if not self.prompts or self.prompts[0].is_loading:
             return None
         sequence = self.prompts[0]
         return Row(sequence, sequence.num_computed, next(self.chunk_ends(sequence)) - sequence.num_computed)
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Where the chunks of a prompt end, from what is computed on."""
-        size, last, end = self.config.chunk_tokens, len(sequence.prompt) - 1, sequence.num_computed
+        size, last, end = self.config.chunk_tokens, len(sequence.known) - 1, sequence.num_computed
         boundaries = iter(place for place in sequence.boundaries if place > end)
         boundary = next(boundaries, last)
         while end < last:

@@ -12,19 +12,29 @@ from collections import Counter
 from typing import Any
 
 from weft.grammar.constraint import Constraint, Demand
-from weft.wire import FinishReason, Sampling, Timings, TokenLogprob
+from weft.wire import FinishReason, Reuse, Sampling, Timings, TokenLogprob
 
 
 class Sequence:
     """A prompt, its answer so far, and what the engine needs to continue it."""
 
-    def __init__(self, number: int, prompt: list[int], sampling: Sampling, *, max_tokens: int, stop_ids: frozenset[int]):
+    def __init__(
+        self,
+        number: int,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        given: tuple[int, ...] = (),
+    ) -> None:
         self.id = number
         self.prompt = prompt
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
-        self.output: list[int] = []
+        self.output: list[int] = list(given)
+        self.known = [*prompt, *given] if given else prompt  # tokens it begins with, the answer of an earlier engine included
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.forks: list[Sequence] = []  # same prompt: they wait for its states, and have no place in a queue till then
@@ -35,11 +45,18 @@ class Sequence:
         self.stop: int | None = None  # the end token, which is no part of the answer
         self.timings = Timings()
         self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
-        self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
+        self.counts: Counter[int] | None = Counter(given) if sampling.has_penalties else None  # of the answer's tokens
         self.constraint: Constraint | None = None  # what its tokens must be
         self.boundaries: tuple[int, ...] = ()  # of its prompt, in order: chunks end there
+        self.parted_at: int | None = None  # where it was last cut because others go another way
         self.trunk: Any = None  # the node of the prefix tree it stands on
+        self.first_own: Any = None  # the first node it computed itself
         self.num_cached = 0  # tokens of its prompt that it did not compute itself
+        self.reuse: Reuse | None = None  # why it were no more
+        self.salt = ""  # it shares what was computed only with those that have the same one
+        self.is_kept = False  # its client will come again
+        self.is_loading = False  # it waits for the disk
+        self.has_asked_disk = False
         self.memory: Any = None  # the runner's: layer states, and the chunk under way
 
     @property
@@ -60,7 +77,7 @@ class Sequence:
     @property
     def is_prefilled(self) -> bool:
         """Whether all but the newest token are in memory."""
-        return self.num_computed >= len(self.prompt) - 1
+        return self.num_computed >= len(self.known) - 1
 
     @property
     def wants_token(self) -> bool:
@@ -99,6 +116,7 @@ class Sequence:
         heir.forks, self.forks = others, []
         heir.num_computed, heir.memory, self.memory = self.num_computed, self.memory, None
         heir.trunk, heir.num_cached, self.trunk = self.trunk, self.num_cached, None
+        heir.reuse, heir.first_own = self.reuse, self.first_own
         heir.timings.admitted, heir.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
         return heir
 

@@ -1,20 +1,25 @@
 """Many requests over one channel: numbers go out, events come back to whoever waits for them.
 
-Knows tickets and messages, nothing of text. A ticket always gets its end: the last event of each sequence, or an error.
+Knows tickets and messages, nothing of text. Engines come and go under it: what one has not ended the next one gets. A
+ticket always gets its end: the last event of each sequence, or an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from weft.errors import GrammarRejected, WeftError
-from weft.wire import Cancel, ConstraintSpec, Events, PromptEvent, Sampling, Submit, ToEngine, TokenEvent, Verdict
+import msgspec
 
-Event = PromptEvent | TokenEvent
+from weft.errors import EngineDied, EngineError, GrammarRejected, WeftError
+from weft.link.roster import Request, Roster
+from weft.link.ticket import Ticket
+from weft.wire import AskPrefixes, Cancel, ConstraintSpec, Events, Prefixes, Sampling, Submit, ToEngine, TokenEvent, Verdict
+
+ANSWER_SECONDS = 5.0  # for an engine to say what it keeps; a long step may be under way
 
 
 class Sender(Protocol):
@@ -24,84 +29,16 @@ class Sender(Protocol):
         """Send and return at once."""
 
 
-class Ticket:
-    """What one request waits for: the events of its sequences, each with the sequence's place in the request."""
-
-    def __init__(self, client: Client, size: int) -> None:
-        self.client = client
-        self.size = size
-        self.open: dict[int, int] = {}  # number → place, of the sequences that have no end yet
-        self.num_judged = 0  # of its prompts so many are taken for certain
-        self._pending: deque[tuple[int, Event]] = deque()
-        self._error: WeftError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def take(self, seconds: float | None = None) -> list[tuple[int, Event]]:
-        """Everything new, waiting for the first; nothing after `seconds` of silence. Raises what ended the request."""
-        if not self._pending and self._error is None:
-            loop = asyncio.get_running_loop()
-            waiter = self._waiter = loop.create_future()
-            alarm = loop.call_later(seconds, self._wake) if seconds is not None else None
-            try:
-                await waiter
-            finally:
-                self._waiter = None
-                if alarm is not None:
-                    alarm.cancel()
-        if self._pending:
-            events = list(self._pending)
-            self._pending.clear()
-            return events
-        if self._error is not None:
-            raise self._error
-        return []
-
-    async def until_taken(self, count: int) -> None:
-        """Return when all `count` prompts are taken by the engine. Raises the refusal."""
-        while self.num_judged < count:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def accept(self) -> None:
-        """One more prompt is taken."""
-        self.num_judged += 1
-        self._wake()
-
-    def cancel(self, place: int | None = None) -> None:
-        """Nobody waits any more: for one place, or for all of it. Does nothing for what has ended."""
-        numbers = tuple(number for number, at in self.open.items() if place in (None, at))
-        self.client.cancel(numbers)
-
-    def put(self, number: int, event: Event) -> None:
-        """An event has come."""
-        self._pending.append((self.open[number], event))
-        if isinstance(event, TokenEvent) and event.finish is not None:
-            del self.open[number]
-        self._wake()
-
-    def fail(self, error: WeftError) -> None:
-        """There will be no more events."""
-        self.open.clear()
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-
 class Client:
     """Owns who is waiting."""
 
     def __init__(self) -> None:
-        self.live: dict[int, Ticket] = {}
+        self.live = Roster()
         self.sender: Sender | None = None  # none while no engine is ready
+        self._max_rows = 0
+        self._num_ended = 0  # sequences that came to their end in this engine
         self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[Prefixes]] = {}
 
     def submit(
         self,
@@ -109,52 +46,121 @@ class Client:
         samplings: Sequence[tuple[Sampling, ...]],
         constraints: Sequence[ConstraintSpec | None],
         boundaries: Sequence[tuple[int, ...]],
+        salt: str = "",
+        is_kept: bool = False,
     ) -> Ticket:
         """Ask for the answers of prompts, several to each; their places are counted through."""
-        assert self.sender is not None, "the service asks only engines that are ready"
-        ticket = Ticket(self, sum(map(len, samplings)))
+        ticket = Ticket(sum(map(len, samplings)), self.cancel)
         for prompt, chosen, constraint, places in zip(prompts, samplings, constraints, boundaries, strict=True):
             numbers = tuple(itertools.islice(self._numbers, len(chosen)))
             for number in numbers:
                 ticket.open[number] = len(ticket.open)
-                self.live[number] = ticket
             ticket.num_judged += constraint is None
-            self.sender.send(Submit(numbers, prompt, chosen, constraint, places))
+            seeded = tuple(map(_seeded, chosen))
+            self.live.add(Submit(numbers, prompt, seeded, constraint, places, salt, is_kept), ticket)
+        self._send_due()
         return ticket
+
+    def attach(self, sender: Sender, max_rows: int) -> None:
+        """An engine is ready: it gets what waits for one."""
+        self.sender, self._max_rows = sender, max_rows
+        self._send_due()
+
+    def detach(self) -> bool:
+        """The engine is gone, and all that it had to say is heard: the next one goes on, with all but the culprit.
+
+        Whether it was of use: some sequence came to its end, or much further, or is known now to be the culprit.
+        """
+        was_of_use = self._num_ended > 0 or any(live.has_proved for live in self.live.inside.values())
+        self.sender, self._num_ended = None, 0
+        culprit = self.live.died()
+        self._fail_asked(lambda: EngineDied("the engine's process ended before it said what it keeps; try again in a moment"))
+        if culprit is not None:
+            message = f"the engine died {culprit.deaths} times with this request in it; it is not tried again"
+            self._end(culprit.request.ticket, EngineDied(message))
+        return was_of_use or culprit is not None
 
     def cancel(self, numbers: tuple[int, ...]) -> None:
         """Forget sequences, and tell the engine."""
         for number in numbers:
-            if (ticket := self.live.pop(number, None)) is not None:
-                ticket.open.pop(number, None)
+            if (live := self.live.drop(number)) is not None:
+                live.request.ticket.open.pop(number, None)
         if numbers and self.sender is not None:
             self.sender.send(Cancel(numbers))
+            self._send_due()  # others may have waited for one of them to prove itself
+
+    async def prefixes(self, *, clear: bool = False) -> Prefixes:
+        """What the engine keeps of computed prompts, after it has forgotten what it can where `clear` says so."""
+        if self.sender is None:
+            raise EngineDied("the engine is not there to say what it keeps; try again in a moment")
+        number = next(self._numbers)
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self.sender.send(AskPrefixes(number, clear))
+        try:
+            return await asyncio.wait_for(answer, ANSWER_SECONDS)
+        except TimeoutError:
+            message = f"the engine did not say within {ANSWER_SECONDS:g} seconds what it keeps; try again when it is less busy"
+            raise EngineError(message) from None
+        finally:
+            del self._asked[number]
+
+    def hear_prefixes(self, prefixes: Prefixes) -> None:
+        """Give an answer to the one who asked, if he still waits."""
+        answer = self._asked.get(prefixes.number)
+        if answer is not None and not answer.done():
+            answer.set_result(prefixes)
 
     def hear(self, events: Events) -> None:
         """Give events to those who wait for them; what nobody waits for is dropped."""
         for verdict in events.verdicts:
-            if (ticket := self.live.get(verdict.sequence)) is not None:
-                self._judge(ticket, verdict)
+            if (live := self.live.inside.get(verdict.sequence)) is not None:
+                self._judge(live.request, verdict)
         for prompt in events.prompts:
-            if (ticket := self.live.get(prompt.sequence)) is not None:
-                ticket.put(prompt.sequence, prompt)
+            if (live := self.live.inside.get(prompt.sequence)) is not None and live.take_prompt(prompt):
+                live.request.ticket.put(live.number, prompt)
         for token in events.tokens:
-            if (ticket := self.live.get(token.sequence)) is not None:
-                ticket.put(token.sequence, token)
-                if token.finish is not None:
-                    del self.live[token.sequence]
+            self._hand_out(token)
+        self._send_due()
 
-    def _judge(self, ticket: Ticket, verdict: Verdict) -> None:
-        if verdict.refusal is None:
-            ticket.accept()
-        else:
-            self.cancel(tuple(ticket.open))
-            ticket.fail(GrammarRejected(verdict.refusal, verdict.param))
+    def _hand_out(self, token: TokenEvent) -> None:
+        if (live := self.live.inside.get(token.sequence)) is None:
+            return
+        live.request.ticket.put(live.number, live.take(token))
+        if token.finish is not None:
+            self.live.drop(live.number)
+            self._num_ended += 1
+
+    def _judge(self, request: Request, verdict: Verdict) -> None:
+        if verdict.refusal is not None:
+            self._end(request.ticket, GrammarRejected(verdict.refusal, verdict.param))
+        elif not request.is_taken:  # one that goes on in another engine was taken by the first
+            request.is_taken = True
+            request.ticket.accept()
+
+    def _end(self, ticket: Ticket, error: WeftError) -> None:
+        self.cancel(tuple(ticket.open))
+        ticket.fail(error)
+
+    def _send_due(self) -> None:
+        if self.sender is not None:
+            for submit in self.live.take_due(self._max_rows):
+                self.sender.send(submit)
 
     def fail_all(self, error: Callable[[], WeftError]) -> None:
-        """The engine is gone: everybody gets an error of their own."""
-        tickets = set(self.live.values())
-        self.live.clear()
+        """There will be no engine: everybody gets an error of their own."""
         self.sender = None
-        for ticket in tickets:
+        for ticket in {live.request.ticket for live in self.live.take_all()}:
             ticket.fail(error())
+        self._fail_asked(error)
+
+    def _fail_asked(self, error: Callable[[], WeftError]) -> None:
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error())
+
+
+def _seeded(sampling: Sampling) -> Sampling:
+    """With a seed of its own where none was asked for: an answer that goes on in another engine draws the same numbers."""
+    if sampling.seed is not None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=int.from_bytes(os.urandom(8), "little") >> 1)

@@ -8,6 +8,7 @@ caches. A way is taken only if its numbers equal the row's own; nothing here is 
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,17 @@ class Saved:
     """Layer states of one row, copied: contiguous and evaluated, so that nothing else is kept alive by them."""
 
     layers: list[Any]  # a block: (keys, values) or None; a checkpoint: a cache object or None
-    nbytes: int
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All of them, in order."""
+        present = [layer for layer in self.layers if layer is not None]
+        return [array for layer in present for array in (layer if isinstance(layer, tuple) else _arrays(layer))]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
 
 
 class Adapter:
@@ -123,17 +134,15 @@ class Adapter:
 
     def save_block(self, caches: LayerCaches, start: int, end: int) -> Saved:
         """Keys and values of a row's tokens `start` to `end`."""
-        layers = [_block(cache, start, end) for cache in _leaves(caches)]
-        arrays = [array for pair in layers if pair is not None for array in pair]
-        mx.eval(arrays)  # sync: a lazy slice would keep the whole buffer
-        return Saved(layers, sum(array.nbytes for array in arrays))
+        return _evaluated(Saved([_block(cache, start, end) for cache in _leaves(caches)]))
 
     def save_checkpoint(self, caches: LayerCaches) -> Saved:
         """The states of all layers that have no keys and values for each token."""
-        layers = [None if type(cache) is KVCache else _copied(cache) for cache in _leaves(caches)]
-        arrays = [array for cache in layers if cache is not None for array in _arrays(cache)]
-        mx.eval(arrays)  # sync: see above
-        return Saved(layers, sum(array.nbytes for array in arrays))
+        return _evaluated(Saved([None if type(cache) is KVCache else _copied(cache) for cache in _leaves(caches)]))
+
+    def new_leaves(self) -> list[Any]:
+        """Fresh caches without what bundles them, as saved layers have them."""
+        return list(_leaves(self.new_caches(1)))
 
     def restore(self, blocks: list[Saved], checkpoint: Saved | None, prompt_tokens: int) -> LayerCaches:
         """Caches of a row as they were after these blocks."""
@@ -343,6 +352,11 @@ def _copied(cache: Any) -> Any:
     elif cache.keys is not None:
         other.keys, other.values = _own(cache.keys), _own(cache.values)
     return other
+
+
+def _evaluated(saved: Saved) -> Saved:
+    mx.eval(saved.arrays)  # sync: a lazy slice would keep the whole buffer
+    return saved
 
 
 def _own(array: mx.array) -> mx.array:

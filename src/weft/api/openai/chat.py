@@ -36,6 +36,8 @@ def translate(body: dict[str, Any]) -> Asked:
         thinking_budget=_thinking_budget(request),
         effort=request.reasoning_effort,
         skip_special_tokens=request.skip_special_tokens is not False,
+        cache_salt=request.cache_salt or "",
+        is_kept=request.is_kept,
     )
     shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
     return Asked(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape))
@@ -99,8 +101,12 @@ def _message(message: ChatMessage, path: str) -> Message:
     content: str | list[dict[str, Any]] | None = message.refusal if message.content is None else message.content
     if content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"{path}.content is missing; a {message.role} message needs one", f"{path}.content")
+    marks: set[int] = set()
     if isinstance(content, list):
+        marks = {index for index, part in enumerate(content) if _is_marked(part, f"{path}.content[{index}]")}
         content = [_part(part, f"{path}.content[{index}]") for index, part in enumerate(content)]
+    if content and message.prompt_cache_breakpoint not in (None, False):
+        marks.add(len(content) - 1 if isinstance(content, list) else 0)
     return Message(
         role=message.role,
         content=content,
@@ -110,14 +116,22 @@ def _message(message: ChatMessage, path: str) -> Message:
         ),
         tool_call_id=message.tool_call_id,
         name=message.name,
+        breakpoints=tuple(sorted(marks)),
     )
+
+
+def _is_marked(part: dict[str, Any], path: str) -> bool:
+    mark = part.get("prompt_cache_breakpoint")
+    if not isinstance(mark, bool | dict | None):
+        raise InvalidRequest(f"{path}.prompt_cache_breakpoint must be true or an object", f"{path}.prompt_cache_breakpoint")
+    return mark not in (None, False)
 
 
 def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
     """A part as given; what is text under another name gets the name that templates know."""
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str()}:
-            return {**part, "type": "text"}
+            return {name: value for name, value in part.items() if name != "prompt_cache_breakpoint"} | {"type": "text"}
         case {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "text" | "input_text" | "output_text" | "refusal" as kind}:

@@ -15,7 +15,7 @@ import msgspec
 
 from weft.api.openai.schema import CommonRequest, NamedSchema, ResponseFormat, StructuredOutputs
 from weft.api.problems import openai_body
-from weft.api.reply import Heading
+from weft.api.reply import Heading, reused_fields
 from weft.chat import constraints
 from weft.chat.conversation import Delta, Finish, Reasoning, Text, Token, Usage
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
@@ -185,7 +185,7 @@ class OpenAIReply:
         prompt_seconds = max(one.prefill_seconds for one in usages)
         predicted_seconds = max(one.decode_seconds for one in usages)
         after_first = sum(max(one.completion_tokens - 1, 0) for one in usages)
-        return {
+        timings = {
             "cache_n": cached,
             "prompt_n": prompt,
             "prompt_ms": round(prompt_seconds * 1000, 3),
@@ -195,6 +195,8 @@ class OpenAIReply:
             "predicted_per_second": round(after_first / predicted_seconds, 3) if predicted_seconds else 0.0,
             "queue_ms": round(max(one.queue_seconds for one in usages) * 1000, 3),
         }
+        # Of several prompts the first one is spoken of.
+        return timings if usages[0].reuse is None else timings | {"cache": reused_fields(usages[0].reuse)}
 
     def _usages(self) -> list[Usage]:
         return [self._finishes[choice].usage or Usage(0, 0) for choice in self.shape.choices]

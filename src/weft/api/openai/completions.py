@@ -36,6 +36,8 @@ def translate(body: dict[str, Any]) -> Asked:
         split_thinking=False,
         grammar=grammar_of(request),
         skip_special_tokens=request.skip_special_tokens is not False,
+        cache_salt=request.cache_salt or "",
+        is_kept=request.is_kept,
     )
     shape = Shape.of(request, prompts=len(prompts), logprobs=request.logprobs is not None)
     return Asked(generation, bool(request.stream), ignored, partial(CompletionReply, shape=shape))

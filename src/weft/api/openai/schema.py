@@ -28,7 +28,9 @@ Schema = dict[str, Any] | Annotated[bool, Meta(extra_json_schema={"const": True}
 SchemaOrText = Schema | SomeText
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
 Choices = Annotated[list[str], Meta(min_length=1)]
-Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}})]
+Mark = {"type": ["boolean", "object", "null"]}  # as JSON's schemas say it
+PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": Mark}
+Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -102,6 +104,15 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     guided_grammar: SomeText | None = None
     json_schema: Schema | None = None
     grammar: SomeText | None = None
+    # What becomes of the computed prompt. The answer is the same in any case.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    prompt_cache_key: Any = None  # Any: two hints, and anything is one
+    session_id: Any = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the client says that it will come again."""
+        return bool(self.prompt_cache_key or self.session_id)
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -130,6 +141,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    prompt_cache_breakpoint: bool | dict[str, Any] | None = None
 
 
 class ChatRequest(CommonRequest, kw_only=True):
@@ -176,6 +188,12 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+class ClearRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/cache/clear, which may be left out."""
+
+    model: str | None = None
+
+
 # Known and not done, or not on this wire: refused, unless null or one of these values, with which it would not act.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
@@ -196,7 +214,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "draft_model": (),
     "logprobs_mode": (),
-    "cache_salt": (),
     "return_progress": (False,),
     "timings_per_token": (False,),
 }
@@ -205,7 +222,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 HARMLESS = frozenset(
     """
     user metadata store safety_identifier service_tier verbosity parallel_tool_calls
-    prompt_cache_key prompt_cache_options prompt_cache_retention session_id priority ttl request_id
+    prompt_cache_options prompt_cache_retention priority ttl request_id
     guided_decoding_backend
     xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
     """.split()  # noqa: SIM905 - a list literal would fill a page

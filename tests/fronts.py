@@ -21,7 +21,7 @@ from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
 from weft.service import Served, Service
 
-FAKE_ENGINE = Path(__file__).parent.parent / "fake_engine.py"
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
 
 @dataclass

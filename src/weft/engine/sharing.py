@@ -1,0 +1,270 @@
+"""Who stands on what was computed before: prompts find their place in the prefix tree, enter what they compute, and step off.
+
+Of prompts that need the same chunk one computes it and the others go on from there. `NoSharing` keeps nothing: the
+reference, and the off-switch. Used by the engine alone; what is in the nodes is the runner's.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from weft.cache.disk import DiskTier, Loaded
+from weft.cache.prefix import Node, PrefixTree, key_of
+from weft.engine.plan import Row
+from weft.engine.runner import Runner
+from weft.engine.scheduler import Scheduler
+from weft.engine.sequence import Sequence
+from weft.errors import WeftError
+from weft.wire import Reuse
+
+log = logging.getLogger("weft.engine")
+
+COPY_BYTES_PER_SECOND = 2e9  # what restoring states costs; measured 2 to 5 on two CPU cores, far more on GPUs
+
+
+class NoSharing:
+    """Every prompt is computed from its first token."""
+
+    tree: PrefixTree | None = None
+    disk: DiskTier | None = None
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+
+    def share(self) -> list[Sequence]:
+        """Let prompts stand on what is there by now; gives those that are in memory without another chunk of theirs."""
+        return []
+
+    def begin(self, sequence: Sequence) -> None:
+        """A prompt is about to be worked on: note what it did not have to compute, and why no more."""
+        if sequence.reuse is None:
+            sequence.reuse = Reuse("off")
+
+    def enter(self, row: Row) -> None:
+        """A chunk was computed: others may stand on it from now on."""
+
+    def fork(self, leader: Sequence, fork: Sequence) -> None:
+        """Give a sequence the states of another whose prompt is in memory."""
+        self.runner.fork(leader, fork)
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence needs its place no more."""
+
+    def expel(self, sequence: Sequence) -> int:  # noqa: ARG002
+        """What a sequence computed is wrong: nobody may stand on it. How many chunks that were."""
+        return 0
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether nothing can be done before something has come from disk."""
+        return False
+
+
+class Sharing(NoSharing):
+    """Prompts that begin alike are computed once."""
+
+    tree: PrefixTree
+
+    def __init__(self, tree: PrefixTree, scheduler: Scheduler, runner: Runner, disk: DiskTier | None = None) -> None:
+        super().__init__(scheduler, runner)
+        self.tree = tree
+        self.disk = disk
+        self._loads: dict[int, Future[list[Loaded]]] = {}  # by the number of the sequence that asked
+
+    def share(self) -> list[Sequence]:
+        """Match every prompt that has no chunk under way, then let the one go first whose chunk others need too."""
+        for sequence in self.scheduler.prompts:
+            self._match(sequence)
+        done = self.scheduler.drop_prefilled()
+        for sequence in done:
+            self.begin(sequence)
+        self._choose_first()
+        return done
+
+    def _choose_first(self) -> None:
+        """The turn is the first's; but who has states in memory computes a common chunk, and who waits for a disk does not."""
+        prompts = self.scheduler.prompts
+        first = next((one for one in prompts if not one.is_loading), None)
+        if first is None:
+            return
+        if not self.runner.has_caches(first):
+            wanted = self._next_chunk(first)
+            first = next((one for one in prompts if self.runner.has_caches(one) and self._next_chunk(one) == wanted), first)
+        self._cut(first)
+        if first is not prompts[0]:
+            self.scheduler.put_first(first)
+
+    def _cut(self, sequence: Sequence) -> None:
+        """End its next chunk where others part from it, once in a chunk: what they share is computed once."""
+        trunk = sequence.trunk
+        if trunk.length == sequence.parted_at or self.runner.is_amid_chunk(sequence) or sequence.is_prefilled:
+            return
+        end = next(self.scheduler.chunk_ends(sequence))
+        others = [one.known for one in self.scheduler.prompts if one is not sequence and one.trunk is trunk]
+        place = self.tree.parting(trunk, sequence.known, end, others)
+        if place is not None:
+            sequence.parted_at = place
+            sequence.boundaries = tuple(sorted((*sequence.boundaries, place)))
+
+    def _match(self, sequence: Sequence) -> None:
+        if sequence.trunk is None:
+            self._stand_on(sequence, self.tree.root(sequence.salt))
+        if sequence.sampling.prompt_logprobs is not None or self.runner.is_amid_chunk(sequence):
+            return  # it must read every token itself, or has begun one
+        self._take_loaded(sequence)
+        if sequence.is_loading:
+            return
+        found = self.tree.match(sequence.known, sequence.trunk, self.scheduler.chunk_ends(sequence))
+        if found is not sequence.trunk and self._is_worth_it(sequence, found):
+            sequence.num_cached += found.length - sequence.trunk.length
+            self._stand_on(sequence, found)
+            self.tree.hit(found)
+            self.runner.forget(sequence)
+        self._ask_disk(sequence)
+
+    def _is_worth_it(self, sequence: Sequence, found: Node) -> bool:
+        """Whether going on from `found` is cheaper than computing up to there, for one that has its states in memory."""
+        if not self.runner.has_caches(sequence):
+            return True
+        seconds = (found.length - sequence.num_computed) * self.runner.seconds_per_token
+        return seconds > sum(node.nbytes for node in found.path()) / COPY_BYTES_PER_SECOND
+
+    def begin(self, sequence: Sequence) -> None:
+        """Say why no more of it was there."""
+        if sequence.reuse is not None or sequence.trunk is None:
+            return
+        if sequence.sampling.prompt_logprobs is not None:
+            sequence.reuse = Reuse("logprobs")
+        elif sequence.is_prefilled:
+            sequence.reuse = Reuse("whole", sequence.num_computed)
+        else:
+            end = next(self.scheduler.chunk_ends(sequence))
+            sequence.reuse = self.tree.reuse(sequence.trunk, sequence.known, end, sequence.salt)
+
+    def enter(self, row: Row) -> None:
+        """Keep a chunk, and stand on it."""
+        sequence = row.sequence
+        tokens = tuple(sequence.known[row.start : row.start + row.count])
+        node = self.tree.enter(sequence.trunk, tokens, *self.runner.save(row), is_kept=sequence.is_kept)
+        node.keep = node.keep or node.length in sequence.boundaries
+        if sequence.is_prefilled:  # what comes next goes on from here, or parts from it within the last chunk
+            node.keep = node.parent.keep = True  # type: ignore[union-attr]
+        sequence.first_own = sequence.first_own or node
+        self._stand_on(sequence, node)
+        if sequence.is_prefilled:
+            self._store(node)
+
+    def fork(self, leader: Sequence, fork: Sequence) -> None:
+        """Both stand on the same node."""
+        self._stand_on(fork, leader.trunk)
+        fork.num_cached = fork.num_computed
+        fork.reuse = Reuse("whole", fork.num_computed)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Step off; a chunk under way goes to somebody who needs the same."""
+        self._loads.pop(sequence.id, None)
+        if sequence.trunk is None:
+            return
+        if not sequence.is_prefilled:
+            self._inherit(sequence)
+            self._store(sequence.trunk)
+        self._step_off(sequence)
+
+    def _inherit(self, sequence: Sequence) -> None:
+        if not self.runner.is_amid_chunk(sequence):
+            return
+        wanted = self._next_chunk(sequence)
+        for other in self.scheduler.prompts:
+            if self._can_inherit(other) and self._next_chunk(other) == wanted:
+                self.runner.hand_over(sequence, other)
+                return
+
+    def _can_inherit(self, other: Sequence) -> bool:
+        is_free = other.trunk is not None and not other.is_finished and not other.is_loading
+        return is_free and other.sampling.prompt_logprobs is None and not self.runner.is_amid_chunk(other)
+
+    def expel(self, sequence: Sequence) -> int:
+        """Throw out its first own chunk and all behind it."""
+        return 0 if sequence.first_own is None else self.throw_out(sequence.first_own)
+
+    def throw_out(self, node: Node) -> int:
+        """Nobody may stand on a node or anything behind it any more, now or after a restart. How many that were."""
+        if self.disk is not None:
+            self.disk.forget([one.key for one in node.subtree()])
+        return self.tree.expel(node)
+
+    def _next_chunk(self, sequence: Sequence) -> tuple[int, tuple[int, ...]]:
+        """What it needs next: where it stands, and the tokens."""
+        end = next(self.scheduler.chunk_ends(sequence))
+        return id(sequence.trunk), tuple(sequence.known[sequence.num_computed : end])
+
+    def _stand_on(self, sequence: Sequence, node: Node) -> None:
+        self.tree.pin(node)
+        self._step_off(sequence)
+        sequence.trunk, sequence.num_computed = node, node.length
+
+    def _step_off(self, sequence: Sequence) -> None:
+        if sequence.trunk is not None:
+            trunk, sequence.trunk = sequence.trunk, None
+            self.tree.unpin(trunk)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether all that is left to do waits for the disk."""
+        running = self.scheduler.running
+        return bool(running) and all(sequence.is_loading for sequence in running)
+
+    def _ask_disk(self, sequence: Sequence) -> None:
+        """Once for each prompt: what of it is on disk, and not in memory? It waits until that has come."""
+        if self.disk is None or sequence.has_asked_disk:
+            return
+        sequence.has_asked_disk = True
+        if keys := self._on_disk(sequence, self.disk):
+            sequence.is_loading = True
+            self._loads[sequence.id] = self.disk.load(keys)
+
+    def _on_disk(self, sequence: Sequence, disk: DiskTier) -> list[bytes]:
+        """The names of what follows on disk, up to the last place at which every layer can be restored."""
+        ends = {*self.scheduler.chunk_ends(sequence)} if self.tree.is_exact else None
+        found: list[bytes] = []
+        waiting: list[tuple[int, bytes, list[bytes]]] = [(sequence.trunk.length, sequence.trunk.key, [])]
+        furthest = 0
+        while waiting:
+            length, key, path = waiting.pop()
+            if path and length > furthest and disk.has_checkpoint(key):
+                furthest, found = length, path
+            for end in (length + size for size in disk.sizes_after(key)):
+                if end < len(sequence.known) and (ends is None or end in ends):
+                    after = key_of(key, sequence.known[length:end])
+                    if disk.has(after):
+                        waiting.append((end, after, [*path, after]))
+        return found
+
+    def _take_loaded(self, sequence: Sequence) -> None:
+        """What has come from disk is entered as if it had been computed."""
+        load = self._loads.get(sequence.id)
+        if load is None or not load.done():
+            return
+        del self._loads[sequence.id]
+        sequence.is_loading = False
+        node: Node = sequence.trunk
+        try:
+            found = [(loaded, *self.runner.unpacked(loaded)) for loaded in load.result()]
+        except WeftError as error:
+            log.warning("what was kept on disk does not fit this model and is computed again: %s", error)
+            return
+        for loaded, block, checkpoint in found:
+            node = self.tree.enter(node, loaded.tokens, block, checkpoint, is_kept=sequence.is_kept)
+            node.keep = node.keep or checkpoint is not None
+
+    def _store(self, trunk: Node) -> None:
+        """Write down what is not on disk yet; returns at once."""
+        if self.disk is None:
+            return
+        for node in trunk.path():
+            checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
+            if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
+                assert node.parent is not None
+                self.disk.store(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint))  # type: ignore[arg-type]

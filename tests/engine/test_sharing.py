@@ -1,0 +1,256 @@
+"""Prompts that begin alike, in one engine: who computes what, who inherits, what is told, and what is found to be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from driver import SMALL, Run, adapter_for, answers, random_prompts
+from weft.cache.disk import DiskTier
+from weft.engine.canary import Canary
+from weft.engine.sequence import Sequence
+from weft.engine.sharing import Sharing
+from weft.model.adapter import Adapter
+from weft.wire import Reuse, Sampling, Submit
+
+CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
+LOOSE = dataclasses.replace(CACHED, exact=False, chunk_tokens=64)
+TRUNK, TAIL, OTHER = random_prompts(128, (100, 20, 20), seed=3)
+
+
+@pytest.fixture(scope="module")
+def adapter(checkpoint: Callable[[str], Path]) -> Adapter:
+    return adapter_for(checkpoint("qwen3_5"))
+
+
+def counted(run: Run) -> list[int]:
+    """Tokens of every chunk that is begun from now on."""
+    counts: list[int] = []
+    begin = run.engine.runner._start_chunk
+
+    def counting(row: object, memory: object) -> object:
+        counts.append(row.count)  # type: ignore[attr-defined]
+        return begin(row, memory)  # type: ignore[arg-type]
+
+    run.engine.runner._start_chunk = counting  # type: ignore[method-assign,assignment]
+    return counts
+
+
+def told(sequence: Sequence) -> Reuse | None:
+    return sequence.timings.reuse
+
+
+@pytest.mark.parametrize("turns", range(1, 16, 2))
+def test_whoever_needs_the_same_chunk_inherits_it_half_done(adapter: Adapter, turns: int) -> None:
+    run = Run(adapter, CACHED)
+    run.submit(TRUNK[:5], 60)  # a decoding neighbour, so that chunks are cut into slices
+    for _ in range(4):
+        run.turn()
+    counts = counted(run)
+    leader, follower = run.submit(TRUNK + TAIL, 4), run.submit(TRUNK + OTHER, 4)
+    for _ in range(turns):
+        run.turn()
+    run.engine.cancel(leader)
+    run.finish()
+
+    assert sum(counts) == len(TRUNK + OTHER) - 1  # not a token more than it would have computed alone
+    assert follower.output == answers(adapter, [TRUNK + OTHER], 4)[0]
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+def test_prompts_that_part_amid_a_chunk_share_it_up_to_there(adapter: Adapter, turns: int) -> None:
+    run = Run(adapter, LOOSE)
+    counts = counted(run)
+    prompts = [TRUNK + [number] * 5 for number in range(8)]
+    rows = [run.submit(prompts[0], 3)]
+    for _ in range(turns):
+        run.turn()
+    rows += [run.submit(prompt, 3) for prompt in prompts[1:]]
+    run.finish()
+
+    assert sum(counts) == len(TRUNK) + 8 * 4  # the last token of each goes into its first step
+    assert [row.output for row in rows] == answers(adapter, prompts, 3)
+
+
+def test_a_second_prompt_that_parts_is_cut_there_for_the_third(adapter: Adapter) -> None:
+    run = Run(adapter, LOOSE)
+    rows = []
+    for tail in (TAIL, OTHER, TAIL[::-1]):
+        rows.append(run.submit(TRUNK + tail, 3))
+        run.finish()
+
+    assert rows[2].num_cached == len(TRUNK)
+    assert [row.output for row in rows] == answers(adapter, [TRUNK + tail for tail in (TAIL, OTHER, TAIL[::-1])], 3)
+
+
+def test_restoring_what_costs_more_than_computing_is_left_alone(adapter: Adapter) -> None:
+    run = Run(adapter, CACHED)
+    sharing = run.engine.sharing
+    assert isinstance(sharing, Sharing)
+    first = run.submit(TRUNK + TAIL, 2)
+    run.turn()
+    run.turn()
+    assert run.engine.runner.has_caches(first)
+    found = first.trunk
+    later = Sequence(99, TRUNK + OTHER, Sampling(), max_tokens=2, stop_ids=frozenset())
+
+    run.engine.runner.seconds_per_token = 0.0
+    assert sharing._is_worth_it(later, found)  # it has no states of its own: there is nothing to throw away
+    assert not sharing._is_worth_it(first, found)
+    run.engine.runner.seconds_per_token = 1.0
+    first.num_computed = 0
+    assert sharing._is_worth_it(first, found)
+
+
+class TestWhatIsTold:
+    def test_why_a_prompt_was_computed(self, adapter: Adapter) -> None:
+        run = Run(adapter, CACHED)
+        rows = []
+        for prompt in (TRUNK + TAIL, TRUNK + TAIL, TRUNK + OTHER, TRUNK + TAIL[::-1]):
+            rows.append(run.submit(prompt, 1))
+            run.finish()
+
+        assert told(rows[0]) == Reuse("differs", 0, 0, TRUNK[0], None)
+        assert told(rows[1]) == Reuse("whole", 119)
+        assert told(rows[2]) == Reuse("checkpoint", 64, 100, OTHER[0], TAIL[0])
+        assert told(rows[3]) == Reuse("differs", 96, 100, TAIL[-1], OTHER[0])  # two parted there, so now it is kept
+        assert rows[3].timings.cached_tokens == 96
+
+    def test_that_all_of_it_had_to_be_read(self, adapter: Adapter) -> None:
+        run = Run(adapter, CACHED)
+        for _ in range(2):
+            row = run.submit(TRUNK, 1, prompt_logprobs=0)
+            run.finish()
+
+        assert told(row) == Reuse("logprobs")
+        assert row.num_cached == 0
+
+    def test_that_nothing_is_kept(self, adapter: Adapter) -> None:
+        run = Run(adapter)
+        row = run.submit(TRUNK, 1)
+        run.finish()
+
+        assert told(row) == Reuse("off")
+
+    def test_of_forks_too(self, adapter: Adapter) -> None:
+        run = Run(adapter, CACHED)
+        chosen = (Sampling(max_tokens=2, ignore_eos=True),) * 2
+        first, second = run.engine.take(Submit((7, 8), TRUNK, chosen))
+        run.finish()
+
+        assert told(first) == Reuse("differs", 0, 0, TRUNK[0], None)
+        assert told(second) == Reuse("whole", 99)
+
+
+def test_salts_share_nothing(adapter: Adapter) -> None:
+    run = Run(adapter, CACHED)
+    chosen = (Sampling(max_tokens=1, ignore_eos=True),)
+    rows = []
+    for number, salt in enumerate(["", "mine", "mine"]):
+        rows += run.engine.take(Submit((number,), TRUNK, chosen, salt=salt))
+        run.finish()
+
+    assert [row.num_cached for row in rows] == [0, 0, 99]
+    assert told(rows[1]) == Reuse("salt")
+
+
+class TestDisk:
+    def tier(self, folder: Path, reports: list[str] | None = None) -> DiskTier:
+        said = reports if reports is not None else []
+        disk = DiskTier(folder, "0" * 32, 1 << 30, lambda path, why: said.append(f"{path.name}: {why}"))
+        disk.open()
+        return disk
+
+    def test_one_load_serves_all_that_wait_for_it(self, adapter: Adapter, tmp_path: Path) -> None:
+        first = Run(adapter, CACHED, disk=self.tier(tmp_path))
+        first.submit(TRUNK + TAIL, 1)
+        first.finish()
+        first.engine.sharing.disk.close(10)  # type: ignore[union-attr]
+        run = Run(adapter, CACHED, disk=self.tier(tmp_path))
+        counts = counted(run)
+        rows = [run.submit(TRUNK + tail, 3) for tail in (TAIL, OTHER, TAIL)]
+        run.finish()
+
+        assert sum(counts) == 119 - 64  # what the second has after the trunk's last checkpoint
+        assert [row.output for row in rows] == answers(adapter, [TRUNK + tail for tail in (TAIL, OTHER, TAIL)], 3)
+
+    def test_damage_costs_the_time_to_compute_again(self, adapter: Adapter, tmp_path: Path) -> None:
+        first = Run(adapter, CACHED, disk=self.tier(tmp_path))
+        first.submit(TRUNK + TAIL, 1)
+        first.finish()
+        first.engine.sharing.disk.close(10)  # type: ignore[union-attr]
+        reports: list[str] = []
+        run = Run(adapter, CACHED, disk=self.tier(tmp_path, reports))
+        files = sorted(tmp_path.rglob("*.safetensors"))
+        for path in files:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(bytes(data))
+        row = run.submit(TRUNK + TAIL, 3)
+        run.finish()
+        run.engine.sharing.disk.close(10)  # type: ignore[union-attr]
+
+        assert row.num_cached == 0
+        assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
+
+    def test_a_folder_that_vanishes_costs_nothing_else(self, adapter: Adapter, tmp_path: Path) -> None:
+        run = Run(adapter, CACHED, disk=self.tier(tmp_path / "cache"))
+        run.submit(TRUNK, 1)
+        run.finish()
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+        tree = run.engine.sharing.tree
+        assert tree is not None
+        tree.clear()
+        row = run.submit(TRUNK + TAIL, 3)
+        run.finish()
+
+        assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
+
+
+class TestCanary:
+    def kept(self, adapter: Adapter) -> tuple[Run, Canary]:
+        run = Run(adapter, CACHED)
+        for tail in (TAIL, OTHER):
+            run.submit(TRUNK + tail, 1)
+        run.finish()
+        assert isinstance(run.engine.sharing, Sharing)
+        return run, Canary(run.engine.sharing, run.engine.runner, random.Random(1))
+
+    def test_what_is_right_stays(self, adapter: Adapter) -> None:
+        run, canary = self.kept(adapter)
+        before = list(run.engine.sharing.tree.nodes())  # type: ignore[union-attr]
+        while canary.check():
+            pass
+
+        assert canary.num_wrong == 0
+        assert canary.num_checked >= len(before)
+        assert list(run.engine.sharing.tree.nodes()) == before  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("what", ["block", "checkpoint"])
+    def test_what_is_wrong_goes_with_all_behind_it(self, adapter: Adapter, what: str) -> None:
+        run, canary = self.kept(adapter)
+        tree = run.engine.sharing.tree
+        assert tree is not None
+        wrong = tree.match(TRUNK[:65], tree.root(), iter(range(16, 65, 16)))
+        assert wrong.length == 64
+        stored = getattr(wrong, what)
+        layer = next(index for index, layer in enumerate(stored.layers) if layer is not None)
+        if what == "block":
+            keys, values = stored.layers[layer]
+            stored.layers[layer] = (keys * 1.1, values)
+        else:
+            stored.layers[layer].cache[0] = mx.zeros_like(stored.layers[layer].cache[0]) + mx.nan
+        while canary.check():
+            pass
+
+        assert canary.num_wrong == 1
+        assert all(node.length < 64 for node in tree.nodes())
+        row = run.submit(TRUNK + TAIL, 3)
+        run.finish()
+        assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]

@@ -1,0 +1,207 @@
+"""The engine's process is killed or stopped amid answers: clients see a pause, and the answers they would have had."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from servers import Server, running
+
+LENGTH = 400
+PLAIN = {"max_tokens": LENGTH, "ignore_eos": True}
+HOT = {**PLAIN, "temperature": 0.9, "top_p": 0.95}
+WORDS = {"type": "array", "items": {"type": "string", "minLength": 20, "maxLength": 40}, "minItems": 12, "maxItems": 12}
+THINKING = {"messages": [{"role": "user", "content": "Marker 7."}], "thinking_token_budget": 60, "max_tokens": LENGTH}
+
+COMPLETIONS: list[dict[str, Any]] = [
+    *[{"prompt": f"Once upon a time there were {count} cats", "temperature": 0, **PLAIN} for count in range(4)],
+    *[{"prompt": "The little dog", **HOT, "seed": seed} for seed in range(3)],
+    {"prompt": "The big house", **HOT, "seed": 5, "frequency_penalty": 0.8, "repetition_penalty": 1.1},
+    {"prompt": "A red ball", **HOT, "seed": 6, "n": 2},
+    {"prompt": "A blue ball", "temperature": 0, **PLAIN, "logprobs": 2, "echo": True},
+    {"prompt": "Sam and Tim " * 60, "temperature": 0, **PLAIN},
+    {"prompt": "List:", **HOT, "ignore_eos": False, "seed": 7, "structured_outputs": {"json": WORDS}},
+    {"prompt": "Digits:", **HOT, "ignore_eos": False, "seed": 8, "structured_outputs": {"regex": "[0-9]{300}"}},
+]
+CHATS: list[dict[str, Any]] = [
+    {**THINKING, "temperature": 0, "structured_outputs": {"json": WORDS}},
+    {**THINKING, "temperature": 1.5, "seed": 9, "structured_outputs": {"json": WORDS}},
+    {**THINKING, "temperature": 1.5, "seed": 10, "ignore_eos": True},
+]
+ASKED = [("/v1/completions", body) for body in COMPLETIONS] + [("/v1/chat/completions", body) for body in CHATS]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(
+        tmp_path_factory.mktemp("server") / "log", "tiny-hybrid", "--max-rows", "17", "--heartbeat-seconds", "0.5"
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[Any]:
+    """What each of them answers when nothing happens."""
+    with concurrent.futures.ThreadPoolExecutor(len(ASKED)) as pool:
+        return list(pool.map(lambda asked: server.post(*asked).json(), ASKED))
+
+
+def told(reply: dict[str, Any]) -> Any:
+    """All of a reply that does not change from one time to the next, to the last bit."""
+    usage = {name: reply["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
+    return {"choices": [{**choice, "logprobs": None} for choice in reply["choices"]], **usage}
+
+
+def logprobs(reply: dict[str, Any]) -> list[float]:
+    return [value for choice in reply["choices"] for value in choice["logprobs"]["token_logprobs"][1:]]
+
+
+def kill(server: Server) -> int:
+    """End the engine as the kernel would; gives its number."""
+    engine: int = server.status()["engine_pid"]
+    os.kill(engine, signal.SIGKILL)
+    return engine
+
+
+class Stream:
+    """One streamed answer, put together again as the whole one would be."""
+
+    def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        self.url, self.body = server.url + path, {**body, "stream": True, "stream_options": {"include_usage": True}}
+        self.lines: list[str] = []
+        self.has_begun = threading.Event()
+
+    def read(self) -> None:
+        with httpx2.stream("POST", self.url, json=self.body, timeout=60) as reply:
+            for line in reply.iter_lines():
+                self.lines.append(line)
+                if self.num_pieces > 5:
+                    self.has_begun.set()
+
+    @property
+    def num_pieces(self) -> int:
+        return sum(line.startswith("data: {") for line in self.lines)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line[6:]) for line in self.lines if line.startswith("data: {")]
+
+    def texts(self) -> dict[int, str]:
+        """Everything said, by choice, thinking included."""
+        texts: dict[int, str] = {}
+        for choice in (choice for event in self.events for choice in event["choices"]):
+            said = choice.get("text") or "".join(
+                (choice.get("delta", {}).get(name) or "") for name in ("reasoning_content", "content")
+            )
+            texts[choice["index"]] = texts.get(choice["index"], "") + said
+        return texts
+
+
+def texts_of(reply: dict[str, Any]) -> dict[int, str]:
+    def said(choice: dict[str, Any]) -> str:
+        if "text" in choice:
+            return str(choice["text"])
+        return (choice["message"].get("reasoning_content") or "") + (choice["message"]["content"] or "")
+
+    return {choice["index"]: said(choice) for choice in reply["choices"]}
+
+
+def test_streams_go_on_where_they_were(server: Server, undisturbed: list[Any]) -> None:
+    streams = [Stream(server, *asked) for asked in ASKED]
+    with concurrent.futures.ThreadPoolExecutor(len(streams)) as pool:
+        reading = [pool.submit(stream.read) for stream in streams]
+        for stream in streams:
+            assert stream.has_begun.wait(30)
+        killed = kill(server)
+        are_running = [not future.done() for future in reading]
+        for future in reading:
+            future.result(60)
+
+    assert all(are_running)
+    assert server.status()["engine_pid"] != killed
+    assert [stream.texts() for stream in streams] == [texts_of(reply) for reply in undisturbed]
+    for stream, reply in zip(streams, undisturbed, strict=True):
+        assert stream.lines[-2:] == ["data: [DONE]", ""]
+        assert stream.events[-1]["usage"]["completion_tokens"] == reply["usage"]["completion_tokens"]
+
+
+def test_whole_answers_are_the_same_though_the_engine_died_twice(server: Server, undisturbed: list[Any]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(len(ASKED)) as pool:
+        asking = [pool.submit(server.post, *asked) for asked in ASKED]
+        for _ in range(2):
+            wait_for(server, "rows_running", 17)
+            kill(server)
+            wait_dead(server)
+        replies = [future.result(60) for future in asking]
+
+    assert [reply.status_code for reply in replies] == [200] * len(replies)
+    assert [told(reply.json()) for reply in replies] == [told(reply) for reply in undisturbed]
+    # What was decoded is prefilled afterwards, in another order of additions.
+    place = next(place for place, (_, body) in enumerate(ASKED) if "logprobs" in body)
+    assert logprobs(replies[place].json()) == pytest.approx(logprobs(undisturbed[place]), abs=1e-4)
+    for reply in replies:
+        assert all(value >= 0 for value in reply.json()["timings"].values() if isinstance(value, float | int))
+    server.wait_idle(5)
+    assert server.status()["memory"]["rows"] == 0
+
+
+def test_a_stopped_engine_is_told_within_two_seconds_and_replaced(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "tiny-hybrid", "--hang-seconds", "3") as server:
+        path, body = ASKED[0]
+        before = server.post(path, body).json()
+        engine = server.status()["engine_pid"]
+        stream = Stream(server, path, body)
+        reading = threading.Thread(target=stream.read)
+        reading.start()
+        assert stream.has_begun.wait(10)
+        os.kill(engine, signal.SIGSTOP)
+        deadline = time.monotonic() + 2.0
+        while (health := server.get("/health")).status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        refused = server.post(path, {"prompt": "hi"})
+        reading.join(30)
+        server.wait_ready()
+
+    assert health.json()["status"] == "sick"
+    assert "silent" in health.json()["models"]["tiny-hybrid"]["message"]
+    assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+    assert stream.texts() == texts_of(before)
+    assert stream.lines[-2:] == ["data: [DONE]", ""]
+    assert "gave no sign of life for 3 s: it is killed" in server.log.read_text()
+
+
+def test_an_engine_writes_where_it_is_when_the_front_wants_to_know(server: Server) -> None:
+    engine = server.status()["engine_pid"]
+    os.kill(engine, signal.SIGUSR1)
+    deadline = time.monotonic() + 5
+    while "engine/host.py" not in server.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+    assert server.get("/health").status_code == 200
+    assert server.status()["engine_pid"] == engine
+
+
+def wait_for(server: Server, name: str, value: int) -> None:
+    deadline = time.monotonic() + 30
+    while server.status()[name] != value:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def wait_dead(server: Server) -> None:
+    deadline = time.monotonic() + 5
+    while server.get("/health").status_code == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

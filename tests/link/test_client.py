@@ -1,0 +1,185 @@
+"""Requests over engines that come and go: what is sent, and what those who wait get to hear."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from weft.errors import EngineDied, GrammarRejected
+from weft.link.client import Client
+from weft.link.roster import PROOF_TOKENS
+from weft.link.ticket import Ticket
+from weft.wire import Cancel, ConstraintSpec, Events, GrammarSpec, Sampling, Submit, ToEngine, TokenEvent, Verdict
+
+RULE = ConstraintSpec(GrammarSpec("regex", "a+"))
+
+
+class Wire:
+    """An engine that only listens."""
+
+    def __init__(self, client: Client) -> None:
+        self.heard: list[ToEngine] = []
+        client.attach(self, max_rows=16)
+
+    def send(self, message: ToEngine) -> None:
+        self.heard.append(message)
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [message for message in self.heard if isinstance(message, Submit)]
+
+
+def ask(client: Client, *samplings: Sampling, constraint: ConstraintSpec | None = None) -> Ticket:
+    return client.submit([[1, 2, 3]], [samplings or (Sampling(),)], [constraint], [()])
+
+
+def tokens(client: Client, number: int, *ids: int, **end: Any) -> None:
+    client.hear(Events(tokens=[TokenEvent(number, token) for token in ids]))
+    if end:
+        client.hear(Events(tokens=[TokenEvent(number, None, **end)]))
+
+
+async def taken(ticket: Ticket) -> list[int | None]:
+    """The tokens of all that has come so far."""
+    return [event.token for _, event in await ticket.take(0.0) if isinstance(event, TokenEvent)]
+
+
+def test_an_answer_goes_on_in_the_next_engine_and_nothing_is_told_twice() -> None:
+    async def story() -> list[int | None]:
+        client = Client()
+        Wire(client)
+        ticket = ask(client)
+        tokens(client, 0, 5, 6)
+        client.detach()
+        after = Wire(client)
+        tokens(client, 0, 7, finish="length")
+
+        assert after.submits[0].given == ((5, 6),)
+        assert len(client.live) == 0
+        return await taken(ticket)
+
+    assert asyncio.run(story()) == [5, 6, 7, None]
+
+
+def test_choices_without_a_seed_get_one_each_and_keep_it() -> None:
+    client = Client()
+    before = Wire(client)
+    ask(client, Sampling(), Sampling(), Sampling(seed=-5))
+    client.detach()
+    after = Wire(client)
+
+    first, second, third = (sampling.seed for sampling in before.submits[0].samplings)
+    assert None not in (first, second)
+    assert first != second
+    assert third == -5
+    assert after.submits[0].samplings == before.submits[0].samplings
+
+
+def test_a_request_that_comes_while_no_engine_is_there_waits_for_one() -> None:
+    client = Client()
+    ticket = ask(client)
+    gone = ask(client)
+    gone.cancel()
+    engine = Wire(client)
+
+    assert [submit.numbers for submit in engine.submits] == [(0,)]
+    assert ticket.open == {0: 0}
+    assert not any(isinstance(message, Cancel) for message in engine.heard)
+
+
+def test_a_request_is_taken_once_though_two_engines_took_it() -> None:
+    client = Client()
+    Wire(client)
+    ticket = ask(client, constraint=RULE)
+    client.hear(Events(verdicts=[Verdict(0)]))
+    client.detach()
+    Wire(client)
+    client.hear(Events(verdicts=[Verdict(0)]))
+
+    assert ticket.num_judged == 1
+
+
+def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> None:
+    async def story() -> None:
+        client = Client()
+        Wire(client)
+        ticket = ask(client, constraint=RULE)
+        client.detach()
+        Wire(client)
+        assert ticket.num_judged == 0
+        client.hear(Events(verdicts=[Verdict(0, "no such thing", "regex")]))
+        await ticket.until_taken(1)
+
+    with pytest.raises(GrammarRejected, match="no such thing"):
+        asyncio.run(story())
+
+
+def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_on() -> None:
+    async def story() -> None:
+        client = Client()
+        neighbour, culprit = ask(client), ask(client, Sampling(), Sampling())
+        for _ in range(2):
+            Wire(client)
+            client.detach()
+        engine = Wire(client)
+        tokens(client, 0, *range(PROOF_TOKENS))
+        assert [submit.numbers for submit in engine.submits] == [(0,), (1,)]
+        client.detach()
+        with pytest.raises(EngineDied, match="died 3 times"):
+            await culprit.take(0.0)
+        assert culprit.open == {}
+        engine = Wire(client)
+        tokens(client, 0, 99)
+        assert [submit.numbers for submit in engine.submits] == [(0,)]
+        assert await taken(neighbour) == [*range(PROOF_TOKENS), 99]
+
+    asyncio.run(story())
+
+
+def test_who_leaves_during_its_trial_lets_the_next_one_in() -> None:
+    client = Client()
+    first, _ = ask(client), ask(client)
+    for _ in range(2):
+        Wire(client)
+        client.detach()
+    engine = Wire(client)
+    first.cancel()
+
+    assert [submit.numbers for submit in engine.submits] == [(0,), (1,)]
+
+
+def test_when_no_engine_will_come_everybody_is_told() -> None:
+    async def story() -> None:
+        client = Client()
+        Wire(client)
+        tickets = [ask(client), ask(client, constraint=RULE)]
+        client.detach()
+        tickets.append(ask(client))
+        client.fail_all(lambda: EngineDied("no more"))
+        assert len(client.live) == 0
+        for ticket in tickets:
+            with pytest.raises(EngineDied, match="no more"):
+                await ticket.take(0.0)
+        with pytest.raises(EngineDied, match="no more"):
+            await tickets[1].until_taken(1)
+
+    asyncio.run(story())
+
+
+def test_an_engine_was_of_use_when_something_ended_got_on_or_was_found_out() -> None:
+    client = Client()
+    Wire(client)
+    ask(client, Sampling(), Sampling(), Sampling())
+    tokens(client, 0, 1, finish="stop")
+    uses = [client.detach()]
+    uses.append(client.detach())  # one that was never ready
+    Wire(client)
+    tokens(client, 1, *range(PROOF_TOKENS))
+    uses.append(client.detach())
+    Wire(client)
+    uses.append(client.detach())
+
+    # Number 2 was in three engines by now, and in the last one alone.
+    assert uses == [True, False, True, True]

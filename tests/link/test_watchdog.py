@@ -1,0 +1,44 @@
+"""What silence and long turns mean, counted in ticks."""
+
+from __future__ import annotations
+
+from weft.link.watchdog import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
+from weft.wire import Beat, Events
+
+
+def silent(watchdog: Watchdog, seconds: float) -> Watchdog:
+    for _ in range(round(seconds / TICK_SECONDS)):
+        watchdog.tick()
+    return watchdog
+
+
+def test_a_silent_engine_is_sick_before_two_seconds_and_well_when_it_is_heard() -> None:
+    watchdog = silent(Watchdog(60), SICK_SECONDS)
+    was_sick = watchdog.is_sick
+    watchdog.hear(Events())
+
+    assert SICK_SECONDS + 2 * TICK_SECONDS <= 2.0
+    assert was_sick
+    assert not watchdog.is_sick
+    assert not silent(Watchdog(60), SICK_SECONDS - TICK_SECONDS).is_sick
+
+
+def test_ten_seconds_of_silence_end_an_engine_that_was_ready() -> None:
+    assert silent(Watchdog(60), SILENCE_SECONDS - TICK_SECONDS).verdict(is_ready=True) is None
+    assert silent(Watchdog(60), SILENCE_SECONDS).verdict(is_ready=True) == "gave no sign of life for 10 s"
+    assert silent(Watchdog(3), 3).verdict(is_ready=True) == "gave no sign of life for 3 s"
+
+
+def test_one_that_loads_may_be_silent_for_longer() -> None:
+    assert silent(Watchdog(3), LOADING_SECONDS - TICK_SECONDS).verdict(is_ready=False) is None
+    assert silent(Watchdog(3), LOADING_SECONDS).verdict(is_ready=False) is not None
+
+
+def test_a_turn_without_end_ends_the_engine_though_its_heart_beats() -> None:
+    watchdog = Watchdog(60)
+    watchdog.hear(Beat(7, 59.0))
+    before = watchdog.verdict(is_ready=True)
+    watchdog.hear(Beat(7, 61.0))
+
+    assert before is None
+    assert watchdog.verdict(is_ready=True) == "is in turn 7 since 61 s"
