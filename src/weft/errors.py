@@ -2,7 +2,7 @@
 
     WeftError
     ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
-    │                    GrammarRejected · ContextTooLong(limit, got) · UnknownModel · RequestCancelled
+    │                    GrammarRejected · ContextTooLong(limit, got) · InsufficientMemory · UnknownModel · RequestCancelled
     ├── BusyError        try again later (429, 503): QueueFull · EngineStarting · ServerStopping
     ├── EngineError      ours (500): RowFailed, that row only · EngineDied
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
@@ -49,6 +49,10 @@ class ContextTooLong(RequestError):
         super().__init__(message, param)
         self.limit = limit
         self.got = got
+
+
+class InsufficientMemory(RequestError):
+    """It could not run here even if it were alone."""
 
 
 class UnknownModel(RequestError):

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from weft.errors import ContextTooLong, InvalidRequest
+from weft.errors import ContextTooLong, InsufficientMemory, InvalidRequest
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -107,6 +107,8 @@ class Limits(msgspec.Struct, frozen=True):
 
     vocab_size: int
     context_length: int
+    memory_tokens: int | None = None  # the longest row, prompt and answer, that fits into the memory there is; None: any
+    memory_bytes: int = 0  # which is so much
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """The number of tokens the answer may have. Raises RequestError naming what can not be honoured."""
@@ -117,7 +119,18 @@ class Limits(msgspec.Struct, frozen=True):
             message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "prompt")
         sampling.check(self.vocab_size)
-        return self._room(len(prompt), sampling.max_tokens)
+        room = self._room(len(prompt), sampling.max_tokens)
+        return room if self.memory_tokens is None else self._memory_room(len(prompt), room, sampling.max_tokens)
+
+    def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
+        """The same within the memory there is: an answer of no stated length may be cut there, one that was asked for not."""
+        assert self.memory_tokens is not None
+        asked = tokens + (room if wanted is not None else 1)
+        if asked > self.memory_tokens:
+            message = f"{asked} tokens ({tokens} of the prompt) do not fit into memory: {self.memory_bytes} bytes are free for"
+            message += f" requests, enough for {self.memory_tokens} tokens. Shorten it, or start the server with more --memory."
+            raise InsufficientMemory(message, "messages" if wanted is None else "max_tokens")
+        return min(room, self.memory_tokens - tokens)
 
     def _room(self, tokens: int, wanted: int | None) -> int:
         # Clients recognise these sentences and shorten their history: the first half must stay word for word.
@@ -221,6 +234,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     constraint: ConstraintSpec | None = None
     boundaries: tuple[int, ...] = ()  # where a later prompt may part from this one: chunks end there too
     salt: str = ""  # prompts share what was computed only under the same one
+    client: str = ""  # who asks; clients get their turns by the tokens they have had
+    priority: int = 0  # higher ones go first
     is_kept: bool = False  # the client says that it will come again: what is computed is worth more
     given: tuple[tuple[int, ...], ...] = ()  # what an earlier engine has answered, for each sampling: go on from there
 
