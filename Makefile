@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?=
+MINUTES ?= 30
 
-.PHONY: serve test check bench exact-gpu bench-gpu clean
+.PHONY: serve test check bench soak exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -20,6 +21,9 @@ check: test  ## what CI does, and the formatting
 
 bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 9 minutes on two cores)
 	$(BIN)/python -m bench
+
+soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds; CI runs a short one
+	$(BIN)/python tests/soak.py $(MINUTES)
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
 	PYTHONPATH=src $(PYTHON) -m bench.exact_gpu

@@ -11,7 +11,7 @@ from weft.llm import BLAS, LLM  # binds the BLAS before mlx is imported
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from bench import blas, front, gated_delta, grammar, prefixes
+from bench import blas, front, gated_delta, grammar, overload, prefixes
 from bench.shapes import bare_step, dense_caches, engine_at, median_ms
 from weft.cache.attention import grouped_attention
 from weft.engine.engine import Engine
@@ -36,6 +36,7 @@ def main() -> None:
     grammar.constrained_batch(llm)
     front.main()
     prefixes.main()
+    overload.main()
 
 
 def say(what: str, ratio: float, bar: str, detail: str = "") -> None:

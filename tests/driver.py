@@ -17,6 +17,8 @@ from mlx_lm.models import activations, base, gated_delta
 from weft.cache.disk import DiskTier
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.faults import InjectedFault
+from weft.engine.runner import RowBroken
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
@@ -60,6 +62,10 @@ class Run:
         if not self.config.pipelined and self.keep_logits:
             raise AssertionError("logits are kept from the pipelined turn")
         self.engine.turn()
+        failure = self.engine.last_failure
+        if isinstance(failure, RowBroken):
+            failure = failure.__cause__
+        assert failure is None or isinstance(failure, InjectedFault), f"an error that no test asked for: {failure!r}"
         step = self.engine.pending
         if self.keep_logits and step is not None:
             rows = np.array(step.logits.astype(mx.float32))

@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--prompt-seconds", type=float, default=0.0)
     parser.add_argument("--folder", default=str(FOLDER))
     parser.add_argument("--context", type=int, default=100_000)
+    parser.add_argument("--memory-tokens", type=int, help="no row may be longer; a token takes 100 bytes")
     asked = parser.parse_args()
     if asked.diary:
         with asked.diary.open("a+") as diary:
@@ -67,7 +68,7 @@ def main() -> None:
         channel.send(Failed(asked.fail))
         channel.close()
         return
-    limits = Limits(4096, asked.context)
+    limits = Limits(4096, asked.context, asked.memory_tokens, 100 * (asked.memory_tokens or 0))
     channel.send(Ready(asked.model, asked.folder, limits, max_rows=64, device="fake", versions="fake"))
     with Heartbeat(channel):
         run(channel, asked)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
@@ -25,6 +26,8 @@ class EngineConfig:
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
     exact: bool = False  # a prompt's bits do not depend on others: chunks end at its own places only
+    max_replayed: int = 256  # tokens of an answer that is gone on with are stepped through again; more are computed as a prompt
+    memory_bytes: int | None = None  # for weights, rows and kept prompts; None: without end
     cache_bytes: int = 0  # for prompts computed before; 0: nothing is kept
     pipelined: bool = True  # settle a step while the next one runs; the plain turn is the oracle
 
@@ -44,7 +47,7 @@ class EngineConfig:
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         width = config.max_rows if exact and not row_invariant else None
-        return replace(config, width=width, exact=exact)
+        return replace(config, width=width, exact=exact, max_replayed=sys.maxsize if exact else config.max_replayed)
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,8 @@ class ServerConfig:
     """Web pages that may call the server from a browser, beside those of this machine."""
     late_system: Literal["fold", "hoist"] = "fold"
     """A system message amid a conversation: fold it into its place, or hoist it to the front, which costs the cache."""
+    memory: int | None = None
+    """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
     """Answers are bit-equal whoever runs beside them, also where that costs speed. On CPU they are in any case."""
     max_rows: int | None = None
@@ -88,6 +93,8 @@ class ServerConfig:
     """The longest request body."""
     body_seconds: float = 30.0
     """How long a request body may take to come in."""
+    request_timeout: float | None = None
+    """Seconds after which a request that is not finished ends with an error."""
     heartbeat_seconds: float = 10.0
     """How long a stream may be silent before it shows that it lives."""
     hang_seconds: float = 120.0
@@ -110,6 +117,7 @@ class ServerConfig:
             raise WeftError("an API key is empty; give one with characters in it, or none")
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
+        least |= {"memory": 1, "request_timeout": 0.001}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:

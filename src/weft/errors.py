@@ -2,7 +2,8 @@
 
     WeftError
     ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
-    │                    GrammarRejected · ContextTooLong(limit, got) · InsufficientMemory · UnknownModel · RequestCancelled
+    │                    GrammarRejected · ContextTooLong(limit, got) · InsufficientMemory · UnknownModel · RequestCancelled ·
+    │                    RequestTimedOut
     ├── BusyError        try again later (429, 503): QueueFull · EngineStarting · ServerStopping
     ├── EngineError      ours (500): RowFailed, that row only · EngineDied
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
@@ -61,6 +62,10 @@ class UnknownModel(RequestError):
 
 class RequestCancelled(RequestError):
     """Somebody ended the request before its answer was complete."""
+
+
+class RequestTimedOut(RequestError):
+    """The request did not have its end in the time it was given."""
 
 
 class BusyError(WeftError):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
 GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end what did not finish in time
 DRAIN_TICK_SECONDS = 0.05
+MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 
 
 class ServerScreen(Screen, Protocol):
@@ -42,6 +44,7 @@ def serve(config: ServerConfig, screen: ServerScreen) -> int:
     """Bring everything up and serve until a signal ends it. Gives the exit status."""
     config.check()
     log.setup(config.log_format)
+    _allow_files()
     listener = _listen(config)
     service = make_service(config)
     host, port = listener.getsockname()[:2]
@@ -113,6 +116,7 @@ def make_service(config: ServerConfig) -> Service:
 def _command(name: str, fallback: str | None, config: ServerConfig) -> list[str]:
     options = ["--exact"] if config.exact else []
     options += ["--max-rows", str(config.max_rows)] if config.max_rows else []
+    options += ["--memory-bytes", str(config.memory * 2**20)] if config.memory else []
     options += ["--cache-bytes", str(config.cache_megabytes * 2**20)]
     if config.cache_dir is not None:
         folder = Path(config.cache_dir).expanduser()
@@ -120,6 +124,14 @@ def _command(name: str, fallback: str | None, config: ServerConfig) -> list[str]
     options += ["--cache-canary"] if config.cache_canary else []
     options += ["--fallback", fallback] if fallback else []
     return [sys.executable, "-m", "weft.engine", *options, "--", name]
+
+
+def _allow_files() -> None:
+    """Let this process have as many open files as a crowd of clients takes, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +31,8 @@ log = logging.getLogger("weft.service")
 
 STOPPED = "the server was stopped before this answer was complete; come again"
 LONG_TEXT = 4096  # characters from which writing a prompt is left to a thread, so that streams do not wait for it
+KNOWN_ENDS = 8  # answers that must have come to their ends before one can say how fast they do
+UNKNOWN_SECONDS = 5  # until then it is said to take so long
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
 
 
@@ -44,6 +49,29 @@ class Screen(Protocol):
         """A model can not be served."""
 
 
+class Pace:
+    """How fast a model's answers come to their ends while it is at work: the last few of them."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[float] = deque(maxlen=32)  # seconds between two ends
+        self._last = 0.0
+
+    def begin(self, now: float) -> None:
+        """Its rest is over: somebody asks."""
+        self._last = now
+
+    def ended(self, now: float) -> None:
+        """An answer has its end."""
+        self._gaps.append(now - self._last)
+        self._last = now
+
+    def seconds(self, count: int, now: float) -> int:
+        """In how many seconds so many will have theirs, if it goes on like this."""
+        if len(self._gaps) < KNOWN_ENDS:
+            return UNKNOWN_SECONDS
+        return math.ceil(count * (sum(self._gaps) + now - self._last) / len(self._gaps))
+
+
 class Served:
     """One model as the front serves it: its engine, and once that is up its scribe."""
 
@@ -55,6 +83,8 @@ class Served:
         self._late_system = late_system
         self._folder: str | None = None  # whose files the scribe has read
         self.is_stopping = False
+        self.num_opening = 0  # answers asked for whose prompts are being written
+        self.pace = Pace()
         self._settled = asyncio.Event()  # it is up, or never will be
 
     async def run(self, screen: Screen) -> None:
@@ -165,27 +195,29 @@ class Service:
         """Write the prompts down, check everything, and ask the engine. Raises whatever is wrong with the request."""
         arrived = time.monotonic()
         served = self.find(generation.model)
-        scribe, ready = served.require()
-        self._check_queue(served, ready, generation)
-        written = [await _write(scribe, prompt, generation.effort) for prompt in generation.prompts]
-        constraints = [scribe.constraint(generation, prompt) for prompt in written]
-        sampling = scribe.sampling(generation.sampling)
-        if generation.echo:
-            sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
-        for prompt in written:
-            ready.limits.check(prompt.ids, sampling)
-        scribe, ready = served.require()  # the engine may have gone, and others may have come, while a thread wrote
-        self._check_queue(served, ready, generation)
-        samplings = tuple(_forked(sampling, index) for index in range(generation.n))
-        answer = Answer(request_id, served.name, scribe, generation, written, arrived, self.metrics, self.forget)
-        answer.ticket = served.supervisor.client.submit(
-            [prompt.ids for prompt in written],
-            [samplings] * len(written),
-            constraints,
-            [prompt.boundaries for prompt in written],
-            generation.cache_salt,
-            generation.is_kept,
-        )
+        forget = partial(self._forget, served)
+        with self._place(served, generation):
+            scribe, ready = served.require()
+            written = [await _write(scribe, prompt, generation.effort) for prompt in generation.prompts]
+            constraints = [scribe.constraint(generation, prompt) for prompt in written]
+            sampling = scribe.sampling(generation.sampling)
+            if generation.echo:
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+            for prompt in written:
+                ready.limits.check(prompt.ids, sampling)
+            scribe, ready = served.require()  # the engine may have gone while a thread wrote
+            samplings = tuple(_forked(sampling, index) for index in range(generation.n))
+            answer = Answer(request_id, served.name, scribe, generation, written, arrived, self.metrics, forget)
+            answer.ticket = served.supervisor.client.submit(
+                [prompt.ids for prompt in written],
+                [samplings] * len(written),
+                constraints,
+                [prompt.boundaries for prompt in written],
+                generation.cache_salt,
+                generation.client,
+                generation.priority,
+                is_kept=bool(generation.session),
+            )
         self.answers.setdefault(request_id, []).append(answer)
         try:
             await answer.ticket.until_taken(len(written))
@@ -200,11 +232,22 @@ class Service:
             raise QueueFull(f"{len(self.waiting)} requests wait for a model to be loaded; come again", retry_after=5)
         return Waiting(self, generation, request_id)
 
-    def _check_queue(self, served: Served, ready: Ready, generation: Generation) -> None:
-        live, count = len(served.supervisor.client.live), len(generation.prompts) * generation.n
-        if live + count > ready.max_rows + self.max_queue:
-            message = f"{live} answers of {served.name} are running or waiting, {count} more are too many; come again"
-            raise QueueFull(message, retry_after=5)
+    @contextmanager
+    def _place(self, served: Served, generation: Generation) -> Iterator[None]:
+        """Hold the places of a request while its prompts are written: who is one too many costs no writing."""
+        _, ready = served.require()
+        taken, count = len(served.supervisor.client.live) + served.num_opening, len(generation.prompts) * generation.n
+        now = time.monotonic()
+        if taken + count > ready.max_rows + self.max_queue:
+            message = f"{taken} answers of {served.name} are running or waiting, {count} more are too many; come again"
+            raise QueueFull(message, retry_after=served.pace.seconds(taken, now))
+        if not taken:
+            served.pace.begin(now)
+        served.num_opening += count
+        try:
+            yield
+        finally:
+            served.num_opening -= count
 
     def cancel(self, request_id: str) -> bool:
         """End the requests with this id; whether there was one."""
@@ -231,8 +274,10 @@ class Service:
         for one in [*everybody, *self.waiting]:
             one.abandon(ServerStopping(STOPPED))
 
-    def forget(self, answer: Answer) -> None:
+    def _forget(self, served: Served, answer: Answer) -> None:
         """An answer has its end; what can be said of it is kept for a while."""
+        for _ in answer.choices:
+            served.pace.ended(time.monotonic())
         if (report := answer.report) is not None:
             self.reports.add(report)
         with suppress(KeyError, ValueError):

@@ -621,19 +621,51 @@ def test_a_salt_has_one_to_256_characters(salt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "is_kept"),
+    ("fields", "session"),
     [
-        ({"prompt_cache_key": "agent"}, True),
-        ({"session_id": "s"}, True),
-        ({"session_id": 5, "prompt_cache_key": None}, True),
-        ({"prompt_cache_key": "", "session_id": None}, False),
-        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}, "user": "eve"}, False),
+        ({"prompt_cache_key": "agent"}, "agent"),
+        ({"session_id": "s"}, "s"),
+        ({"session_id": 5, "prompt_cache_key": None}, "5"),
+        ({"session_id": {"of": "mine"}}, '{"of":"mine"}'),
+        ({"prompt_cache_key": "", "session_id": None}, ""),
+        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}, "user": "eve"}, ""),
     ],
 )
-def test_who_says_that_he_comes_again_is_kept(fields: dict[str, Any], is_kept: bool) -> None:
+def test_who_says_that_he_comes_again_is_known_by_what_he_says(fields: dict[str, Any], session: str) -> None:
     for request in (asked(**fields), completions.translate({"prompt": "a", **fields})):
-        assert request.generation.is_kept == is_kept
+        assert request.generation.session == session
         assert request.ignored == ()
+
+
+# --- who goes first
+
+
+@pytest.mark.parametrize(
+    ("fields", "priority"),
+    [
+        ({}, 0),
+        ({"priority": 100}, 100),
+        ({"priority": -100}, -100),
+        ({"service_tier": "priority"}, 10),
+        ({"service_tier": "flex"}, -10),
+        ({"service_tier": "auto"}, 0),
+        ({"service_tier": ["priority"]}, 0),
+        ({"service_tier": "priority", "priority": 0}, 0),
+        ({"service_tier": "flex", "priority": None}, -10),
+    ],
+)
+def test_a_priority_or_a_tier_reaches_the_generation(fields: dict[str, Any], priority: int) -> None:
+    for request in (asked(**fields), completions.translate({"prompt": "a", **fields})):
+        assert request.generation.priority == priority
+        assert request.ignored == ()
+
+
+@pytest.mark.parametrize("priority", [101, -101, 0.5, "high", True])
+def test_a_priority_is_an_integer_within_a_hundred(priority: Any) -> None:
+    for ask in (asked, lambda **fields: completions.translate({"prompt": "a", **fields})):
+        with pytest.raises(InvalidRequest) as caught:
+            ask(priority=priority)
+        assert caught.value.param == "priority"
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

@@ -79,6 +79,8 @@ def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]}]}, True),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": 1}]}]}, False),
         ({"messages": [{**USER, "prompt_cache_breakpoint": True}], "cache_salt": "a", "session_id": 5}, True),
+        ({"priority": -100, "service_tier": "flex"}, True),
+        ({"priority": 101}, False),
         ({"cache_salt": ""}, False),
         ({"cache_salt": "a" * 257}, False),
         ({"messages": []}, False),

@@ -15,10 +15,12 @@ from weft.errors import (
     ContextTooLong,
     EngineDied,
     EngineStarting,
+    InsufficientMemory,
     InternalError,
     InvalidRequest,
     QueueFull,
     RequestCancelled,
+    RequestTimedOut,
     RowFailed,
     TemplateFailed,
     UnknownModel,
@@ -32,8 +34,10 @@ TABLE = [
     (UnsupportedParameter("words", "audio"), 400, "invalid_request_error", "audio", "unsupported_parameter"),
     (TemplateFailed("words", "messages"), 400, "invalid_request_error", "messages", "invalid_messages"),
     (ContextTooLong("words", "messages"), 400, "invalid_request_error", "messages", "context_length_exceeded"),
+    (InsufficientMemory("words", "max_tokens"), 400, "invalid_request_error", "max_tokens", "insufficient_memory"),
     (UnknownModel("words", "model"), 404, "invalid_request_error", "model", "model_not_found"),
     (RequestCancelled("words"), 499, "invalid_request_error", None, "request_cancelled"),
+    (RequestTimedOut("words"), 504, "server_error", None, "request_timeout"),
     (QueueFull("words"), 429, "rate_limit_error", None, "queue_full"),
     (EngineStarting("words"), 503, "server_error", None, "model_loading"),
     (RowFailed("words"), 500, "server_error", None, "engine_error"),
@@ -80,6 +84,7 @@ def test_what_broke_an_engine_is_not_sent_again_by_the_client() -> None:
     assert headers_of(EngineDied("died")) == {"x-should-retry": "false"}
     assert headers_of(RowFailed("failed")) == {"x-should-retry": "false"}
     assert headers_of(ValueError()) == {"x-should-retry": "false"}
+    assert headers_of(RequestTimedOut("late")) == {"x-should-retry": "false"}
 
 
 def test_a_status_that_is_not_sent_again_anyway_needs_no_header() -> None:

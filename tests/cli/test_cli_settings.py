@@ -118,7 +118,8 @@ def test_any_other_address_needs_a_key_or_a_word(host: str) -> None:
         {"port": 70000}, {"port": -1}, {"max_rows": 0}, {"max_queue": -1}, {"max_body_bytes": 0}, {"api_keys": ("",)},
         {"body_seconds": 0.0}, {"heartbeat_seconds": float("nan")}, {"drain_seconds": -1.0},
         {"cache_dir_megabytes": 0}, {"cache_dir": ""}, {"cache_dir": "x", "cache_megabytes": 0},
-        {"cache_canary": True, "cache_megabytes": 0},
+        {"cache_canary": True, "cache_megabytes": 0}, {"memory": 0}, {"request_timeout": 0.0}, {"request_timeout": -1.0},
+        {"request_timeout": float("inf")},
     ],
     ids=str,
 )  # fmt: skip
@@ -139,6 +140,11 @@ def test_the_folder_for_prompts_reaches_the_engine_only_when_it_is_named(monkeyp
 
     assert f"--cache-dir /home/eve/kept --cache-dir-bytes {2 * 2**20} --cache-canary" in given
     assert not [word for word in command(cache_dir_megabytes=2) if "dir" in word or "canary" in word]
+
+
+def test_the_memory_reaches_the_engine_in_bytes_and_only_when_it_is_given() -> None:
+    assert f"--memory-bytes {512 * 2**20} " in " ".join(command(memory=512))
+    assert "--memory-bytes" not in command()
 
 
 def test_the_screen_ends_with_three_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config import EngineConfig
+from weft.engine.ledger import Ledger
+from weft.engine.plan import Plan
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
 from weft.wire import Sampling
@@ -13,30 +15,39 @@ from weft.wire import Sampling
 CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10)
 
 
+def scheduler_of() -> Scheduler:
+    return Scheduler(CONFIG, Ledger(lambda tokens: tokens, 0))
+
+
+def plan_of(scheduler: Scheduler, now: float = 0.0) -> Plan:
+    scheduler.admit(now)
+    return scheduler.plan(lambda _: True)
+
+
 def sequence(number: int, prompt: int, tokens: int = 5) -> Sequence:
     return Sequence(number, [1] * prompt, Sampling(), max_tokens=tokens, stop_ids=frozenset())
 
 
 def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_the_batch() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = scheduler_of()
     one = sequence(0, 27)
     scheduler.add(one)
     ends = []
-    while (chunk := scheduler.plan(0.0).chunk) is not None:
+    while (chunk := plan_of(scheduler).chunk) is not None:
         one.num_computed += chunk.count
         ends.append(one.num_computed)
         scheduler.chunk_done()
 
     assert ends == [10, 20, 26]
-    assert [row.sequence for row in scheduler.plan(0.0).steps] == [one]
+    assert [row.sequence for row in plan_of(scheduler).steps] == [one]
 
 
 def test_prompts_take_turns_chunk_by_chunk() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = scheduler_of()
     for number in range(2):
         scheduler.add(sequence(number, 31))
     turns = []
-    while (chunk := scheduler.plan(0.0).chunk) is not None:
+    while (chunk := plan_of(scheduler).chunk) is not None:
         turns.append(chunk.sequence.id)
         chunk.sequence.num_computed += chunk.count
         scheduler.chunk_done()
@@ -45,46 +56,46 @@ def test_prompts_take_turns_chunk_by_chunk() -> None:
 
 
 def test_only_prompts_that_end_soon_are_announced() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = scheduler_of()
     for number, length in enumerate((11, 30, 900)):
         scheduler.add(sequence(number, length))
-    chunk = scheduler.plan(0.0).chunk
+    chunk = plan_of(scheduler).chunk
     assert chunk is not None
-    assert scheduler.plan(0.0).coming == (11, 30)
+    assert plan_of(scheduler).coming == (11, 30)
 
     chunk.sequence.num_computed += chunk.count  # the first is in memory: it comes no more
     scheduler.chunk_done()
-    assert scheduler.plan(0.0).coming == (30,)
+    assert plan_of(scheduler).coming == (30,)
 
 
 def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = scheduler_of()
     scheduler.add(sequence(0, 50))
-    assert scheduler.plan(0.0).slice_seconds is None
+    assert plan_of(scheduler).slice_seconds is None
 
     scheduler.add(sequence(1, 1))
     scheduler.measured(0.5)
-    plan = scheduler.plan(0.0)
+    plan = plan_of(scheduler)
     assert plan.chunk is not None
     assert plan.slice_seconds == CONFIG.gap_factor * scheduler.step_seconds
 
 
 def test_a_sequence_whose_last_token_is_in_flight_is_not_asked_again() -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = scheduler_of()
     one = sequence(0, 1, tokens=2)
     scheduler.add(one)
-    assert len(scheduler.plan(0.0).steps) == 1
+    assert len(plan_of(scheduler).steps) == 1
 
     one.output.append(7)
     one.num_in_flight = 1
     one.num_computed = 2
-    assert scheduler.plan(0.0).steps == ()
+    assert plan_of(scheduler).steps == ()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 45), st.integers(1, 6)), min_size=1, max_size=12))
 def test_everybody_ends_in_order_of_admission_and_nobody_is_computed_twice(asked: list[tuple[int, int]]) -> None:
-    scheduler = Scheduler(CONFIG)
+    scheduler = scheduler_of()
     sequences = [sequence(number, prompt, tokens) for number, (prompt, tokens) in enumerate(asked)]
     for one in sequences:
         scheduler.add(one)
@@ -93,7 +104,7 @@ def test_everybody_ends_in_order_of_admission_and_nobody_is_computed_twice(asked
         scheduler.drop_finished()
         if scheduler.idle:
             break
-        plan = scheduler.plan(float(now))
+        plan = plan_of(scheduler, float(now))
         assert plan
         assert len(scheduler.running) <= CONFIG.max_rows
         if plan.chunk is not None:

@@ -48,7 +48,7 @@ def test_a_sequence_goes_on_with_what_it_was_given() -> None:
 
 def test_all_but_answers_and_samplings_is_asked_for_as_before() -> None:
     roster = Roster()
-    asked = Submit((7,), [1, 2, 3], (Sampling(seed=1),), None, (2,), "salt", True)
+    asked = Submit((7,), [1, 2, 3], (Sampling(seed=1),), boundaries=(2,), salt="salt", is_kept=True)
     roster.add(asked, Ticket(1, lambda _: None))
     roster.take_due(ROWS)
     roster.died()

@@ -12,6 +12,7 @@ from test_rows import _adapter
 
 from driver import SMALL, Run, answers, random_prompts
 from weft.cache.prefix import Node, PrefixTree
+from weft.engine.faults import Point, Rule
 from weft.engine.sequence import Sequence
 from weft.wire import Sampling, Submit
 from zoo import VOCABULARY
@@ -21,6 +22,7 @@ PROMPTS = [TRUNK, TRUNK[:17], TRUNK[:1], *(TRUNK + tail for tail in TAILS), TRUN
 CONFIG = dataclasses.replace(SMALL, cache_bytes=150_000)  # prompts are cut where they part
 LONGEST = 30
 SALTS = ["", "", "mine"]
+POINTS: list[Point] = ["prefill", "decode", "sampler", "snapshot", "restore", "logits", "accept"]
 WHICH, SALT = st.integers(0, len(PROMPTS) - 1), st.sampled_from(SALTS)
 
 
@@ -35,6 +37,7 @@ class Forest(RuleBasedStateMachine):
         self.run = Run(_adapter(), CONFIG)
         self.asked: list[tuple[int, Sequence]] = []
         self.numbers = iter(range(1000, 100_000))
+        self.broken: set[int] = set()  # tokens
 
     @rule(which=WHICH, tokens=st.integers(1, LONGEST), forks=st.integers(1, 3), salt=SALT, is_kept=st.booleans())
     def submit(self, which: int, tokens: int, forks: int, salt: str, is_kept: bool) -> None:
@@ -72,6 +75,17 @@ class Forest(RuleBasedStateMachine):
     @rule(data=st.data())
     def expel(self, data: st.DataObject) -> None:
         self.tree.expel(data.draw(st.sampled_from(list(self.tree.nodes()))))
+
+    @rule(point=st.sampled_from(POINTS), tail=st.integers(0, 2), times=st.integers(1, 4))
+    def something_breaks(self, point: Point, tail: int, times: int) -> None:
+        token = next(token for token in TAILS[tail] if sum(token in part for part in (TRUNK, *TAILS)) == 1)
+        self.broken.add(token)
+        self.run.engine.faults.rules = [Rule(point, token, times=times)]
+
+    @invariant()
+    def only_the_guilty_fail(self) -> None:
+        for _, sequence in self.asked:
+            assert sequence.finish != "error" or self.broken & {*sequence.prompt}
 
     @property
     def tree(self) -> PrefixTree:

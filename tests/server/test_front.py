@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import httpx2
 import pytest
 
 from fronts import Front, front
+from weft.chat.scribe import Scribe
+from weft.service import Pace
 
 TEXTS = {
     "emoji": "family 👨‍👩‍👧‍👦 flags 🇩🇪🇯🇵 thumbs 👍🏽 done",
@@ -130,6 +133,54 @@ def test_a_full_queue_is_told_and_when_to_come_again() -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert taken.status_code == 200
+
+
+def test_what_never_fits_into_memory_is_refused_with_the_numbers() -> None:
+    with front({"m": ["--memory-tokens", "50"]}) as server:
+        too_long = server.post("/v1/completions", {"prompt": [7] * 20, "max_tokens": 31, "stream": True})
+        fitting = server.post("/v1/completions", {"prompt": [7] * 20, "max_tokens": 30})
+
+    error = too_long.json()["error"]
+    assert (too_long.status_code, error["code"], error["param"]) == (400, "insufficient_memory", "max_tokens")
+    assert all(number in error["message"] for number in ("51 tokens", "20 of the prompt", "5000 bytes", "50 tokens", "--memory"))
+    assert fitting.json()["usage"]["completion_tokens"] == 30
+
+
+def test_who_has_no_place_costs_no_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a crowd with long prompts would keep the front busy for requests that are sent away."""
+    written: list[int] = []
+    write = Scribe.write
+
+    def counted(self: Scribe, *prompt: Any) -> Any:
+        written.append(len(prompt))
+        time.sleep(0.05)  # the others come meanwhile
+        return write(self, *prompt)
+
+    monkeypatch.setattr(Scribe, "write", counted)
+    with front({"m": ["--token-seconds", "0.05"]}, max_queue=0) as server:  # 64 rows
+        body = {"prompt": "many words and more " * 400, "max_tokens": 20, "n": 8}
+        with ThreadPoolExecutor(24) as pool:
+            replies = list(pool.map(lambda _: server.post("/v1/completions", body), range(24)))
+
+    codes = [reply.status_code for reply in replies]
+    assert set(codes) == {200, 429}
+    assert len(written) == codes.count(200)
+
+
+def test_when_to_come_again_is_reckoned_from_how_fast_answers_end() -> None:
+    pace = Pace()
+    pace.begin(100.0)
+    unknown = pace.seconds(50, 101.0)
+    for count in range(1, 41):
+        pace.ended(100.0 + 0.25 * count)
+    busy = pace.seconds(50, 110.0)
+    stalled = pace.seconds(50, 142.0)
+    pace.begin(1000.0)
+
+    assert unknown == 5
+    assert busy == 13  # 50 ends, four in a second
+    assert stalled == 63  # the last one is long ago
+    assert pace.seconds(50, 1000.0) == 13  # a rest is no stall
 
 
 def test_a_slow_reader_gets_everything_and_slows_nobody() -> None:

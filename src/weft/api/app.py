@@ -6,6 +6,7 @@ A wire gives `translate` (JSON → Asked); everything between that and the bytes
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,11 +23,13 @@ from weft.answer import Answer
 from weft.api import problems
 from weft.api.body import read_json
 from weft.api.cache import Cache
+from weft.api.deadline import Deadline
 from weft.api.guards import Guard
 from weft.api.openai import chat, completions
 from weft.api.reply import Asked, Heading
 from weft.api.sse import EventStream, whole
 from weft.api.status import Status, json_response
+from weft.chat.conversation import Generation
 from weft.config import ServerConfig
 from weft.log import request_line
 from weft.service import Service
@@ -71,24 +74,24 @@ def _generating(path: str, wire: str, translate: Translate, service: Service, co
         """Understand the body, ask the service, and reply: streamed, whole, or with what is wrong."""
         visit = Visit(request, wire, service)
         try:
+            deadline = Deadline.of(request.headers, config.request_timeout)
             body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
             # A large schema takes its time; streams are not to wait for it.
             large = int(request.headers.get("content-length") or 0) > LARGE_BODY
             asked = await asyncio.to_thread(translate, body) if large else translate(body)
-            if any(request.headers.get(name) for name in SESSION_HEADERS):
-                asked = replace(asked, generation=replace(asked.generation, is_kept=True))
-            served = service.find(asked.generation.model)
+            generation = _from(request, asked.generation)
+            served = service.find(generation.model)
             heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service))
             reply = asked.reply(heading)
             visit.model = served.name
             headers = {"x-ignored-params": quote(", ".join(asked.ignored), safe=", ")[:1000]} if asked.ignored else {}
             if asked.stream and served.is_loading:
-                waiting = service.open_later(asked.generation, visit.request_id)
-                return EventStream(reply, waiting, config.heartbeat_seconds, headers, visit.ended)
-            answer = visit.answer = await service.open(asked.generation, visit.request_id)
+                waiting = service.open_later(generation, visit.request_id)
+                return EventStream(reply, waiting, config.heartbeat_seconds, headers, visit.ended, deadline)
+            answer = visit.answer = await deadline.hold(service.open(generation, visit.request_id))
             if asked.stream:
-                return EventStream(reply, answer, config.heartbeat_seconds, headers, visit.ended)
-            response = json_response(await whole(reply, answer, request.receive), headers=headers)
+                return EventStream(reply, answer, config.heartbeat_seconds, headers, visit.ended, deadline)
+            response = json_response(await whole(reply, answer, request.receive, deadline), headers=headers)
             visit.ended(answer, None)
             return response
         except Exception as error:  # told by the guard; here it is only counted
@@ -96,6 +99,14 @@ def _generating(path: str, wire: str, translate: Translate, service: Service, co
             raise
 
     return Route(path, endpoint, methods=["POST"])
+
+
+def _from(request: Request, generation: Generation) -> Generation:
+    """The same with who asks: a session where the client names one, else a key. Clients take turns; none is known by name."""
+    session = generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
+    who = request.state.api_key + b"\0" + session.encode()
+    client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""
+    return replace(generation, session=session, client=client)
 
 
 class Visit:

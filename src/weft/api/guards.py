@@ -1,11 +1,12 @@
 """Who may enter: the one middleware around the app. It checks Host, Origin and key, names the request, catches what escapes.
 
 Web pages are the danger on loopback: any page may send requests to localhost (hence Origin), and a page's own name may be
-made to resolve to us (DNS rebinding, hence Host). Knows no endpoint but /health, which needs no key.
+made to resolve to us (DNS rebinding, hence Host). Knows no endpoint but /health, which needs no key and does not queue.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import logging
@@ -46,14 +47,18 @@ class Guard:
         self.allowed_hosts = {_host_of(host) or host for host in allowed_hosts}
         self.allowed_origins = {origin.lower().rstrip("/") for origin in allowed_origins}
         self.on_response = on_response  # hears the status of every response
+        self._entrance = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in or answer it here. Every response leaves with the request's id."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        if scope["path"] != "/health":
+            await self._enter()
         headers = Headers(scope=scope)
         request_id = _request_id(headers)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
         added = {"x-request-id": request_id}
         started = False
 
@@ -71,13 +76,18 @@ class Guard:
                 added |= self._check_origin(headers)
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                     return await _preflight(headers)(scope, receive, send_marked)
-            self._check_key(headers, scope["path"])
+            state["api_key"] = self._check_key(headers, scope["path"])
             await self.app(scope, receive, send_marked)
         except Exception as error:  # the last border: whatever it is, the client gets an answer and the others go on
             if status_of(error) == 500:
                 logger.exception("request %s failed", request_id)
             if not started:
                 await problem(error, request_id)(scope, receive, send_marked)
+
+    async def _enter(self) -> None:
+        """One at a time, with a turn of the event loop for each: hundreds at once would hold up health and all streams."""
+        async with self._entrance:
+            await asyncio.sleep(0)
 
     def _check_host(self, headers: Headers, http_version: str) -> None:
         values = headers.getlist("host")
@@ -105,18 +115,21 @@ class Guard:
             raise BorderError(403, "forbidden_origin", message)
         return {"access-control-allow-origin": origin, "access-control-expose-headers": "*", "vary": "origin"}
 
-    def _check_key(self, headers: Headers, path: str) -> None:
-        if not self.api_keys or path == "/health":
-            return
+    def _check_key(self, headers: Headers, path: str) -> bytes:
+        """The key the client came with, also where none is asked for; b"" without one."""
         given = headers.getlist("x-api-key")
         for value in headers.getlist("authorization"):
             scheme, _, token = value.partition(" ")
             if scheme.lower() == "bearer":
                 given.append(token.strip())
         tokens = [token.encode("latin-1") for token in given if token]  # an empty key never fits
-        if not any(hmac.compare_digest(token, key) for token in tokens for key in self.api_keys):
+        if not self.api_keys or path == "/health":
+            return tokens[0] if tokens else b""
+        fitting = [token for token in tokens for key in self.api_keys if hmac.compare_digest(token, key)]
+        if not fitting:
             message = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
             raise BorderError(401, "invalid_api_key", message, {"www-authenticate": "Bearer"})
+        return fitting[0]
 
 
 def _request_id(headers: Headers) -> str:

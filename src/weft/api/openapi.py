@@ -33,6 +33,7 @@ ERRORS = {
     "499": "The request was cancelled.",
     "500": "The server failed; the request should not be sent again as it is.",
     "503": "The model is being loaded; come again after Retry-After seconds.",
+    "504": "The request was not finished in its time.",
 }
 
 

@@ -16,8 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from weft.answer import Answer
 from weft.api.body import Disconnected
+from weft.api.deadline import Deadline
 from weft.api.reply import Reply
-from weft.errors import InternalError, WeftError
+from weft.errors import InternalError, RequestTimedOut, WeftError
 from weft.service import Waiting
 
 log = logging.getLogger("weft.api")
@@ -34,12 +35,21 @@ Ended = Callable[[Answer | None, BaseException | None], None]
 class EventStream:
     """The response of a streamed request, be it that its model is still on its way."""
 
-    def __init__(self, reply: Reply, answer: Answer | Waiting, heartbeat: float, headers: dict[str, str], ended: Ended) -> None:
+    def __init__(
+        self,
+        reply: Reply,
+        answer: Answer | Waiting,
+        heartbeat: float,
+        headers: dict[str, str],
+        ended: Ended,
+        deadline: Deadline,
+    ) -> None:
         self.reply = reply
         self.answer = answer
         self.heartbeat = heartbeat
         self.headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self.ended = ended
+        self.deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI protocol
         """Send everything there is to send."""
@@ -82,13 +92,13 @@ class EventStream:
                     yield self.reply.heartbeat(sum(answer.computed), answer.num_prompt_tokens)
 
     async def _watch(self, receive: Receive) -> None:
-        await gone(receive)
-        self.answer.abandon(Disconnected())
+        why = await _nobody_waits(receive, self.deadline)
+        self.answer.abandon(why)  # the one there is by then
 
 
-async def whole(reply: Reply, answer: Answer, receive: Receive) -> dict[str, Any]:
+async def whole(reply: Reply, answer: Answer, receive: Receive, deadline: Deadline) -> dict[str, Any]:
     """The body of a reply that is not streamed. Raises what ended it, Disconnected when the client went away."""
-    watch = asyncio.create_task(_abandon(answer, receive))
+    watch = asyncio.create_task(_abandon(answer, receive, deadline))
     try:
         async with contextlib.aclosing(answer.parts(silence=60.0)) as parts:
             async for news in parts:
@@ -99,9 +109,17 @@ async def whole(reply: Reply, answer: Answer, receive: Receive) -> dict[str, Any
     return reply.whole()
 
 
-async def _abandon(answer: Answer, receive: Receive) -> None:
-    await gone(receive)
-    answer.abandon(Disconnected())
+async def _abandon(answer: Answer, receive: Receive, deadline: Deadline) -> None:
+    answer.abandon(await _nobody_waits(receive, deadline))
+
+
+async def _nobody_waits(receive: Receive, deadline: Deadline) -> WeftError:
+    """Return when the answer is of no use any more, and why."""
+    try:
+        await deadline.hold(gone(receive))
+    except RequestTimedOut as error:
+        return error
+    return Disconnected()
 
 
 async def gone(receive: Receive) -> None:

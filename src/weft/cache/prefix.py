@@ -205,6 +205,17 @@ class PrefixTree:
                 return
             self._evict(victim)
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much more can be kept; what is not needed goes for it."""
+        self.shrink(self.budget_bytes - num_bytes)
+        return self.held_bytes + num_bytes <= self.budget_bytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Have another budget from now on."""
+        if budget_bytes != self.budget_bytes:
+            self.budget_bytes = budget_bytes
+            self.shrink()
+
     def clear(self) -> int:
         """Forget everything that nobody stands on; how many nodes that were."""
         before = len(self)
@@ -220,7 +231,6 @@ class PrefixTree:
         nodes = list(node.subtree())
         for one in nodes:
             self._drop(one)
-            one.is_out = True
         return len(nodes)
 
     def nodes(self) -> Iterator[Node]:
@@ -309,6 +319,7 @@ class PrefixTree:
     def _drop(self, node: Node) -> None:
         del self._row(node)[node]
         self._resized(node, -node.nbytes)
+        node.is_out = True
 
     def _forget_empty_root(self, node: Node) -> None:
         """Salts are as many as clients like: one that nothing is kept for leaves nothing behind."""

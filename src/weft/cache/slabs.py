@@ -92,9 +92,13 @@ class StateTable:
         self.states: list[list[mx.array | None]] = [[None] * len(spec.parts) if spec else [] for spec in self.specs]
 
     def arrange(self, rows: list[RowState | None]) -> None:
-        """Lay the states out in the order of `rows`; None is an idle row of zeros."""
+        """Lay the states out in the order of `rows`; None is an idle row of zeros. Who sits out keeps its states by itself."""
         if len(rows) == len(self.rows) and all(new is old for new, old in zip(rows, self.rows, strict=True)):
             return
+        staying = {id(row) for row in rows}
+        for row in self.rows:
+            if row is not None and row.slab is not None and id(row) not in staying:
+                row.loose = self.extract(row)
         place = {id(row): index for index, row in enumerate(self.rows) if row is not None}
         for layer, spec in enumerate(self.specs):
             for part in range(len(spec.parts) if spec else 0):

@@ -68,7 +68,9 @@ class Generation:
     effort: Effort | None = None  # how much to think, in OpenAI's words; the model's scribe knows what that means
     skip_special_tokens: bool = True
     cache_salt: str = ""  # what was computed of its prompts is shared only under the same one
-    is_kept: bool = False  # the client will come again with more of the same
+    session: str = ""  # in the client's words: it will come again with more of the same
+    client: str = ""  # who asks; clients take turns
+    priority: int = 0  # higher ones go first
 
 
 @dataclass(frozen=True, slots=True)

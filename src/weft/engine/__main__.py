@@ -46,7 +46,7 @@ def main() -> None:
 def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
     report = blas.bind()  # before anything imports mlx
 
-    from weft.engine.bring_up import bring_up, device_in_use
+    from weft.engine.bring_up import bring_up, device_in_use, safe_memory
     from weft.engine.canary import Canary
     from weft.engine.host import Host, memory_in_use
     from weft.engine.sharing import Sharing
@@ -60,6 +60,7 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
     settings = {
         "exact": asked.exact,
         "max_rows": asked.max_rows,
+        "memory_bytes": asked.memory_bytes or safe_memory(),
         "cache_bytes": asked.cache_bytes,
         "cache_folder": asked.cache_dir,
         "cache_folder_bytes": asked.cache_dir_bytes,
@@ -100,6 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fallback")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--max-rows", type=int)
+    parser.add_argument("--memory-bytes", type=int)
     parser.add_argument("--cache-bytes", type=int, default=0)
     parser.add_argument("--cache-dir", type=Path)
     parser.add_argument("--cache-dir-bytes", type=int, default=10 << 30)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,14 @@ from weft.blas import BlasReport
 from weft.cache.disk import DiskTier, identity_of
 from weft.config import Device, EngineConfig
 from weft.engine.engine import Engine
+from weft.engine.faults import Faults
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
 from weft.model.resolve import resolve
 
 log = logging.getLogger("weft.engine")
+
+SAFE_SHARE = 0.8  # of the memory there is
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -34,6 +38,7 @@ def bring_up(
     exact: bool = False,
     max_rows: int | None = None,
     cache_bytes: int = 0,
+    memory_bytes: int | None = None,
     cache_folder: Path | None = None,
     cache_folder_bytes: int = 0,
     config: EngineConfig | None = None,
@@ -44,7 +49,7 @@ def bring_up(
     loaded = load(folder, progress=progress)
     if config is None:
         config = EngineConfig.for_device(device, exact=exact, row_invariant=blas.skinny)
-        config = replace(config, cache_bytes=cache_bytes)
+        config = replace(config, cache_bytes=cache_bytes, memory_bytes=memory_bytes)
         if max_rows is not None:
             config = replace(config, max_rows=max_rows, width=config.width and max_rows)
     disk = None
@@ -52,7 +57,18 @@ def bring_up(
         progress("reading what was kept of computed prompts", 0, None)
         facts = (device, blas.name, f"{config.chunk_tokens} {config.width} {config.exact}")
         disk = open_disk(cache_folder, cache_folder_bytes, loaded.folder, facts)
-    return Engine(Adapter(loaded), config, disk=disk), loaded
+    return Engine(Adapter(loaded), config, disk=disk, faults=Faults.of_environment()), loaded
+
+
+def safe_memory() -> int | None:
+    """Bytes an engine may take when nobody says how many: most of what is there and not in use. None where that is not known."""
+    if device_in_use() == "cpu":
+        meminfo = Path("/proc/meminfo")
+        found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+        return int(int(found[1]) * 1024 * SAFE_SHARE) if found else None
+    facts = mx.device_info()
+    size = facts.get("max_recommended_working_set_size") or facts.get("total_memory") or facts.get("memory_size")
+    return int(int(size) * SAFE_SHARE) if size else None
 
 
 def open_disk(folder: Path, budget_bytes: int, model: Path, facts: tuple[str, ...]) -> DiskTier:

@@ -1,12 +1,13 @@
 """The loop: hear, plan, forward, settle, choose.
 
-While the device runs this step the host settles the last one. `plain_turn` does the same verbs without overlap and is
+While the device runs this step the host settles the last one. `plain_step` does the same verbs without overlap and is
 the oracle. One thread drives it; whoever asks gets `TokenEvent`s out of `take_events`.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,16 +15,25 @@ from collections.abc import Callable
 from weft.cache.disk import DiskTier
 from weft.cache.prefix import PrefixTree
 from weft.config import EngineConfig
-from weft.engine.plan import Row
-from weft.engine.runner import Runner, Step
+from weft.engine.fairness import OUTPUT_WEIGHT
+from weft.engine.faults import Faults
+from weft.engine.ledger import Ledger
+from weft.engine.plan import Plan, Row
+from weft.engine.runner import RowBroken, Runner, Step
+from weft.engine.sampler import Logprobs
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.sharing import NoSharing, Sharing
-from weft.errors import RowFailed
-from weft.grammar.constraint import Constraint
+from weft.engine.trial import Trial
+from weft.errors import InternalError, RowFailed
+from weft.grammar.constraint import Constraint, Demand
 from weft.grammar.masks import Masks
 from weft.model.adapter import Adapter
 from weft.wire import FinishReason, Limits, PromptEvent, Sampling, Submit, TokenEvent, TokenLogprob
+
+log = logging.getLogger("weft.engine")
+
+MAX_FAILED_TURNS = 10  # in a row: then the process ends, and another takes over what it was doing
 
 
 class Engine:
@@ -35,16 +45,23 @@ class Engine:
         config: EngineConfig,
         clock: Callable[[], float] = time.monotonic,
         disk: DiskTier | None = None,
+        faults: Faults | None = None,
     ) -> None:
         self.adapter = adapter
         self.config = config
         self.clock = clock
-        self.scheduler = Scheduler(config)
-        self.runner = Runner(adapter, config, clock)
+        self.faults = faults or Faults()
+        self.ledger = Ledger(adapter.row_bytes, adapter.weights_bytes, config.memory_bytes)
+        self.scheduler = Scheduler(config, self.ledger)
+        self.runner = Runner(adapter, config, clock, self.faults)
+        self.trial = Trial()
+        self.num_failed_turns = 0  # in a row
+        self.last_failure: Exception | None = None
+        self.num_poisoned = 0  # rows whose numbers were no numbers
         self.pending: Step | None = None
         self.sharing = self._sharing(disk)
         self.masks = Masks(adapter.vocab_size)
-        self.limits = Limits(adapter.vocab_size, adapter.context_length)
+        self.limits = self._limits()
         self.events: deque[TokenEvent] = deque()
         self.prompt_events: deque[PromptEvent] = deque()
         self._numbers = itertools.count()
@@ -54,6 +71,12 @@ class Engine:
             return NoSharing(self.scheduler, self.runner)
         tree = PrefixTree(self.config.cache_bytes, self.clock, is_exact=self.config.exact)
         return Sharing(tree, self.scheduler, self.runner, disk)
+
+    def _limits(self) -> Limits:
+        context, room = self.adapter.context_length, self.ledger.room_bytes
+        if room is None or (fitting := self.ledger.most_tokens(context)) >= context:
+            return Limits(self.adapter.vocab_size, context)
+        return Limits(self.adapter.vocab_size, context, fitting, room)
 
     def submit(self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None) -> Sequence:
         """Check a request and queue it. Raises RequestError, naming the parameter; nobody else notices."""
@@ -71,12 +94,12 @@ class Engine:
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= self.adapter.eos_token_ids
-        sequence = Sequence(asked.numbers[place], asked.prompt, sampling, max_tokens=room, stop_ids=stops, given=given)
+        sequence = Sequence(asked.numbers[place], asked.prompt, sampling, max_tokens=room, stop_ids=stops)
         sequence.timings.submitted = self.clock()
         sequence.salt, sequence.is_kept = asked.salt, asked.is_kept
-        last = len(asked.prompt) - 1  # where the answer was gone on from; chunks ended there before
-        places = {*asked.boundaries, last} if given else asked.boundaries
-        sequence.boundaries = tuple(sorted(at for at in places if 0 < at < len(sequence.known) - 1))
+        sequence.client, sequence.priority = asked.client, asked.priority
+        sequence.boundaries = tuple(sorted({at for at in asked.boundaries if 0 < at < len(asked.prompt) - 1}))
+        sequence.begin_again(given, self.config.max_replayed)
         if constraint is not None:
             sequence.constraint = constraint.fork()
             sequence.constraint.limit_to(room)
@@ -90,7 +113,7 @@ class Engine:
             leader.forks = forks
             self.scheduler.add(leader)
             return
-        for sequence in sequences:  # prompts of one token, or answers that were begun: there is nothing to fork
+        for sequence in sequences:  # prompts of one token, or long answers that were begun: there is nothing to fork
             self.scheduler.add(sequence)
             if sequence.is_prefilled:
                 self._finish_empty(sequence)
@@ -113,47 +136,59 @@ class Engine:
         return len(self.scheduler.running), len(self.scheduler.waiting) + forks
 
     def turn(self) -> None:
-        """One turn of the loop."""
-        if self.config.pipelined:
-            self.pipelined_turn()
-        else:
-            self.plain_turn()
-
-    def pipelined_turn(self) -> None:
-        """Start this step, settle the last one while it runs."""
+        """One turn of the loop. What fails in it costs the one row it belongs to."""
         started = self.clock()
-        self._release_finished()
-        self._share()
-        plan = self.scheduler.plan(started)
-        step = self.runner.forward(plan, self.pending)
-        last, self.pending = self.pending, step
-        if last is not None:
-            self.settle(last)
-        if step is not None:
-            self.choose(step)
+        self.faults.at("turn", *self.scheduler.running)
+        self._make_room()
+        plan = self.scheduler.plan(self.trial.may_step)
+        last = self.pending
+        try:
+            if self.config.pipelined:
+                self.pipelined_step(plan)
+            else:
+                self.plain_step(plan)
+        except RowBroken as broken:
+            self._fail(broken.sequence, "restoring its states", broken)
+        except Exception as error:  # a border: whatever the model or the device raise, nobody may pay for another
+            self._undo(plan, last, error)
+            return
+        for row in plan.steps:
+            self.sharing.seated(row.sequence)
         if plan.chunk is not None and not plan.chunk.sequence.has_gone:
             self.prefill(plan.chunk, plan.slice_seconds)
-        elif last is not None and step is not None:
+        elif last is not None and self.pending is not None:
             self.scheduler.measured(self.clock() - started)
 
-    def plain_turn(self) -> None:
+    def pipelined_step(self, plan: Plan) -> None:
+        """Start this step, settle the last one while it runs."""
+        last, self.pending = self.pending, None
+        try:
+            self.pending = self.runner.forward(plan, last)
+        finally:
+            if last is not None:
+                self.settle(last)
+        if self.pending is not None:
+            self.choose(self.pending)
+
+    def plain_step(self, plan: Plan) -> None:
         """The same verbs without overlap."""
-        self._release_finished()
-        self._share()
-        plan = self.scheduler.plan(self.clock())
         step = self.runner.forward(plan, None)
         if step is not None:
             self.choose(step)
             self.settle(step)
-        if plan.chunk is not None:
-            self.prefill(plan.chunk, plan.slice_seconds)
 
     def prefill(self, row: Row, seconds: float | None) -> None:
         """Work on a prompt; a chunk that is done can be stood on by others."""
-        self.sharing.begin(row.sequence)
-        if not self.runner.prefill(row, seconds):
+        try:
+            self.faults.at("prefill", row.sequence)
+            self.sharing.begin(row.sequence)
+            if not self.runner.prefill(row, seconds):
+                return
+            self.sharing.enter(row)
+        except Exception as error:  # a border: one prompt at a time is computed, so it is this one's
+            self._fail(row.sequence, "computing its prompt", error)
             return
-        self.sharing.enter(row)
+        self.scheduler.fairness.charge(row.sequence, row.count)
         self.scheduler.chunk_done()
         self._told_prompt(row.sequence)
 
@@ -171,48 +206,113 @@ class Engine:
 
     def choose(self, step: Step) -> None:
         """Start the choice of a step's tokens. The last ones are settled, so every row knows what it may take."""
-        allowed, errors = self.masks.fill([sequence.demand for sequence in step.sequences])
+        allowed, errors = self.masks.fill([self._demand(*row) for row in zip(step.sequences, step.is_new, strict=True)])
         for row, why in errors.items():
             self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
         self.runner.choose(step, allowed)
 
-    def _share(self) -> None:
-        """Let prompts stand on what others have computed meanwhile."""
+    def _demand(self, sequence: Sequence, is_new: bool) -> Demand | None:
+        if not is_new:
+            return None
+        try:
+            self.faults.at("mask", sequence)
+            return sequence.demand
+        except Exception as error:  # a border: a constraint is its own row's affair
+            self._fail(sequence, "its constraint", error)
+            return None
+
+    def _make_room(self) -> None:
+        """Let go of who is done, take back whom there is no room for, let others in, and let prompts stand on what is there."""
+        self._release_finished()
+        self.trial.settle()
+        while (sequence := self.scheduler.to_take_back()) is not None:
+            self._take_back(sequence)
         self.scheduler.admit(self.clock())
-        for sequence in self.sharing.share():
+        if self.sharing.tree is not None:
+            running = self.scheduler.running
+            self.sharing.tree.limit(self.ledger.left_for_prefixes(running, self.config.cache_bytes))
+        done = self.sharing.share()
+        for sequence, error in self.sharing.take_failures():
+            self._fail(sequence, "finding what is known of its prompt", error)
+        for sequence in done:
             self._told_prompt(sequence)
+
+    def _take_back(self, sequence: Sequence) -> None:
+        """A running sequence gives all it holds away and waits again; of its answer a token in flight is chosen once more."""
+        if self.pending is not None:
+            self.pending.forget(sequence)
+        self.runner.release(sequence)
+        self.sharing.leave(sequence)
+        self.scheduler.take_back(sequence)
+        sequence.begin_again(sequence.output, self.config.max_replayed)
+
+    def _undo(self, plan: Plan, last: Step | None, error: Exception) -> None:
+        """A step failed: all rows in memory are computed again, those that were in it in halves."""
+        log.error("a step of %d rows failed and is tried again in parts", len(plan.steps), exc_info=error)
+        self.last_failure = error
+        self.num_failed_turns += 1
+        if self.num_failed_turns >= MAX_FAILED_TURNS:
+            raise InternalError(f"{self.num_failed_turns} turns failed one after the other; the last: {error}") from error
+        suspects = [row.sequence for row in plan.steps] or (last.sequences if last is not None else [])
+        self.pending = None
+        self._release_finished()
+        for sequence in [one for one in reversed(self.scheduler.running) if one.is_prefilled]:
+            self._take_back(sequence)
+        self.runner.reset()
+        guilty = self.trial.failed([one for one in suspects if not one.is_finished])
+        if guilty is not None:
+            self._fail(guilty, "a step of it", error)
+
+    def _fail(self, sequence: Sequence, what: str, error: Exception) -> None:
+        """End one sequence with an error, and let nobody stand on what it computed."""
+        if sequence.is_finished:
+            return
+        log.error("sequence %d ends: %s failed", sequence.id, what, exc_info=error)
+        self.last_failure = error
+        self.runner.release(sequence, poisoned=True)
+        self.sharing.rewind(sequence)
+        self.sharing.expel(sequence)
+        self._finish(sequence, "error", f"{what} failed: {error}")
 
     def settle(self, step: Step) -> None:
         """Read a step's tokens: append, finish, tell."""
         assert step.choice is not None
         tokens, problems = step.choice.read()  # sync: the device is waited for here and nowhere else
         logprobs = step.choice.logprobs
+        self.num_failed_turns = 0
         for index, sequence in enumerate(step.sequences):
             if sequence.is_finished:
                 continue
             if index in problems:
+                self.num_poisoned += 1
+                self.sharing.expel(sequence)
                 self._finish(sequence, "error", problems[index])
-                continue
-            is_first = sequence.timings.first_token is None
-            if is_first:
-                self._note_first(sequence)
-            told = logprobs[index].read(tokens[index : index + 1])[0] if index in logprobs else None
-            before = len(sequence.output)
-            try:
-                sequence.append(tokens[index], told)
-            except RowFailed as error:
-                self._finish(sequence, "error", str(error))
-                continue
-            token = tokens[index] if len(sequence.output) > before else None
-            if sequence.is_finished:
-                self._finish(sequence, sequence.finish or "stop", token=token, told=told)
-            else:
-                timings = sequence.timings if is_first else None
-                self.events.append(TokenEvent(sequence.id, token, told, timings=timings))
+            elif step.is_new[index]:
+                self._settle_row(sequence, tokens[index], logprobs.get(index))
 
-    def _note_first(self, sequence: Sequence) -> None:
+    def _settle_row(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
+        before, is_first = len(sequence.output), sequence.timings.first_token is None
+        try:
+            if logprobs is not None:
+                self.faults.at("logprobs", sequence)
+            told = None if logprobs is None else logprobs.read([token])[0]
+            self.faults.at("accept", sequence)
+            sequence.append(token, told)
+        except RowFailed as error:
+            self._finish(sequence, "error", str(error))
+            return
+        except Exception as error:  # a border: a token is its own row's affair
+            self._fail(sequence, "taking a token", error)
+            return
+        self.scheduler.fairness.charge(sequence, OUTPUT_WEIGHT)
         timings = sequence.timings
-        timings.first_token, timings.cached_tokens, timings.reuse = self.clock(), sequence.num_cached, sequence.reuse
+        if is_first:
+            timings.first_token, timings.cached_tokens, timings.reuse = self.clock(), sequence.num_cached, sequence.reuse
+        said = token if len(sequence.output) > before else None
+        if sequence.is_finished:
+            self._finish(sequence, sequence.finish or "stop", token=said, told=told)
+        else:
+            self.events.append(TokenEvent(sequence.id, said, told, timings=timings if is_first else None))
 
     def take_events(self) -> list[TokenEvent]:
         """Everything that happened since the last call."""

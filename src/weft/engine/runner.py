@@ -19,9 +19,11 @@ from weft.cache.disk import Loaded, Packed
 from weft.cache.slabs import Pool, RowState
 from weft.cache.views import make_batches
 from weft.config import EngineConfig
+from weft.engine.faults import Faults
 from weft.engine.plan import Plan, Row
 from weft.engine.sampler import Choice, Logprobs, choose, logprobs_of
 from weft.engine.sequence import Sequence
+from weft.errors import WeftError
 from weft.model.adapter import Adapter, Chunk, LayerCaches, Saved
 from weft.model.packing import pack, unpack
 
@@ -43,7 +45,12 @@ class Step:
 
     sequences: list[Sequence]
     logits: mx.array  # (rows, V)
+    is_new: list[bool]  # for each row: its token is a new one; else one was read again that it gave before
     choice: Choice | None = None
+
+    def forget(self, sequence: Sequence) -> None:
+        """Its token is not wanted any more."""
+        self.is_new = [new and one is not sequence for one, new in zip(self.sequences, self.is_new, strict=True)]
 
     @property
     def tokens(self) -> mx.array:
@@ -52,20 +59,24 @@ class Step:
         return self.choice.tokens
 
 
+class RowBroken(WeftError):
+    """Something failed that only this row has to do with."""
+
+    def __init__(self, sequence: Sequence, error: Exception) -> None:
+        super().__init__(str(error))
+        self.sequence = sequence
+
+
 class Runner:
     """The only one in the engine that runs the model."""
 
-    def __init__(self, adapter: Adapter, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, adapter: Adapter, config: EngineConfig, clock: Callable[[], float], faults: Faults) -> None:
         self.adapter = adapter
         self.config = config
         self.clock = clock
+        self.faults = faults
         self.seconds_per_token = 0.0  # of prompts, as last seen
-        self.pool = Pool(
-            adapter.specs,
-            slab_tokens=config.slab_tokens,
-            max_rows=config.max_rows,
-            constant_shapes=config.width is not None,
-        )
+        self.pool = self._new_pool()
 
     def forward(self, plan: Plan, last: Step | None) -> Step | None:
         """Start the steps of a plan; returns at once. `last` holds tokens that are not read yet."""
@@ -73,19 +84,41 @@ class Runner:
             return None
         sequences = [row.sequence for row in plan.steps]
         for sequence in sequences:
-            self._seat(sequence, plan.coming)
+            try:
+                self._seat(sequence, plan.coming)
+            except Exception as error:  # a border: whatever it is, it is this row's
+                raise RowBroken(sequence, error) from error
+        self.faults.at("decode", *sequences)
         order: list[Sequence] = []
         logits: list[mx.array] = []
         for stepped, out in itertools.chain(self._together(sequences, last), self._alone(sequences, last)):
             order += stepped
             logits.append(out)
-        for sequence in order:
+        is_new = [sequence.is_at_its_end for sequence in order]
+        for sequence, new in zip(order, is_new, strict=True):
             sequence.num_computed += 1
-            sequence.num_in_flight += 1
-        step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits))
+            sequence.num_in_flight += new
+        step = Step(order, self._poisoned(logits[0] if len(logits) == 1 else mx.concatenate(logits), order), is_new)
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
         mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
         return step
+
+    def _poisoned(self, logits: mx.array, sequences: list[Sequence]) -> mx.array:
+        if places := self.faults.struck("logits", sequences):
+            logits[mx.array(places)] = mx.nan
+        return logits
+
+    def reset(self) -> None:
+        """Begin with an empty pool: after a forward that failed nobody knows what is in the old one."""
+        self.pool = self._new_pool()
+
+    def _new_pool(self) -> Pool:
+        return Pool(
+            self.adapter.specs,
+            slab_tokens=self.config.slab_tokens,
+            max_rows=self.config.max_rows,
+            constant_shapes=self.config.width is not None,
+        )
 
     def _together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         """The seated rows, in one forward or in one for each slab."""
@@ -110,6 +143,7 @@ class Runner:
 
     def choose(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
         """Start the choice of tokens, of the `allowed` (rows, V) ones where that is given; returns at once."""
+        self.faults.at("sampler", *step.sequences)
         step.choice = choose(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.choice.arrays())  # type: ignore[no-untyped-call]
 
@@ -143,11 +177,13 @@ class Runner:
         """Caches of its own for a sequence, filled with what it stands on."""
         if sequence.trunk is None:
             return self.adapter.new_caches(len(sequence.known))
+        self.faults.at("restore", sequence)
         blocks = [node.block for node in sequence.trunk.path()]
         return self.adapter.restore(blocks, sequence.trunk.checkpoint, len(sequence.known))
 
     def save(self, row: Row) -> tuple[Saved, Saved]:
         """A chunk that was just computed: its keys and values, and the other layers' states at its end."""
+        self.faults.at("snapshot", row.sequence)
         own = _memory(row.sequence).own
         assert own is not None
         return self.adapter.save_block(own, row.start, row.start + row.count), self.adapter.save_checkpoint(own)
@@ -165,6 +201,11 @@ class Runner:
     def has_caches(sequence: Sequence) -> bool:
         """Whether a sequence can go on where it is without restoring anything."""
         return sequence.memory is not None and _memory(sequence).own is not None
+
+    @staticmethod
+    def has_states(sequence: Sequence) -> bool:
+        """Whether its states are in the pool, or in caches of its own."""
+        return sequence.memory is not None and (_memory(sequence).own is not None or _memory(sequence).state.slab is not None)
 
     @staticmethod
     def is_amid_chunk(sequence: Sequence) -> bool:
@@ -207,10 +248,10 @@ class Runner:
                 return
             last = now
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Give a sequence's memory back."""
         if sequence.memory is not None:
-            self.pool.leave(_memory(sequence).state, poisoned=sequence.finish == "error")
+            self.pool.leave(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
             sequence.memory = None
 
     def _seat(self, sequence: Sequence, coming: tuple[int, ...]) -> None:
@@ -228,7 +269,7 @@ class Runner:
         """(rows,) each row's newest token: known ones from the host, those in flight from the device."""
         places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
         flying = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
-        known = [0 if s is None or s.num_in_flight else (s.output or s.known)[-1] for s in sequences]
+        known = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
         if last is None or max(flying) < 0:
             return mx.array(known, mx.int32)
         if flying == list(range(len(last.sequences))):

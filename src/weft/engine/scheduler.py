@@ -6,10 +6,12 @@ step together; one prompt chunk at a time runs beside them, prompts taking turns
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 
 from weft.config import EngineConfig
+from weft.engine.fairness import Fairness
+from weft.engine.ledger import Ledger
 from weft.engine.plan import Plan, Row
 from weft.engine.sequence import Sequence
 
@@ -20,8 +22,10 @@ FIRST_GUESS_SECONDS = 0.05  # how long a decode step takes, until one was measur
 class Scheduler:
     """Owns the two queues: waiting for a place, and running."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, ledger: Ledger) -> None:
         self.config = config
+        self.ledger = ledger
+        self.fairness = Fairness()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.prompts: deque[Sequence] = deque()  # running, prompt not yet in memory; the first has the turn
@@ -39,7 +43,15 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
+        self.fairness.arrived(sequence, (*self.waiting, *self.running))
         self.waiting.append(sequence)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """A running sequence waits again, before all others that wait."""
+        sequence.is_taken_back = True
+        self.running = [one for one in self.running if one is not sequence]
+        self.prompts = deque(one for one in self.prompts if one is not sequence)
+        self.waiting.appendleft(sequence)
 
     def drop_finished(self) -> list[Sequence]:
         """Let go of sequences that have their end; give back those that were running."""
@@ -53,12 +65,10 @@ class Scheduler:
             self.waiting = deque(_living(self.waiting, heirs))
         return gone
 
-    def plan(self, now: float) -> Plan:
-        """Admit who fits, then say who runs."""
-        self.admit(now)
-        steps = tuple(
-            Row(sequence, sequence.num_computed, 1) for sequence in self.running if sequence.is_prefilled and sequence.wants_token
-        )
+    def plan(self, may_step: Callable[[Sequence], bool]) -> Plan:
+        """Say who runs."""
+        ready = (one for one in self.running if one.is_prefilled and one.wants_token and may_step(one))
+        steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
         chunk = self._next_chunk()
         slice_seconds = self.config.gap_factor * self.step_seconds if steps else None
         return Plan(steps, chunk, slice_seconds, self._coming())
@@ -92,13 +102,35 @@ class Scheduler:
         return tuple(lengths)
 
     def admit(self, now: float) -> None:
-        """Let those who wait in, as far as there are places."""
+        """Let those who wait in, as far as there are places and bytes; then say whose prompt has the turn."""
         while self.waiting and len(self.running) < self.config.max_rows:
-            sequence = self.waiting.popleft()
+            sequence = self.fairness.first(self.waiting)
+            if not self.ledger.fits(sequence, self.running):
+                break  # nobody smaller goes before it, or it would wait for ever
+            self.waiting.remove(sequence)
             sequence.timings.admitted = sequence.timings.admitted or now  # a fork has its leader's
             self.running.append(sequence)
             if not sequence.is_prefilled:
                 self.prompts.append(sequence)
+        if len(self.prompts) > 1:
+            self.put_first(self.fairness.first(self.prompts))
+
+    def to_take_back(self) -> Sequence | None:
+        """Who has to make room, if anybody: the youngest row when there are too few bytes, or of a client that has most of the
+        places, when another one waits that has none."""
+        running = [one for one in self.running if not one.is_finished]
+        if len(running) > 1 and self.ledger.is_over(running):
+            return running[-1]
+        if not self.waiting or not running:
+            return None
+        first = self.fairness.first(self.waiting)
+        is_full = len(self.running) >= self.config.max_rows or not self.ledger.fits(first, running)
+        client, count = Counter(one.client for one in running).most_common(1)[0]
+        if not is_full or count < 2 or self.fairness.served[first.client] >= self.fairness.served[client]:
+            return None
+        if any(one.client == first.client for one in running):
+            return None
+        return next(one for one in reversed(running) if one.client == client)
 
     def _next_chunk(self) -> Row | None:
         """Chunks end at multiples of `chunk_tokens` and at the prompt's own boundaries, whoever else runs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from weft.grammar.constraint import Constraint, Demand
@@ -26,15 +27,14 @@ class Sequence:
         *,
         max_tokens: int,
         stop_ids: frozenset[int],
-        given: tuple[int, ...] = (),
     ) -> None:
         self.id = number
         self.prompt = prompt
         self.sampling = sampling
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
-        self.output: list[int] = list(given)
-        self.known = [*prompt, *given] if given else prompt  # tokens it begins with, the answer of an earlier engine included
+        self.output: list[int] = []
+        self.known = prompt  # what is computed as a prompt is, in chunks
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.forks: list[Sequence] = []  # same prompt: they wait for its states, and have no place in a queue till then
@@ -45,7 +45,7 @@ class Sequence:
         self.stop: int | None = None  # the end token, which is no part of the answer
         self.timings = Timings()
         self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
-        self.counts: Counter[int] | None = Counter(given) if sampling.has_penalties else None  # of the answer's tokens
+        self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
         self.constraint: Constraint | None = None  # what its tokens must be
         self.boundaries: tuple[int, ...] = ()  # of its prompt, in order: chunks end there
         self.parted_at: int | None = None  # where it was last cut because others go another way
@@ -53,8 +53,13 @@ class Sequence:
         self.first_own: Any = None  # the first node it computed itself
         self.num_cached = 0  # tokens of its prompt that it did not compute itself
         self.reuse: Reuse | None = None  # why it were no more
+        self.client = ""  # who asked for it
+        self.priority = 0
+        self.is_on_trial = False  # a step it was in failed
+        self.is_taken_back = False  # it ran before, and had to make room
         self.salt = ""  # it shares what was computed only with those that have the same one
         self.is_kept = False  # its client will come again
+        self.is_shared = True  # what it computes is kept; there may be no room for that
         self.is_loading = False  # it waits for the disk
         self.has_asked_disk = False
         self.memory: Any = None  # the runner's: layer states, and the chunk under way
@@ -63,6 +68,15 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt and answer, tokens in flight included."""
         return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """Whether the next step gives a new token; else it reads one again that was given before."""
+        return self.num_computed + 1 == self.num_tokens
+
+    def token_at(self, place: int) -> int:
+        """A token of the prompt or of the answer."""
+        return self.prompt[place] if place < len(self.prompt) else self.output[place - len(self.prompt)]
 
     @property
     def is_finished(self) -> bool:
@@ -110,13 +124,29 @@ class Sequence:
         if len(self.output) >= self.max_tokens:
             self.finish = "length"
 
+    def begin_again(self, given: Iterable[int], max_replayed: int) -> None:
+        """Be as new, but for the tokens that were given: a few are stepped through again, many are computed as a prompt.
+
+        Stepping gives the very bits the answer had; a long answer would take as long as it took the first time.
+        """
+        self.output = list(given)
+        self.known = self.prompt if len(self.output) <= max_replayed else [*self.prompt, *self.output]
+        if len(self.known) > len(self.prompt):  # chunks ended there before
+            self.boundaries = tuple(sorted({*self.boundaries, len(self.prompt) - 1} - {0}))
+        if self.counts is not None:
+            self.counts = Counter(self.output)
+        self.num_computed = self.num_in_flight = 0
+        self.memory = self.trunk = self.first_own = None
+        self.is_loading = self.has_asked_disk = False
+        self.is_shared = True
+
     def bequeath(self) -> Sequence:
         """Hand the prompt's work over to the first fork that still wants it; this sequence is finished."""
         heir, *others = [fork for fork in self.forks if not fork.is_finished]
         heir.forks, self.forks = others, []
         heir.num_computed, heir.memory, self.memory = self.num_computed, self.memory, None
         heir.trunk, heir.num_cached, self.trunk = self.trunk, self.num_cached, None
-        heir.reuse, heir.first_own = self.reuse, self.first_own
+        heir.reuse, heir.first_own, heir.is_shared = self.reuse, self.first_own, self.is_shared
         heir.timings.admitted, heir.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
         return heir
 

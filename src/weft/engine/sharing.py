@@ -32,6 +32,12 @@ class NoSharing:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.failures: list[tuple[Sequence, Exception]] = []  # since they were last taken
+
+    def take_failures(self) -> list[tuple[Sequence, Exception]]:
+        """Sequences that could not be helped, and why."""
+        failures, self.failures = self.failures, []
+        return failures
 
     def share(self) -> list[Sequence]:
         """Let prompts stand on what is there by now; gives those that are in memory without another chunk of theirs."""
@@ -48,6 +54,14 @@ class NoSharing:
     def fork(self, leader: Sequence, fork: Sequence) -> None:
         """Give a sequence the states of another whose prompt is in memory."""
         self.runner.fork(leader, fork)
+
+    def seated(self, sequence: Sequence) -> None:
+        """A sequence has all its states in memory of its own."""
+
+    def rewind(self, sequence: Sequence) -> None:
+        """Its own states are gone: whoever goes on with its prompt begins at what it stands on."""
+        sequence.num_computed = sequence.trunk.length if sequence.trunk is not None else 0
+        sequence.is_shared = True
 
     def leave(self, sequence: Sequence) -> None:
         """A sequence needs its place no more."""
@@ -76,7 +90,10 @@ class Sharing(NoSharing):
     def share(self) -> list[Sequence]:
         """Match every prompt that has no chunk under way, then let the one go first whose chunk others need too."""
         for sequence in self.scheduler.prompts:
-            self._match(sequence)
+            try:
+                self._match(sequence)
+            except Exception as error:  # a border: whatever is wrong with what it stands on is its own affair
+                self.failures.append((sequence, error))
         done = self.scheduler.drop_prefilled()
         for sequence in done:
             self.begin(sequence)
@@ -99,7 +116,8 @@ class Sharing(NoSharing):
     def _cut(self, sequence: Sequence) -> None:
         """End its next chunk where others part from it, once in a chunk: what they share is computed once."""
         trunk = sequence.trunk
-        if trunk.length == sequence.parted_at or self.runner.is_amid_chunk(sequence) or sequence.is_prefilled:
+        is_ready = sequence.is_shared and not sequence.is_prefilled and not self.runner.is_amid_chunk(sequence)
+        if trunk is None or trunk.length == sequence.parted_at or not is_ready:
             return
         end = next(self.scheduler.chunk_ends(sequence))
         others = [one.known for one in self.scheduler.prompts if one is not sequence and one.trunk is trunk]
@@ -111,14 +129,15 @@ class Sharing(NoSharing):
     def _match(self, sequence: Sequence) -> None:
         if sequence.trunk is None:
             self._stand_on(sequence, self.tree.root(sequence.salt))
-        if sequence.sampling.prompt_logprobs is not None or self.runner.is_amid_chunk(sequence):
-            return  # it must read every token itself, or has begun one
+        if sequence.sampling.prompt_logprobs is not None or not sequence.is_shared or self.runner.is_amid_chunk(sequence):
+            return  # it must read every token itself, or goes its own way, or has begun one
         self._take_loaded(sequence)
         if sequence.is_loading:
             return
         found = self.tree.match(sequence.known, sequence.trunk, self.scheduler.chunk_ends(sequence))
         if found is not sequence.trunk and self._is_worth_it(sequence, found):
-            sequence.num_cached += found.length - sequence.trunk.length
+            if sequence.timings.first_token is None:  # else it has told what it did not compute
+                sequence.num_cached += found.length - sequence.trunk.length
             self._stand_on(sequence, found)
             self.tree.hit(found)
             self.runner.forget(sequence)
@@ -146,8 +165,14 @@ class Sharing(NoSharing):
     def enter(self, row: Row) -> None:
         """Keep a chunk, and stand on it."""
         sequence = row.sequence
+        if not sequence.is_shared:
+            return
         tokens = tuple(sequence.known[row.start : row.start + row.count])
-        node = self.tree.enter(sequence.trunk, tokens, *self.runner.save(row), is_kept=sequence.is_kept)
+        block, checkpoint = self.runner.save(row)
+        if not self.tree.has_room(block.nbytes + checkpoint.nbytes):
+            sequence.is_shared = False  # from here on it is alone with what it computes
+            return
+        node = self.tree.enter(sequence.trunk, tokens, block, checkpoint, is_kept=sequence.is_kept)
         node.keep = node.keep or node.length in sequence.boundaries
         if sequence.is_prefilled:  # what comes next goes on from here, or parts from it within the last chunk
             node.keep = node.parent.keep = True  # type: ignore[union-attr]
@@ -157,13 +182,23 @@ class Sharing(NoSharing):
             self._store(node)
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Both stand on the same node."""
+        """Both stand on the same node, if it was kept."""
+        if not leader.is_shared:
+            super().fork(leader, fork)
+            fork.is_shared = False
+            return
         self._stand_on(fork, leader.trunk)
         fork.num_cached = fork.num_computed
         fork.reuse = Reuse("whole", fork.num_computed)
 
+    def seated(self, sequence: Sequence) -> None:
+        """Its states are in memory of its own: what it stood on may go."""
+        if sequence.is_prefilled and self.runner.has_states(sequence):
+            self._step_off(sequence)
+
     def leave(self, sequence: Sequence) -> None:
         """Step off; a chunk under way goes to somebody who needs the same."""
+        sequence.is_loading = False
         self._loads.pop(sequence.id, None)
         if sequence.trunk is None:
             return
@@ -198,7 +233,8 @@ class Sharing(NoSharing):
     def _next_chunk(self, sequence: Sequence) -> tuple[int, tuple[int, ...]]:
         """What it needs next: where it stands, and the tokens."""
         end = next(self.scheduler.chunk_ends(sequence))
-        return id(sequence.trunk), tuple(sequence.known[sequence.num_computed : end])
+        place = sequence.trunk if sequence.is_shared else sequence
+        return id(place), tuple(sequence.known[sequence.num_computed : end])
 
     def _stand_on(self, sequence: Sequence, node: Node) -> None:
         self.tree.pin(node)

@@ -47,6 +47,8 @@ class Client:
         constraints: Sequence[ConstraintSpec | None],
         boundaries: Sequence[tuple[int, ...]],
         salt: str = "",
+        client: str = "",
+        priority: int = 0,
         is_kept: bool = False,
     ) -> Ticket:
         """Ask for the answers of prompts, several to each; their places are counted through."""
@@ -57,7 +59,7 @@ class Client:
                 ticket.open[number] = len(ticket.open)
             ticket.num_judged += constraint is None
             seeded = tuple(map(_seeded, chosen))
-            self.live.add(Submit(numbers, prompt, seeded, constraint, places, salt, is_kept), ticket)
+            self.live.add(Submit(numbers, prompt, seeded, constraint, places, salt, client, priority, is_kept), ticket)
         self._send_due()
         return ticket
 

@@ -33,6 +33,7 @@ LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one ro
 DEFAULT_CONTEXT = 8192
 PROBE_LENGTHS = (9, 5, 40)  # two rows that share a slab, so that one is padded, and one in a slab of its own
 PROBE_STEPS = 3
+SAMPLE_LENGTHS = (64, 192)
 PROBE_CHUNK = 16
 # A way is refused when its logits leave the row's own by more than this share of their spread, or by more than NOISE times
 # what the mere width of a batch does to them; numbers of another row are off by several times the spread.
@@ -126,6 +127,24 @@ class Adapter:
         """Build the forward of a prompt chunk for one row; its logits (1, T, V) are not computed unless they are used."""
         logits = self.model(mx.array([tokens], mx.int32), cache=caches)
         return Chunk([_arrays(cache) for cache in _leaves(caches)]), logits
+
+    def row_bytes(self, tokens: int) -> int:
+        """Bytes a row of so many tokens needs."""
+        if self.unreadable is None:
+            return sum(spec.bytes_at(tokens) for spec in self.specs)
+        (short, less), (long, more) = self._sample_bytes
+        return int(less + (tokens - short) * (more - less) / (long - short))
+
+    @functools.cached_property
+    def _sample_bytes(self) -> list[tuple[int, int]]:
+        """What rows of two lengths hold, for a model whose layers can not be read: a line through them is an honest guess."""
+        found = []
+        for tokens in SAMPLE_LENGTHS:
+            caches = self.new_caches(tokens)
+            for _ in range(tokens // PROBE_CHUNK):
+                self.prefill([1] * PROBE_CHUNK, caches)[0].finish()
+            found.append((tokens, sum(array.nbytes for cache in _leaves(caches) for array in _arrays(cache))))
+        return found
 
     @property
     def can_be_saved(self) -> bool:

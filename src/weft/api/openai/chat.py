@@ -37,7 +37,8 @@ def translate(body: dict[str, Any]) -> Asked:
         effort=request.reasoning_effort,
         skip_special_tokens=request.skip_special_tokens is not False,
         cache_salt=request.cache_salt or "",
-        is_kept=request.is_kept,
+        session=request.session,
+        priority=request.precedence,
     )
     shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
     return Asked(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape))

@@ -17,6 +17,7 @@ from weft.chat.conversation import Effort, Role
 from weft.errors import InvalidRequest, UnsupportedParameter
 
 MAX_CHOICES = 128  # prompts × n of one request
+TIERS = {"priority": 10, "flex": -10}  # what OpenAI's tiers are as a priority; the others are none
 
 FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 TokenId = Annotated[int, Meta(ge=0)]
@@ -108,11 +109,21 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     prompt_cache_key: Any = None  # Any: two hints, and anything is one
     session_id: Any = None
+    # Who goes first where not all can be answered at once.
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    service_tier: Any = None  # Any: of OpenAI's tiers two say something here
 
     @property
-    def is_kept(self) -> bool:
-        """Whether the client says that it will come again."""
-        return bool(self.prompt_cache_key or self.session_id)
+    def session(self) -> str:
+        """By what the client means to be known when it comes again; "" where it says nothing."""
+        hint = self.prompt_cache_key or self.session_id
+        return hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else ""
+
+    @property
+    def precedence(self) -> int:
+        """The priority asked for, by number or by tier."""
+        tier = TIERS.get(self.service_tier, 0) if isinstance(self.service_tier, str) else 0
+        return tier if self.priority is None else self.priority
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -221,8 +232,8 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 # Known, and without effect on the answer: labels, hints, and shades of what is refused above.
 HARMLESS = frozenset(
     """
-    user metadata store safety_identifier service_tier verbosity parallel_tool_calls
-    prompt_cache_options prompt_cache_retention priority ttl request_id
+    user metadata store safety_identifier verbosity parallel_tool_calls
+    prompt_cache_options prompt_cache_retention ttl request_id
     guided_decoding_backend
     xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
     """.split()  # noqa: SIM905 - a list literal would fill a page

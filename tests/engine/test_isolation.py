@@ -1,0 +1,109 @@
+"""A step that fails is taken apart until the guilty row is alone; everybody else goes on, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driver import SMALL, Run, adapter_for, answers, random_prompts
+from weft.engine.faults import Faults, InjectedFault, Point, Rule
+from weft.errors import InternalError
+from weft.model.adapter import Adapter
+
+MARK = 77
+PROMPTS = [[token for token in prompt if token != MARK] for prompt in random_prompts(128, [5, 40, 17, 60, 33, 8, 21, 50], seed=9)]
+POINTS: list[Point] = ["prefill", "decode", "sampler", "snapshot", "restore", "logits", "accept"]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "gear", "llama", "gemma2"])
+def adapter(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Adapter:
+    return adapter_for(checkpoint(request.param))
+
+
+def started(adapter: Adapter, guilty: int, rule: Rule, **settings: Any) -> tuple[Run, list[Any]]:
+    run = Run(adapter, replace(SMALL, cache_bytes=1 << 20, **settings))
+    run.engine.faults.rules = [rule]
+    prompts = [[*prompt, MARK, 3] if place == guilty else prompt for place, prompt in enumerate(PROMPTS)]
+    return run, [run.submit(prompt, 25) for prompt in prompts]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("guilty", [0, 5])
+def test_exactly_the_guilty_row_fails(adapter: Adapter, point: Point, guilty: int) -> None:
+    run, rows = started(adapter, guilty, Rule(point, MARK, after=7 if point in ("decode", "sampler", "logits", "accept") else 0))
+    if point == "restore":  # nobody restores what it computed itself
+        run.finish()
+        rows[guilty] = run.submit([*PROMPTS[guilty], MARK, 3, 9], 25)
+    run.finish()
+
+    assert rows[guilty].finish == "error"
+    expected = answers(adapter, PROMPTS, 25)
+    assert all(row.output == expected[place] for place, row in enumerate(rows) if place != guilty)
+    assert not run.engine.trial.is_on
+    tree = run.engine.sharing.tree
+    assert tree is None or not any(node.pins for node in tree.nodes())
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_a_fault_that_passes_costs_nobody_anything(adapter: Adapter, pipelined: bool) -> None:
+    run, rows = started(adapter, 3, Rule("decode", MARK, after=5, times=2), pipelined=pipelined)
+    run.finish()
+
+    prompts = [[*prompt, MARK, 3] if place == 3 else prompt for place, prompt in enumerate(PROMPTS)]
+    assert [row.output for row in rows] == answers(adapter, prompts, 25)
+
+
+def test_a_layer_that_raises_amid_a_forward_is_undone(adapter: Adapter) -> None:
+    run, rows = started(adapter, 2, Rule("turn", 999))
+    decode, strikes = adapter.decode, iter([False] * 6 + [True])
+
+    def broken(tokens: Any, batch: Any) -> Any:
+        logits = decode(tokens, batch)  # all layers have written their states
+        if next(strikes, False):
+            raise InjectedFault("a layer")
+        return logits
+
+    adapter.decode = broken  # type: ignore[method-assign]
+    try:
+        run.finish()
+    finally:
+        del adapter.decode  # type: ignore[method-assign]
+
+    prompts = [[*prompt, MARK, 3] if place == 2 else prompt for place, prompt in enumerate(PROMPTS)]
+    assert [row.output for row in rows] == answers(adapter, prompts, 25)
+
+
+def test_one_bad_row_among_waiting_and_cancelled_ones(adapter: Adapter) -> None:
+    run, rows = started(adapter, 1, Rule("decode", MARK, after=4), max_rows=3)
+    for turn in range(200):
+        run.turn()
+        if turn == 60:
+            run.engine.cancel(rows[4])
+    run.finish()
+
+    expected = answers(adapter, PROMPTS, 25)
+    assert rows[1].finish == "error"
+    assert all(row.output == expected[place] for place, row in enumerate(rows) if place not in (1, 4))
+
+
+def test_an_engine_that_only_fails_says_so(checkpoint: Callable[[str], Path]) -> None:
+    run = Run(adapter_for(checkpoint("llama")))
+    run.engine.faults = run.engine.runner.faults = Faults([Rule("decode", token) for token in range(128)])
+    for prompt in PROMPTS * 3:
+        run.submit(prompt, 5)
+
+    with pytest.raises(InternalError, match="10 turns failed"):
+        run.finish()
+
+
+def test_long_answers_are_gone_on_with_as_prompts(checkpoint: Callable[[str], Path]) -> None:
+    adapter = adapter_for(checkpoint("qwen3_5"))
+    run, rows = started(adapter, 3, Rule("decode", MARK, after=20, times=1), max_replayed=10)
+    run.finish()
+
+    prompts = [[*prompt, MARK, 3] if place == 3 else prompt for place, prompt in enumerate(PROMPTS)]
+    assert [row.output for row in rows] == answers(adapter, prompts, 25)
