@@ -1,0 +1,125 @@
+"""Tools and the choice among them, read from JSON; errors name the place and what to do.
+
+Takes the shapes of OpenAI's two wires; others translate theirs. Knows no model: how calls are written is `families`' matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from weft.chat.constraints import json_schema
+from weft.chat.enforcement import MAX_DEPTH
+from weft.chat.tools.tool import Tool
+from weft.errors import InvalidRequest
+
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
+MAX_TOOLS = 512
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Mode = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which tools may be called, and whether one must be."""
+
+    mode: Mode
+    tools: tuple[Tool, ...]
+    is_parallel: bool = True  # several calls in one answer
+
+
+def read_tools(tools: Sequence[Any] | None, place: str = "tools") -> tuple[Tool, ...]:
+    """Tools in OpenAI's shape: {"type": "function", "function": {"name", "parameters", "strict"}}. Raises InvalidRequest."""
+    if len(tools or ()) > MAX_TOOLS:
+        raise InvalidRequest(f"{place} has {len(tools or ())} entries; at most {MAX_TOOLS} are taken", place)
+    read = tuple(_tool(tool, f"{place}[{index}]") for index, tool in enumerate(tools or ()))
+    seen: set[str] = set()
+    for index, tool in enumerate(read):
+        if tool.name in seen:
+            where = f"{place}[{index}].function.name"
+            raise InvalidRequest(f"{where} {tool.name!r} is the name of an earlier tool too; names must differ", where)
+        seen.add(tool.name)
+    return read
+
+
+def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, place: str = "tool_choice") -> Choice:
+    """What a client wants called. A tool asked for by name is called once: who names one expects one answer."""
+    is_parallel = parallel is not False
+    match given:
+        case None:
+            return Choice("auto" if tools else "none", tools, is_parallel)
+        case "none":
+            return Choice("none", tools)
+        case "auto" if not tools:
+            return Choice("none", tools)
+        case "auto" | "required":
+            choice = Choice(given, tools, is_parallel)
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            choice = Choice("required", (_named(name, tools, place),), is_parallel=False)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}} | {
+            "type": "allowed_tools",
+            "mode": "auto" | "required" as mode,
+            "tools": list(allowed),
+        }:
+            names = [_name_of(one, f"{place}.tools[{index}]") for index, one in enumerate(allowed)]
+            chosen = {_named(name, tools, place).name for name in names}
+            choice = Choice(mode, tuple(tool for tool in tools if tool.name in chosen), is_parallel)
+        case _:
+            message = f"{place} must be auto, none, required, a function by its name, or allowed_tools with mode and tools"
+            raise InvalidRequest(message, place)
+    if not choice.tools:
+        raise InvalidRequest(f"{place} asks for tools, but there are none; send some in tools", place)
+    return choice
+
+
+def _tool(given: Any, place: str) -> Tool:
+    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
+        raise InvalidRequest(f'{place} must be {{"type": "function", "function": {{…}}}}', place)
+    function, place = given["function"], f"{place}.function"
+    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        where = f"{place}.name"
+        raise InvalidRequest(f"{where} {name!r} must be 1 to 128 letters, digits, underscores, hyphens or dots", where)
+    if strict not in (None, True, False):
+        raise InvalidRequest(f"{place}.strict must be true or false", f"{place}.strict")
+    where = f"{place}.parameters"
+    parameters = NOTHING if parameters is None else parameters
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise InvalidRequest(f'{where} must be a JSON Schema of type "object"', where)
+    parameters = {"type": "object", **parameters}
+    if _depth(parameters) > MAX_DEPTH:
+        raise InvalidRequest(f"{where} is nested more than {MAX_DEPTH} levels deep", where)
+    if strict:
+        json_schema(parameters, True, where)
+    return Tool(name, msgspec.json.encode(parameters).decode(), bool(strict), where)
+
+
+def _depth(value: Any) -> int:
+    """How many levels a value has, as far as that matters."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        level = [
+            one for each in level if isinstance(each, dict | list) for one in (each.values() if isinstance(each, dict) else each)
+        ]
+    return depth
+
+
+def _name_of(given: Any, place: str) -> str:
+    match given:
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return name
+    raise InvalidRequest(f"{place} must name a function", place)
+
+
+def _named(name: str, tools: tuple[Tool, ...], place: str) -> Tool:
+    found = next((tool for tool in tools if tool.name == name), None)
+    if found is None:
+        names = ", ".join(tool.name for tool in tools[:8]) or "none"
+        raise InvalidRequest(f"{place} names the tool {name!r}, which is not in tools ({names})", place)
+    return found
