@@ -76,7 +76,7 @@ class ServerConfig:
     memory: int | None = None
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
-    """Answers are bit-equal whoever runs beside them, also where that costs speed. On CPU they are in any case."""
+    """Answers are bit-equal whoever runs beside them or ran before them, also where that costs speed."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
     cache_megabytes: int = 1024
