@@ -64,7 +64,7 @@ class Answer:
     @property
     def finish(self) -> FinishReason:
         """Why it ended, of several choices the first that was cut."""
-        reasons: set[FinishReason] = {choice.finish.reason for choice in self.choices if choice.finish is not None}
+        reasons = {choice.finish.reason for choice in self.choices if choice.finish is not None}
         return "length" if "length" in reasons else "stop"
 
     @property

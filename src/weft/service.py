@@ -25,7 +25,7 @@ from weft.chat.scribe import Scribe, Written
 from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
 from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
-from weft.wire import Ready, Sampling
+from weft.wire import ConstraintSpec, Ready, Sampling
 
 log = logging.getLogger("weft.service")
 
@@ -199,7 +199,7 @@ class Service:
         with self._place(served, generation):
             scribe, ready = served.require()
             written = [await _write(scribe, prompt, generation.effort) for prompt in generation.prompts]
-            constraints = [scribe.constraint(generation, prompt) for prompt in written]
+            constraints = [await _constraint(scribe, generation, prompt) for prompt in written]
             sampling = scribe.sampling(generation.sampling)
             if generation.echo:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
@@ -331,6 +331,13 @@ async def _write(scribe: Scribe, prompt: Prompt, effort: Effort | None) -> Writt
     if isinstance(prompt, str) and len(prompt) < LONG_TEXT:
         return scribe.write(prompt)
     return await asyncio.to_thread(scribe.write, prompt, effort)
+
+
+async def _constraint(scribe: Scribe, generation: Generation, written: Written) -> ConstraintSpec | None:
+    """With tools in a thread too: there may be many."""
+    if generation.tool_choice is None:
+        return scribe.constraint(generation, written)
+    return await asyncio.to_thread(scribe.constraint, generation, written)
 
 
 def _forked(sampling: Sampling, index: int) -> Sampling:

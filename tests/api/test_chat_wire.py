@@ -17,7 +17,21 @@ from weft.api.openai import completions
 from weft.api.openai.chat import translate
 from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import Conversation, Delta, Finish, Message, Reasoning, Reused, Text, Token, ToolCall, Usage
+from weft.chat.conversation import (
+    CallArguments,
+    CallClosed,
+    CallOpened,
+    Conversation,
+    Delta,
+    Finish,
+    Message,
+    Reasoning,
+    Reused,
+    Text,
+    Token,
+    ToolCall,
+    Usage,
+)
 from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
 from weft.wire import GrammarSpec, TokenLogprob
 
@@ -32,6 +46,12 @@ TIMINGS = (
 )
 STOPPED = 'data: HEAD[{"index":0,"delta":{},"finish_reason":"stop","stop_reason":null}],' + TIMINGS + "}"
 DONE = "data: [DONE]"
+CALLED = STOPPED.replace('"stop"', '"tool_calls"')
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+NOW = {"type": "function", "function": {"name": "now"}}
 
 Calls = Sequence[tuple[int, Sequence[Delta]]]
 
@@ -195,7 +215,57 @@ def test_a_failure_in_the_stream_is_told_and_not_called_done() -> None:
     )
 
 
+def test_calls_are_opened_and_then_filled_piece_by_piece() -> None:
+    stream = streamed(
+        asked(tools=[ADD, NOW]),
+        [
+            (0, [Text("Well"), CallOpened(0, "call_1", "add")]),
+            (0, [CallArguments(0, '{"a"'), CallArguments(0, ":")]),
+            (0, [CallArguments(0, "1}"), CallClosed(0), CallOpened(1, "call_2", "now"), CallArguments(1, "{}"), CallClosed(1)]),
+            (0, [Finish("tool_calls", usage=USAGE)]),
+        ],
+    )
+
+    assert frames(stream) == [
+        ROLE,
+        'data: HEAD[{"index":0,"delta":{"content":"Well"},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"tool_calls":[{"index":0,"id":"call_1","type":"function",'
+        '"function":{"name":"add","arguments":""}}]},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{\\"a\\":"}}]},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"1}"}}]},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"tool_calls":[{"index":1,"id":"call_2","type":"function",'
+        '"function":{"name":"now","arguments":""}}]},"finish_reason":null}]}',
+        'data: HEAD[{"index":0,"delta":{"tool_calls":[{"index":1,"function":{"arguments":"{}"}}]},"finish_reason":null}]}',
+        CALLED,
+        DONE,
+    ]
+
+
 # --- whole replies
+
+
+@pytest.mark.parametrize(("texts", "content"), [([], None), ([Text("Well")], "Well")])
+def test_a_whole_reply_has_its_calls_and_no_content_where_nothing_was_said(texts: list[Delta], content: str | None) -> None:
+    one = [CallOpened(0, "call_1", "add"), CallArguments(0, '{"a":'), CallArguments(0, "1}"), CallClosed(0)]
+    two = [CallOpened(1, "call_2", "now"), CallArguments(1, "{}"), CallClosed(1), Finish("tool_calls", usage=USAGE)]
+
+    choice = whole(asked(tools=[ADD, NOW]), [(0, [*texts, *one]), (0, two)])["choices"][0]
+
+    assert choice == {
+        "index": 0,
+        "message": {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            "tool_calls": [
+                {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}},
+                {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+            ],
+        },
+        "logprobs": None,
+        "finish_reason": "tool_calls",
+        "stop_reason": None,
+    }
 
 
 def test_a_whole_reply_has_every_part() -> None:
@@ -253,13 +323,26 @@ _finishes = st.builds(
 
 @st.composite
 def _calls(draw: st.DrawFn, n: int, deltas: st.SearchStrategy[Delta]) -> list[tuple[int, list[Delta]]]:
-    calls = draw(st.lists(st.tuples(st.integers(0, n - 1), st.lists(deltas, max_size=4)), max_size=8))
-    return calls + [(choice, [draw(_finishes)]) for choice in draw(st.permutations(range(n)))]
+    return draw(st.lists(st.tuples(st.integers(0, n - 1), st.lists(deltas, max_size=4)), max_size=8))
+
+
+@st.composite
+def _called(draw: st.DrawFn, n: int) -> list[tuple[int, list[Delta]]]:
+    """Calls of each choice, cut anywhere."""
+    told: list[tuple[int, list[Delta]]] = []
+    for choice in range(n):
+        deltas: list[Delta] = []
+        for index, pieces in enumerate(draw(st.lists(st.lists(st.text("{}1"), max_size=3), max_size=3))):
+            deltas += [CallOpened(index, f"call_{index}", "add"), *(CallArguments(index, piece) for piece in pieces)]
+            deltas += [CallClosed(index)] if draw(st.booleans()) else []
+        cut = draw(st.integers(0, len(deltas)))
+        told += [(choice, deltas[:cut]), (choice, deltas[cut:])]
+    return told
 
 
 def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
     """The choices of a stream as a client puts them together."""
-    found: list[dict[str, Any]] = [{"content": "", "reasoning_content": "", "logprobs": []} for _ in range(n)]
+    found: list[dict[str, Any]] = [{"content": "", "reasoning_content": "", "logprobs": [], "calls": []} for _ in range(n)]
     for chunk in chunks(stream):
         ChatCompletionChunk.model_validate(chunk, strict=True)
         for choice in chunk["choices"]:
@@ -267,6 +350,12 @@ def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
             assert "finish_reason" not in mine
             for field in ("content", "reasoning_content"):
                 mine[field] += choice["delta"].get(field, "")
+            for call in choice["delta"].get("tool_calls", ()):
+                if "id" in call:
+                    assert call["index"] == len(mine["calls"])
+                    mine["calls"].append({name: call[name] for name in ("id", "type", "function")})
+                else:
+                    mine["calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             mine["logprobs"] += choice["logprobs"]["content"] if "logprobs" in choice else []
             if choice["finish_reason"]:
                 mine |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
@@ -277,14 +366,16 @@ def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.integers(1, 3), st.booleans(), st.booleans())
 def test_streamed_is_whole(data: st.DataObject, n: int, logprobs: bool, include_usage: bool) -> None:
-    calls = data.draw(_calls(n, _with_tokens if logprobs else _plain))
+    calls = data.draw(_calls(n, _with_tokens if logprobs else _plain)) + data.draw(_called(n))
+    calls += [(choice, [data.draw(_finishes)]) for choice in data.draw(st.permutations(range(n)))]
     request = asked(n=n, logprobs=logprobs, stream_options={"include_usage": include_usage})
     body, stream = whole(request, calls), streamed(request, calls)
 
     ChatCompletion.model_validate(body, strict=True)
     assert [
         {
-            "content": choice["message"]["content"],
+            "content": choice["message"]["content"] or "",
+            "calls": choice["message"].get("tool_calls", []),
             "reasoning_content": choice["message"].get("reasoning_content", ""),
             "logprobs": choice["logprobs"]["content"] if logprobs else [],
             "finish_reason": choice["finish_reason"],
@@ -362,10 +453,31 @@ def test_template_fields_reach_the_conversation() -> None:
     assert not going_on.add_generation_prompt
 
 
+def test_tools_and_their_choice_are_read_and_all_are_shown_whatever_is_chosen() -> None:
+    def chosen(**fields: Any) -> tuple[str, list[str], bool]:
+        request = asked(tools=[ADD, NOW], **fields).generation
+        (prompt,) = request.prompts
+        assert isinstance(prompt, Conversation)
+        assert prompt.tools == (ADD, NOW)
+        assert request.tool_choice is not None
+        return request.tool_choice.mode, [tool.name for tool in request.tool_choice.tools], request.tool_choice.is_parallel
+
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NOW]}}
+    assert chosen() == chosen(tool_choice="auto") == chosen(tool_choice=None) == ("auto", ["add", "now"], True)
+    assert chosen(parallel_tool_calls=False) == ("auto", ["add", "now"], False)
+    assert chosen(tool_choice="required") == ("required", ["add", "now"], True)
+    assert chosen(tool_choice="none")[0] == "none"
+    assert chosen(tool_choice={"type": "function", "function": {"name": "now"}}) == ("required", ["now"], False)
+    assert chosen(tool_choice=allowed) == ("required", ["now"], True)
+
+
+def test_without_tools_there_is_no_choice_among_them() -> None:
+    for fields in ({}, {"tools": []}, {"tools": None}, {"tool_choice": "auto"}, {"tool_choice": "none", "tools": []}):
+        assert asked(**fields).generation.tool_choice is None
+
+
 REFUSED = {
     "guided_whitespace_pattern": " ?",
-    "tools": [{"type": "function", "function": {"name": "f"}}],
-    "tool_choice": "required",
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},
     "include_reasoning": False,
@@ -386,7 +498,7 @@ REFUSED = {
 
 
 def test_the_table_of_refusals_is_complete() -> None:
-    assert REFUSED.keys() == NOT_YET.keys() - ChatRequest.__struct_fields__ | {"tools"}
+    assert REFUSED.keys() == NOT_YET.keys() - ChatRequest.__struct_fields__
 
 
 @pytest.mark.parametrize(("name", "value"), [*REFUSED.items(), ("best_of", True), ("include_reasoning", 1)])
@@ -400,14 +512,10 @@ def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
     ("name", "value"),
     [(name, value) for name, values in NOT_YET.items() for value in (*values, None)]
     + [("tools", []), ("tools", None), ("xtc_probability", 0.0)]
-    + [(name, "anything") for name in sorted(HARMLESS)],
+    + [(name, "anything") for name in sorted(HARMLESS - {*ChatRequest.__struct_fields__})],
 )
 def test_what_would_not_act_is_accepted(name: str, value: Any) -> None:
     assert asked(**{name: value}).ignored == ()
-
-
-def test_tools_that_may_not_be_called_are_not_shown() -> None:
-    assert conversation(tools=REFUSED["tools"], tool_choice="none").tools == ()
 
 
 def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
@@ -463,6 +571,14 @@ def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
         ({"reasoning_effort": "huge"}, "reasoning_effort", "known are none, minimal"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
         ({"tools": {}}, "tools", "expected `array | null`"),
+        ({"tools": ["f"]}, "tools[0]", "expected `object`"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]", "must be"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
+        ({"tools": [NOW, NOW]}, "tools[1].function.name", "earlier tool"),
+        ({"tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "auto, none, required"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "not in tools (now)"),
+        ({"tools": [NOW], "parallel_tool_calls": "no"}, "parallel_tool_calls", "expected `bool | null`"),
         ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
         ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens", ">= -1"),
         ({"thinking_token_budget": 5, "reasoning_budget_tokens": -1}, "reasoning_budget_tokens", "differ"),

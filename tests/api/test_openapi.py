@@ -109,6 +109,11 @@ def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
         ({"guided_choice": []}, False),
         ({"thinking_token_budget": -1}, False),
         ({"tools": 5, "tool_choice": "none"}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto", "parallel_tool_calls": False}, True),
+        ({"tools": [{"type": "function", "function": {}}]}, False),
+        ({"tools": [{"type": "custom"}]}, False),
+        ({"tool_choice": "any"}, False),
+        ({"functions": [{"name": "f"}]}, False),
     ],
 )
 def test_the_chat_schema_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:

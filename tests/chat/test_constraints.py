@@ -248,6 +248,7 @@ def test_settings_of_llguidance_are_not_the_clients() -> None:
         ({"properties": {"a": {"pattern": "("}}}, ".properties.a.pattern", "regex"),
         ({"required": "a", "properties": [1], "items": 3, "$ref": 5}, ".$ref", "not of type"),
         ({"$schema": "http://x.org/dialect"}, "", "http://x.org/dialect"),
+        (record(a={"$ref": []}), ".properties.a.$ref", "not of type"),
         ({"$ref": "#/$defs/none"}, "", "does not exist"),
         ({"$ref": "https://x.org/a.json"}, "", "$ref https://x.org/a.json leads out"),
         (record(a={"anyOf": [{"$ref": "b.json#/c"}]}), ".properties.a.anyOf[0]", "$ref b.json#/c leads out"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 
-from weft.chat.conversation import Delta, Reasoning, Text, Token
+from weft.chat.conversation import CallArguments, CallClosed, CallOpened, Delta, Reasoning, Said, Text, Token
 from weft.chat.reader import Reader
 from weft.chat.template import ChatTemplate
 from weft.chat.thinking import KNOWN, Markers, Splitter, find_markers, marker_tokens, opens_in
 from weft.chat.tokenizer import Tokenizer
+from weft.chat.tools import CallReader, HarmonyReader, read_tools
+from weft.chat.tools.families import FAMILIES
 from weft.model.resolve import TINY_HYBRID
 from weft.wire import TokenLogprob
 
@@ -269,3 +272,109 @@ def test_a_model_without_thinking_has_no_markers(tmp_path: Path) -> None:
     inner.save(str(tmp_path / "tokenizer.json"))
 
     assert find_markers("{{ messages }}", Tokenizer(tmp_path)) is None
+
+
+# --- calls
+
+WEATHER = read_tools([{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}])
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome\\n\\n"}}\n</tool_call>'
+HERMES = next(family for family in FAMILIES if family.name == "hermes")
+
+
+def with_calls(**more: Any) -> Reader:
+    return Reader(TOKENIZER, calls=CallReader(HERMES, WEATHER, lambda: "call_1"), **more)
+
+
+def called(deltas: list[Delta]) -> list[Delta]:
+    """The deltas with pieces of one kind put together, without tokens."""
+    found: list[Delta] = []
+    for each in deltas:
+        delta, last = replace(each, tokens=()) if isinstance(each, Text) else each, found[-1] if found else None
+        if isinstance(delta, Text | Reasoning | CallArguments) and type(last) is type(delta):
+            found[-1] = replace(delta, text=last.text + delta.text)
+        else:
+            found.append(delta)
+    return found
+
+
+CALLED: list[Delta] = [
+    CallOpened(0, "call_1", "get_weather"),
+    CallArguments(0, '{"city": "Rome\\n\\n"}'),
+    CallClosed(0),
+]
+
+
+def test_a_call_is_told_apart_from_thinking_and_text() -> None:
+    reader = with_calls(markers=THINK, opened=True)
+
+    deltas = read(reader, encode(f"a <tool_call>?</think>\n\nLet me see.\n{CALL}"))
+
+    assert called(deltas) == [Reasoning("a <tool_call>?"), Text("Let me see."), *CALLED]
+    assert reader.num_reasoning_tokens == len(encode("a <tool_call>?</think>"))
+
+
+def test_what_a_stop_held_back_is_told_before_the_call_and_no_stop_cuts_a_call() -> None:
+    reader = with_calls(stops=("see?", "Rome", "}}"))
+
+    assert called(read(reader, encode(f"Let me see\n{CALL}"))) == [Text("Let me see"), *CALLED]
+    assert reader.stopped is None
+
+
+def test_a_stop_string_before_a_call_ends_the_answer() -> None:
+    letters = [token for letter in f"Let me {CALL}" for token in encode(letter)]
+    for ids in (letters, encode(f"Let me {CALL}")):
+        reader = with_calls(stops=("me",))
+
+        assert called(read(reader, ids)) == [Text("Let ")]
+        assert reader.stopped == "me"
+
+
+def test_nothing_found_behind_a_stop_string_in_the_same_piece_is_told() -> None:
+    token = encode("x")[0]
+
+    class Burst(CallReader):
+        def feed(self, text: str) -> list[Said]:
+            return [Text(f"{text} stop"), CallOpened(0, "call_1", "get_weather"), Text("more")]
+
+    reader = Reader(TOKENIZER, calls=Burst(HERMES, WEATHER), stops=("stop",))
+
+    assert reader.feed(token) == [Text("x ")]
+    assert reader.finish() == []
+
+
+def test_tokens_are_told_for_the_text_before_a_call_only() -> None:
+    deltas = read(with_calls(logprobs=True), encode(f"Let me see.{CALL} done"))
+
+    assert called(deltas) == [Text("Let me see."), *CALLED, Text("done")]
+    assert [token.id for token in tokens(deltas)] == encode("Let me see.")
+
+
+def test_the_tokens_of_markup_that_is_no_call_are_told_with_it() -> None:
+    for text in ('a <tool_call>\n{"name": "other"} b', "a \n<tool_"):
+        deltas = read(with_calls(logprobs=True), encode(text))
+
+        assert called(deltas) == [Text(text)]
+        assert [token.id for token in tokens(deltas)] == encode(text)
+
+
+def test_special_tokens_around_calls_are_heard_though_others_are_skipped(tmp_path: Path) -> None:
+    tokenizer = with_special(tmp_path, "[TOOL_CALLS]", "[ARGS]", "[OTHER]")
+    family = next(family for family in FAMILIES if family.name == "mistral")
+    shown = frozenset(encode("[TOOL_CALLS][ARGS]", tokenizer))
+    ids = encode('[OTHER]Hi[TOOL_CALLS]get_weather[ARGS]{"city": "Rome\\n\\n"}', tokenizer)
+
+    reader = Reader(tokenizer, calls=CallReader(family, WEATHER, lambda: "call_1"), shown=shown)
+
+    assert called(read(reader, ids)) == [Text("Hi"), *CALLED]
+
+
+def test_thinking_in_a_channel_of_its_own_is_reasoning_and_is_counted() -> None:
+    thought = encode("<|channel|>analysis<|message|>hm")
+    ids = [*thought, *encode("<|end|><|start|>assistant<|channel|>final<|message|>Hi")]
+    reader = Reader(TOKENIZER, calls=HarmonyReader(()), logprobs=True)
+
+    deltas = read(reader, ids)
+
+    assert told(deltas) == ("hm", "Hi")
+    assert [token.text for token in tokens(deltas)] == ["Hi"]
+    assert 0 < reader.num_reasoning_tokens < len(ids) - len(encode("Hi"))

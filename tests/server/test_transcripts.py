@@ -22,6 +22,11 @@ from conftest import Server, running
 FOLDER = Path(__file__).parent / "transcripts"
 TASK = [{"role": "user", "content": "Reply with JSON. The marker is 7."}]
 GREEDY: dict[str, Any] = {"model": "tiny-hybrid", "temperature": 0, "stream": True}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Get the weather in a city", "parameters": CITY},
+}
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat-text": ("chat/completions", {"messages": TASK, **QUIET}),
@@ -30,6 +35,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat-length": ("chat/completions", {"messages": TASK, "max_tokens": 3, **QUIET}),
     "chat-two-choices": ("chat/completions", {"messages": TASK, "max_tokens": 1, "n": 2, **QUIET}),
     "chat-logprobs": ("chat/completions", {"messages": TASK, "max_tokens": 2, "logprobs": True, "top_logprobs": 1, **QUIET}),
+    "chat-tool-call": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "What is the weather in Paris?"}], "tools": [WEATHER]},
+    ),
     "chat-error": ("chat/completions", {"messages": [{"role": "system", "content": "nobody asks"}]}),
     "completions-text": ("completions", {"prompt": "Once upon a time", "max_tokens": 4}),
     "completions-echo": ("completions", {"prompt": "Once upon", "max_tokens": 1, "echo": True, "logprobs": 1}),
@@ -39,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def marked(text: str) -> str:
     """The text without what differs from run to run; log-probabilities to two places."""
     text = re.sub(r'"id":"(\w+)-[0-9a-f]{32}"', r'"id":"\1-ID"', text)
+    text = re.sub(r'"id":"call_[0-9a-f]{24}"', '"id":"call_ID"', text)
     text = re.sub(r'"created":\d+', '"created":0', text)
     text = re.sub(r'"system_fingerprint":"[^"]*"', '"system_fingerprint":"VERSIONS"', text)
     text = re.sub(r'("\w+_(?:ms|per_second)"):[\d.e-]+', r"\1:0", text)
@@ -66,6 +76,9 @@ def _joined(first: str, second: str) -> str | None:
         return None
     here, there = one["choices"][0], two["choices"][0]
     into, added = here.get("delta", here), there.get("delta", there)
+    if there["finish_reason"] is None and (call := _continued(into, added)) and here["index"] == there["index"]:
+        call["function"]["arguments"] += added["tool_calls"][0]["function"]["arguments"]
+        return "data: " + json.dumps(one, separators=(",", ":"), ensure_ascii=False)
     kind = next((name for name in ("content", "reasoning_content", "text") if into.get(name) and added.get(name)), None)
     if kind is None or here["index"] != there["index"] or there["finish_reason"]:
         return None
@@ -74,6 +87,12 @@ def _joined(first: str, second: str) -> str | None:
         if entries is not None:
             entries.extend(there["logprobs"][name])
     return "data: " + json.dumps(one, separators=(",", ":"), ensure_ascii=False)
+
+
+def _continued(into: dict[str, Any], added: dict[str, Any]) -> dict[str, Any] | None:
+    """The call of one delta that the other has more arguments of; none where either opens one."""
+    calls = [call for delta in (into, added) for call in delta.get("tool_calls", ())]
+    return calls[0] if len(calls) == 2 and not any("id" in call for call in calls) else None
 
 
 def transcript(server: Server, name: str) -> str:
@@ -100,7 +119,8 @@ def test_the_whole_reply_says_what_the_stream_said(server: Server, name: str) ->
     for choice in whole["choices"]:
         streamed = said[choice["index"]]
         message = choice.get("message", {})
-        assert streamed.get("text", "") == choice.get("text", message.get("content"))
+        assert streamed.get("text", "") == (choice.get("text", message.get("content")) or "")
+        assert streamed.get("calls", []) == [call["function"] for call in message.get("tool_calls", ())]
         assert streamed.get("reasoning", "") == message.get("reasoning_content", "")
         assert streamed["finish_reason"] == choice["finish_reason"]
         assert streamed.get("content", []) == ((choice["logprobs"] or {}).get("content") or [])
@@ -111,6 +131,11 @@ def sum_up(said: dict[str, Any], choice: dict[str, Any]) -> None:
     delta = choice.get("delta", choice)
     said["text"] = said.get("text", "") + (delta.get("content") or delta.get("text") or "")
     said["reasoning"] = said.get("reasoning", "") + delta.get("reasoning_content", "")
+    for call in delta.get("tool_calls", ()):
+        if "id" in call:
+            said.setdefault("calls", []).append(call["function"])
+        else:
+            said["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
     said["finish_reason"] = choice["finish_reason"] or said.get("finish_reason")
     for name, entries in (choice.get("logprobs") or {}).items():
         said[name] = said.get(name, []) + (entries or [])

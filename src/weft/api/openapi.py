@@ -122,9 +122,13 @@ def _reply_schemas() -> Schema:
     text, count, number = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "number", "minimum": 0}
     maybe_text, some_object, maybe_object = {"type": ["string", "null"]}, {"type": "object"}, {"type": ["object", "null"]}
     ids = {"type": "array", "items": count}
-    message = _object(role={"const": "assistant"}, content=text, refusal={"type": "null"})
-    message["properties"]["reasoning_content"] = text
-    end: Schema = {"finish_reason": {"enum": ["stop", "length"]}, "stop_reason": {"type": ["string", "integer", "null"]}}
+    message = _object(role={"const": "assistant"}, content=maybe_text, refusal={"type": "null"})
+    call = _object(id=text, type={"const": "function"}, function=_object(name=text, arguments=text))
+    message["properties"] |= {"reasoning_content": text, "tool_calls": _list(call)}  # where there are some
+    end: Schema = {
+        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+        "stop_reason": {"type": ["string", "integer", "null"]},
+    }
     heading: Schema = {"id": text, "created": count, "model": text, "system_fingerprint": text}
     footing = {"usage": _ref("Usage"), "timings": _ref("Timings")}
     timing_counts = dict.fromkeys(("cache_n", "prompt_n", "predicted_n"), count)

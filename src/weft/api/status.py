@@ -133,7 +133,9 @@ class Status:
             context = served.supervisor.condition.ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
             row["meta"] = {"context_length": context, "size_bytes": _memory(served).get("weights", 0)}
-            row["capabilities"] = ["thinking"] if served.scribe is not None and served.scribe.markers else []
+            scribe = served.scribe
+            found = {} if scribe is None else {"tools": scribe.calls, "thinking": scribe.markers}
+            row["capabilities"] = [name for name, way in found.items() if way is not None]
         return row
 
     def _model_status(self, served: Served) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _FULL_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "d"
 # What must not come out: keys of a part, arguments encoded twice, arguments as Python prints them.
 _SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
 _NO_CONTENTS: tuple[NoContent, ...] = ("empty", "null", "absent")
-_ANY_ID, _NINE_ID = "call_1", "call00001"
+_ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # the last: of templates that write only the id
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Capabilities:
             bare_tools=trial.lists(_BARE_TOOL),
             arguments=frozenset(trial.arguments),
             several_calls=trial.writes_several_calls(),
-            any_call_id=trial.call_id == _ANY_ID,
+            any_call_id=trial.call_id != _NINE_ID,
             no_content=trial.no_content,
             text_and_reasoning=trial.takes_text_and_reasoning(),
             reasoning_key=trial.reasoning_key,
@@ -104,9 +104,10 @@ class _Trial:
         """A question, calls of the functions named, and a result."""
         arguments = _ARGUMENTS[form or (self.arguments or ["object"])[0]]
         functions = [{"name": name, "arguments": arguments} for name in names or (_ONE,)]
-        calls = [{"id": self.call_id, "type": "function", "function": function} for function in functions]
+        ids = [self.call_id.format(name=name) for name in names or (_ONE,)]
+        calls = [{"id": one, "type": "function", "function": function} for one, function in zip(ids, functions, strict=True)]
         content = {"empty": self.say("assistant", ""), "null": {"content": None}, "absent": {}}[self.no_content]
-        result = {"role": "tool", "content": _FOUR, "tool_call_id": self.call_id}
+        result = {"role": "tool", "content": _FOUR, "tool_call_id": ids[0]}
         return [*self.asked, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
 
     def rendered(self, messages: list[dict[str, Any]], **more: Any) -> str:
@@ -131,7 +132,7 @@ class _Trial:
 
     def learn_calls(self) -> None:
         """The simplest way to hand over calls that works."""
-        for call_id, no_content in product((_ANY_ID, _NINE_ID), _NO_CONTENTS):
+        for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), _NO_CONTENTS):
             self.call_id, self.no_content = call_id, no_content
             self.arguments = [form for form in _ARGUMENTS if self.writes_call(form)]
             if self.arguments:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.chat.constraints import SchemaCheck
-from weft.chat.conversation import Delta, Finish, Generation, Reused, Text, Usage
+from weft.chat.conversation import CallOpened, Delta, Ending, Finish, Generation, Reused, Text, Usage
 from weft.chat.reuse import explained
 from weft.chat.scribe import Scribe, Written
 from weft.wire import Timings, TokenEvent
@@ -24,6 +24,7 @@ class Choice:
         self.check = check
         self._told: list[str] = []  # the answer so far, where it will be checked
         self.opening: Callable[[], Delta] | None = None  # the echo of the prompt, told before anything else
+        self.has_calls = False
         self.num_tokens = 0
         self.timings: Timings | None = None
         self.first_at = self.last_at = 0.0
@@ -46,6 +47,7 @@ class Choice:
             deltas += self.reader.feed(event.token, event.logprob)
         if event.finish is not None:
             deltas += self.reader.finish()
+        self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in deltas)
         if self.check is not None:
             self._told += [delta.text for delta in deltas[is_echoed:] if isinstance(delta, Text)]
         if event.finish is not None or self.reader.stopped is not None:
@@ -59,11 +61,12 @@ class Choice:
             self._reused = explained(timings.reuse, self.written.ids, self._tokenizer, is_salted=self._is_salted)
 
     def _ended(self, event: TokenEvent) -> Finish:
-        errors = None if self.check is None else self.check.errors("".join(self._told))
+        errors = None if self.check is None or self.has_calls else self.check.errors("".join(self._told))
+        stopped: Ending = "tool_calls" if self.has_calls else "stop"
         if self.reader.stopped is not None or event.finish is None:
-            return Finish("stop", self.reader.stopped, self.usage, errors)
+            return Finish(stopped, self.reader.stopped, self.usage, errors)
         asked = event.stop if event.stop in self.stop_token_ids else None  # the model's own end is no news
-        return Finish(event.finish, asked, self.usage, errors)
+        return Finish(stopped if event.finish == "stop" else event.finish, asked, self.usage, errors)
 
     @property
     def usage(self) -> Usage:

@@ -7,13 +7,17 @@ HTTP, token ids of a model, or templates.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.wire import FinishReason, GrammarSpec, MissCause, TokenLogprob
+
+if TYPE_CHECKING:  # tools are made of the words here
+    from weft.chat.tools.choice import Choice
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 LateSystem = Literal["fold", "hoist"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Ending = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Generation:
     echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are asked for
     split_thinking: bool = True  # thinking is told apart from the answer
     grammar: GrammarSpec | None = None  # what the answer must look like
+    tool_choice: Choice | None = None  # which tools may be called; None: there are none
     thinking_budget: int | None = None  # tokens that may be thought before the answer
     effort: Effort | None = None  # how much to think, in OpenAI's words; the model's scribe knows what that means
     skip_special_tokens: bool = True
@@ -154,11 +159,12 @@ class Usage:
 class Finish:
     """Why it ended; `stop` is the stop string or token id that ended it, where one did."""
 
-    reason: FinishReason
+    reason: Ending
     stop: str | int | None = None
     usage: Usage | None = None
     schema_errors: tuple[str, ...] | None = None  # of a schema that was not strict: where the answer leaves it; (): nowhere
 
 
-Delta = Text | Reasoning | Finish
-CallDelta = CallOpened | CallArguments | CallClosed  # of an answer with tools, beside the others
+CallDelta = CallOpened | CallArguments | CallClosed
+Said = Text | Reasoning | CallDelta
+Delta = Said | Finish

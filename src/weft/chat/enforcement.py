@@ -197,8 +197,10 @@ class _Schema:
 
     def _resolved(self, reference: Any) -> list[tuple[str, Any]]:
         """The schema that `#/…` or `#anchor` refers to, and its place; nothing where there is none."""
-        if not isinstance(reference, str) or reference in self._anchors:
-            return [(reference, self._anchors[reference])] if reference in self._anchors else []
+        if not isinstance(reference, str):
+            return []
+        if reference in self._anchors:
+            return [(reference, self._anchors[reference])]
         path, node = "", self.document
         try:
             for step in unquote(reference).split("/")[1:]:

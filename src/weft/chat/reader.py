@@ -1,4 +1,4 @@
-"""The token ids of one choice → deltas: detokenised, thinking told apart, ended at a stop string.
+"""The token ids of one choice → deltas: detokenised, thinking and calls told apart, ended at a stop string.
 
 Knows neither the engine nor a wire; the service has one per choice and adds the Finish. This is the front's hot path: a
 plain request pays for looking up a token's bytes, decoding them, and one Text.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from weft.chat.conversation import Delta, Text, Token
+from weft.chat.conversation import CallOpened, Delta, Text, Token
 from weft.chat.stops import StopFinder
 from weft.chat.thinking import Markers, Splitter, marker_tokens
 from weft.chat.tokenizer import Detokenizer, Tokenizer
+from weft.chat.tools import CallReader, HarmonyReader
 from weft.wire import TokenLogprob
 
 
@@ -19,8 +20,9 @@ class Reader:
     r"""Ids in, deltas out; nothing is told before it is certain.
 
     Stop strings are looked for in the answer only, never in the thinking: a stop like "\n\n" would end every request there.
+    Nor in calls, which would be cut by it.
     With `logprobs` each Text carries the tokens that ended inside the answer told so far: none of the thinking, of a
-    marker, of the stop string, and none that gave no text, like a special token that is skipped.
+    marker, of the stop string, none that gave no text, like a special token that is skipped, and none after a call began.
     """
 
     def __init__(
@@ -30,16 +32,19 @@ class Reader:
         stops: tuple[str, ...] = (),
         markers: Markers | None = None,
         opened: bool = False,
+        calls: CallReader | HarmonyReader | None = None,
+        shown: frozenset[int] = frozenset(),
         skip_special_tokens: bool = True,
         logprobs: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the answer; what is fed after it gives nothing
         self.num_reasoning_tokens = 0  # fed while the thinking was open, its close marker among them
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
         self._splitter = Splitter(markers, opened) if markers else None
         self._marks = marker_tokens(markers, tokenizer) if markers else {}
+        self._calls = calls
         self._stops = StopFinder(stops)
-        self._tokens = AnswerTokens(tokenizer, skip_special_tokens) if logprobs else None
+        self._tokens = AnswerTokens(tokenizer, self._detokenizer.skipped) if logprobs else None
         self._tells_at_once = not stops and not logprobs
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
@@ -48,6 +53,7 @@ class Reader:
             return []
         splitter, mark = self._splitter, ""
         pieces: list[Delta] = []
+        self.num_reasoning_tokens += self._calls is not None and self._calls.thinking
         if splitter is None:
             if text := self._detokenizer.feed(token):
                 pieces = [Text(text)]
@@ -59,12 +65,14 @@ class Reader:
                 pieces = splitter.mark(mark)
             elif text := self._detokenizer.feed(token):
                 pieces = splitter.feed(text)
+        if self._calls is not None:
+            pieces = self._read_calls(self._calls, pieces)
         if self._tells_at_once:
             return pieces
         if self._tokens is not None:
             self._tokens.read(token, logprob, text, is_unfinished=bool(self._detokenizer.unfinished))
             # A text that a marker brought to light ends before it.
-            self._tokens.settle(pieces, max(len(splitter.held), len(mark)) if splitter else 0)
+            self._settle(pieces, max(len(splitter.held), len(mark)) if splitter else 0)
         return self._told(pieces)
 
     def finish(self) -> list[Delta]:
@@ -73,26 +81,43 @@ class Reader:
             return []
         splitter = self._splitter
         pieces = splitter.finish() if splitter else []
-        if self._tokens is not None:
-            self._tokens.settle(pieces, 0)
+        if self._calls is not None:
+            pieces = [*self._read_calls(self._calls, pieces), *self._calls.finish()]
+        self._settle(pieces, 0)
         deltas = self._told(pieces)
         if self.stopped is None:
             rest = self._stops.finish()
-            tokens = self._tokens.take_rest() if self._tokens is not None and not (splitter and splitter.thinking) else ()
+            thinks = any(one is not None and one.thinking for one in (splitter, self._calls))
+            tokens = self._tokens.take_rest() if self._tokens is not None and not thinks else ()
             if rest or tokens:
                 deltas.append(Text(rest, tokens))
         return deltas
+
+    def _read_calls(self, calls: CallReader | HarmonyReader, pieces: list[Delta]) -> list[Delta]:
+        """The pieces with calls told apart from the text."""
+        return [one for piece in pieces for one in (calls.feed(piece.text) if isinstance(piece, Text) else [piece])]
+
+    def _settle(self, pieces: list[Delta], num_held: int) -> None:
+        """Decide on the tokens of these pieces; `num_held` characters wait for a marker. With a call their telling ends."""
+        if self._tokens is not None and not any(isinstance(piece, CallOpened) for piece in pieces):
+            self._tokens.settle(pieces, num_held + (len(self._calls.held) if self._calls is not None else 0))
 
     def _told(self, pieces: list[Delta]) -> list[Delta]:
         """The pieces, as far as no stop string can come of them."""
         deltas: list[Delta] = []
         for piece in pieces:
+            if isinstance(piece, CallOpened):
+                if rest := self._stops.finish():
+                    deltas.append(Text(rest, self._tokens.take(len(rest)) if self._tokens is not None else ()))
+                self._tokens = None
             if not isinstance(piece, Text):
                 deltas.append(piece)
                 continue
             text, self.stopped = self._stops.feed(piece.text)
             if text:
                 deltas.append(Text(text, self._tokens.take(len(text)) if self._tokens is not None else ()))
+            if self.stopped is not None:
+                break  # what a call reader has found behind it comes too late
         return deltas
 
 
@@ -103,9 +128,9 @@ class AnswerTokens:
     answered        |……………|            the part that is answer; tokens are ready when theirs are told
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._num_read = self._num_answered = self._num_told = 0
         self._waiting: deque[tuple[int, Token]] = deque()  # with the place in what was read where its text ends
         self._ready: deque[tuple[int, Token]] = deque()  # with that place in the answer

@@ -18,9 +18,10 @@ from weft.chat.reader import Reader, shown
 from weft.chat.template import ChatTemplate
 from weft.chat.thinking import find_markers, opens_in
 from weft.chat.tokenizer import Tokenizer
+from weft.chat.tools import CallFormat, Choice
 from weft.chat.turns import Turns
 from weft.errors import BadModel, InvalidRequest, RequestError, UnsupportedParameter
-from weft.wire import ConstraintSpec, Sampling, ThinkingSpec, TokenLogprob
+from weft.wire import ConstraintSpec, GrammarSpec, Sampling, ThinkingSpec, TokenLogprob
 
 log = logging.getLogger("weft.chat")
 
@@ -47,6 +48,7 @@ class Scribe:
         template = ChatTemplate.of(folder)
         self.writer = None if template is None else PromptWriter(template, late_system)
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
+        self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer)
         self.gap = self._gap()
         self.turns = Turns(self.writer, self.tokenizer)
         self.advice = _advice(folder)
@@ -90,18 +92,30 @@ class Scribe:
         return after if not after.strip() else ""
 
     def constraint(self, generation: Generation, written: Written) -> ConstraintSpec | None:
-        """What the answer's tokens must be. Raises UnsupportedParameter for a budget that has nothing to act on."""
+        """What the answer's tokens must be. Many tools take their time.
+
+        Raises UnsupportedParameter for a budget that has nothing to act on, InvalidRequest for tools that can not be held to.
+        """
         budget = generation.thinking_budget if generation.thinking_budget is not None else written.budget
         if self.markers is None and generation.thinking_budget is not None:
             message = "thinking_token_budget: this model does not think before it answers; leave it out"
             raise UnsupportedParameter(message, "thinking_token_budget")
-        thinking = None
-        if self.markers is not None and generation.split_thinking and (generation.grammar is not None or budget is not None):
+        grammar, thinking = self._grammar(generation), None
+        if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
             may_open = not written.opened and not written.closed
             thinking = ThinkingSpec(self.markers.open, self.markers.close, written.opened, may_open, budget, self.gap)
-        if generation.grammar is None and thinking is None:
-            return None
-        return ConstraintSpec(generation.grammar, thinking)
+        return None if grammar is None and thinking is None else ConstraintSpec(grammar, thinking)
+
+    def _grammar(self, generation: Generation) -> GrammarSpec | None:
+        """What the answer must look like, calls included. Where answers have channels, a shape stands inside one."""
+        choice, answer = generation.tool_choice, generation.grammar
+        if self.calls is None or (choice is None and (answer is None or not self._has_channels(generation))):
+            return answer
+        return self.calls.grammar(choice or Choice("none", ()), answer)
+
+    def _has_channels(self, generation: Generation) -> bool:
+        """Whether the answer is one of gpt-oss's, in which thinking and words are messages of their own."""
+        return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
     def sampling(self, given: dict[str, Any]) -> Sampling:
         """What the client gave; where it gave nothing the makers' advice, else the wire's own default."""
@@ -109,11 +123,16 @@ class Scribe:
 
     def reader(self, generation: Generation, written: Written) -> Reader:
         """A reader for one choice."""
+        choice = generation.tool_choice
+        tools = choice.tools if choice is not None and choice.mode != "none" else ()
+        calls = self.calls if tools or self._has_channels(generation) else None
         return Reader(
             self.tokenizer,
             stops=generation.stops,
             markers=self.markers if generation.split_thinking else None,
             opened=written.opened,
+            calls=None if calls is None else calls.reader(tools),
+            shown=frozenset() if calls is None else calls.shown,
             skip_special_tokens=generation.skip_special_tokens,
             logprobs=generation.sampling.get("logprobs") is not None,
         )

@@ -138,16 +138,16 @@ class Detokenizer:
     Bytes that can not be part of any character come out as U+FFFD: that is what the model wrote.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self.unfinished = b""  # the beginning of a character
         self._bytes_of = tokenizer.bytes_of
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self.skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._drops_space = tokenizer.bytes_of.drops_first_space
         self._pieces: list[str] = []
 
     def feed(self, token: int) -> str:
         """The text that became certain with this token, often nothing or one word."""
-        if token in self._skipped:
+        if token in self.skipped:
             return ""
         data = self.unfinished + self._bytes_of[token]
         piece, used = utf_8_decode(data, "replace")

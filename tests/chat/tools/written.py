@@ -6,12 +6,12 @@ import json
 from itertools import count
 from typing import Any
 
-from weft.chat.conversation import CallArguments, CallClosed, CallOpened, Reasoning, Text
+from weft.chat.conversation import CallArguments, CallClosed, CallOpened, Reasoning, Said, Text
 from weft.chat.tools import Tool, read_tools
 from weft.chat.tools.arguments import Json, Pairs, Tags
 from weft.chat.tools.families import FAMILIES, Family
 from weft.chat.tools.harmony import HarmonyReader
-from weft.chat.tools.reader import CallReader, Found
+from weft.chat.tools.reader import CallReader
 
 FAMILY = {family.name: family for family in FAMILIES}
 
@@ -161,14 +161,14 @@ def reader(family: Family, tools: tuple[Tool, ...] = TOOLS) -> CallReader | Harm
     return HarmonyReader(tools, make_id) if family.is_harmony else CallReader(family, tools, make_id)
 
 
-def read(family: Family, pieces: list[str], tools: tuple[Tool, ...] = TOOLS) -> list[Found]:
+def read(family: Family, pieces: list[str], tools: tuple[Tool, ...] = TOOLS) -> list[Said]:
     """The deltas of a text in pieces, with neighbours of one kind made one."""
     one = reader(family, tools)
     return joined([delta for piece in pieces for delta in one.feed(piece)] + one.finish())
 
 
-def joined(deltas: list[Found]) -> list[Found]:
-    found: list[Found] = []
+def joined(deltas: list[Said]) -> list[Said]:
+    found: list[Said] = []
     for delta in deltas:
         match found[-1:], delta:
             case [Text(before)], Text(text):
@@ -182,11 +182,11 @@ def joined(deltas: list[Found]) -> list[Found]:
     return found
 
 
-def texts(deltas: list[Found]) -> str:
+def texts(deltas: list[Said]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, Text))
 
 
-def calls(deltas: list[Found]) -> list[tuple[str, Any]]:
+def calls(deltas: list[Said]) -> list[tuple[str, Any]]:
     """Names and arguments of the calls that were closed."""
     names = {delta.index: delta.name for delta in deltas if isinstance(delta, CallOpened)}
     said = {

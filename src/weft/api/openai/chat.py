@@ -14,18 +14,30 @@ import msgspec
 from weft.api.openai.common import OpenAIReply, Shape, grammar_of, joined, logprob_of, sampling_of, stops_of, tokens_of
 from weft.api.openai.schema import ChatMessage, ChatRequest, understood
 from weft.api.reply import Asked
-from weft.chat.conversation import Conversation, Generation, Message, Reasoning, Text, Token, ToolCall
-from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.chat.conversation import (
+    CallArguments,
+    CallOpened,
+    Conversation,
+    Generation,
+    Message,
+    Reasoning,
+    Said,
+    Text,
+    Token,
+    ToolCall,
+)
+from weft.chat.tools import read_choice, read_tools
+from weft.errors import InvalidRequest
 
 
 def translate(body: dict[str, Any]) -> Asked:
     """Understand a body, or raise InvalidRequest naming the field."""
     request, ignored = understood(body, ChatRequest)
-    if request.tools and body.get("tool_choice") != "none":  # "none": none may be called, so the model is shown none
-        raise UnsupportedParameter('tools are not supported yet; leave them out or set tool_choice to "none"', "tools")
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    tools = read_tools(request.tools)
+    choice = read_choice(request.tool_choice, tools, request.parallel_tool_calls)
     generation = Generation(
         model=request.model,
         prompts=(_conversation(request),),
@@ -33,6 +45,7 @@ def translate(body: dict[str, Any]) -> Asked:
         n=request.n or 1,
         stops=stops_of(request),
         grammar=grammar_of(request),
+        tool_choice=choice if tools else None,
         thinking_budget=_thinking_budget(request),
         effort=request.reasoning_effort,
         skip_special_tokens=request.skip_special_tokens is not False,
@@ -68,11 +81,21 @@ class ChatReply(OpenAIReply):
             return {"delta": {"reasoning_content": joined(run)}}
         return {"delta": {"content": joined(run)}, **({"logprobs": _logprobs(run)} if self.shape.logprobs else {})}
 
-    def complete(self, choice: int, deltas: Sequence[Text | Reasoning]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
-        """A message. Its content is never null: LangChain takes that for a tool call that is missing."""
+    def called(self, run: Sequence[CallOpened | CallArguments]) -> dict[str, Any]:
+        """A delta of a call."""
+        first = run[0]
+        if isinstance(first, CallOpened):
+            return {"delta": {"tool_calls": [{"index": first.index, **_call(first, "")}]}}
+        return {"delta": {"tool_calls": [{"index": first.index, "function": {"arguments": _arguments(run, first.index)}}]}}
+
+    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
+        """A message. Its content is null only beside calls: LangChain takes that for a tool call that is missing."""
         texts = [delta for delta in deltas if isinstance(delta, Text)]
         reasoning = joined([delta for delta in deltas if isinstance(delta, Reasoning)])
-        message = {"role": "assistant", "content": joined(texts), "refusal": None}
+        calls = [_call(delta, _arguments(deltas, delta.index)) for delta in deltas if isinstance(delta, CallOpened)]
+        message: dict[str, Any] = {"role": "assistant", "content": joined(texts), "refusal": None}
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         if reasoning:
             message["reasoning_content"] = reasoning
         return {"message": message, "logprobs": _logprobs(texts) if self.shape.logprobs else None}
@@ -84,6 +107,7 @@ def _conversation(request: ChatRequest) -> Conversation:
         raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
     return Conversation(
         messages=messages_of(request.messages),
+        tools=tuple(request.tools or ()),  # whatever is chosen of them: the prompt stays the same
         template_kwargs=request.chat_template_kwargs or {},
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
@@ -145,6 +169,14 @@ def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
 
 def _json_text(arguments: str | dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+
+
+def _call(opened: CallOpened, arguments: str) -> dict[str, Any]:
+    return {"id": opened.id, "type": "function", "function": {"name": opened.name, "arguments": arguments}}
+
+
+def _arguments(deltas: Sequence[Said], index: int) -> str:
+    return "".join(delta.text for delta in deltas if isinstance(delta, CallArguments) and delta.index == index)
 
 
 def _logprobs(run: Sequence[Text | Reasoning]) -> dict[str, Any]:

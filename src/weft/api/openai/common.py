@@ -17,7 +17,7 @@ from weft.api.openai.schema import CommonRequest, NamedSchema, ResponseFormat, S
 from weft.api.problems import openai_body
 from weft.api.reply import Heading, reused_fields
 from weft.chat import constraints
-from weft.chat.conversation import Delta, Finish, Reasoning, Text, Token, Usage
+from weft.chat.conversation import CallArguments, CallOpened, Delta, Finish, Reasoning, Said, Text, Token, Usage
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
 from weft.wire import GrammarSpec, Sampling
 
@@ -87,14 +87,18 @@ class OpenAIReply:
             "system_fingerprint": heading.fingerprint,
         }
         self._finishes: dict[int, Finish] = {}
-        self._taken: list[list[Text | Reasoning]] = [[] for _ in shape.choices]
+        self._taken: list[list[Said]] = [[] for _ in shape.choices]
         self._around = [] if shape.logprobs else [self._around_text(choice) for choice in shape.choices]
 
     def said(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:
         """A choice of a chunk that tells this run of deltas of one kind."""
         raise NotImplementedError
 
-    def complete(self, choice: int, deltas: Sequence[Text | Reasoning]) -> dict[str, Any]:
+    def called(self, run: Sequence[CallOpened | CallArguments]) -> dict[str, Any]:
+        """The same for a call that opens, or pieces of its arguments."""
+        raise NotImplementedError
+
+    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:
         """A choice of a whole reply."""
         raise NotImplementedError
 
@@ -103,11 +107,11 @@ class OpenAIReply:
         return b""
 
     def pieces(self, choice: int, deltas: Sequence[Delta]) -> bytes:
-        """Frames for what one choice has new: one for each run of deltas of one kind."""
+        """Frames for what one choice has new: one for each run of deltas of one kind, and of one call."""
         if len(deltas) == 1 and type(delta := deltas[0]) is Text and not self.shape.logprobs:
             before, after = self._around[choice]
             return before + encoded(delta.text) + after if delta.text else b""
-        return b"".join(self._piece(choice, list(run)) for _, run in groupby(deltas, type))
+        return b"".join(self._piece(choice, list(run)) for _, run in groupby(deltas, _kind))
 
     def heartbeat(self, computed: int, total: int) -> bytes:
         """A comment for people and a chunk that says nothing for clients whose timers do not hear comments."""
@@ -142,6 +146,8 @@ class OpenAIReply:
     def _piece(self, choice: int, run: list[Delta]) -> bytes:
         if isinstance(finish := run[0], Finish):
             return self._finished(choice, finish)
+        if calls := [delta for delta in run if isinstance(delta, CallOpened | CallArguments)]:
+            return self._chunk(choice, self.called(calls))
         told = [delta for delta in run if isinstance(delta, Text | Reasoning) and (delta.text or tokens_of(delta))]
         return self._chunk(choice, self.said(choice, told)) if told else b""
 
@@ -200,6 +206,10 @@ class OpenAIReply:
 
     def _usages(self) -> list[Usage]:
         return [self._finishes[choice].usage or Usage(0, 0) for choice in self.shape.choices]
+
+
+def _kind(delta: Delta) -> tuple[type[Delta], int]:
+    return type(delta), delta.index if isinstance(delta, CallOpened | CallArguments) else 0
 
 
 def _end(finish: Finish) -> dict[str, Any]:

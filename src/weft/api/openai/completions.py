@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from weft.api.openai.common import OpenAIReply, Shape, grammar_of, joined, logprob_of, sampling_of, stops_of, tokens_of
 from weft.api.openai.schema import MAX_CHOICES, CompletionRequest, understood
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import Generation, Prompt, Reasoning, Text, Token
+from weft.chat.conversation import Generation, Prompt, Reasoning, Said, Text, Token
 from weft.errors import InvalidRequest
 
 
@@ -60,9 +60,9 @@ class CompletionReply(OpenAIReply):
         """A piece of the text."""
         return {"text": joined(run), "logprobs": self._logprobs(choice, run) if self.shape.logprobs else None}
 
-    def complete(self, choice: int, deltas: Sequence[Text | Reasoning]) -> dict[str, Any]:
+    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:
         """The text: all of it is one piece."""
-        return self.said(choice, deltas)
+        return self.said(choice, [delta for delta in deltas if isinstance(delta, Text | Reasoning)])
 
     def _logprobs(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:
         tokens = [(token, offset) for delta in run for token, offset in self._placed(choice, delta)]

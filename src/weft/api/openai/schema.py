@@ -33,6 +33,11 @@ Mark = {"type": ["boolean", "object", "null"]}  # as JSON's schemas say it
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": Mark}
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
 
+Function = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+ToolFields = {"type": {"const": "function"}, "function": Function}
+Tool = Annotated[dict[str, Any], Meta(extra_json_schema={"required": [*ToolFields], "properties": ToolFields})]
+ToolMode = Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})]  # `read_choice` checks it
+
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     """How a stream ends."""
@@ -166,7 +171,9 @@ class ChatRequest(CommonRequest, kw_only=True):
     reasoning_effort: Effort | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
     reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: no limit
-    tools: list[dict[str, Any]] | None = None  # not done yet: only with tool_choice "none"
+    tools: list[Tool] | None = None
+    tool_choice: ToolMode | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -207,6 +214,7 @@ class ClearRequest(msgspec.Struct, kw_only=True):
 
 # Known and not done, or not on this wire: refused, unless null or one of these values, with which it would not act.
 NOT_YET: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),

@@ -1,0 +1,242 @@
+"""Tools on a real server, by OpenAI's own client: calls that must come, that may come and that must not, alone and in a crowd."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from conftest import Server
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+BOOKING = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["train", "plane"]},
+        "seats": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 3},
+        "name": {"type": "object", "properties": {"first": {"type": "string", "maxLength": 9}}, "required": ["first"]},
+    },
+    "required": ["kind", "seats", "name"],
+    "additionalProperties": False,
+}
+BOOKING["properties"]["name"]["additionalProperties"] = False  # type: ignore[index]
+BOOK: Any = {"type": "function", "function": {"name": "book", "parameters": BOOKING, "strict": True}}
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, BOOK)}
+QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
+STORY: Any = {"role": "user", "content": "Tell me a story about a dog."}
+ONLY_BOOK: Any = {"type": "function", "function": {"name": "book"}}
+FORCED: list[Any] = [
+    "required",
+    ONLY_BOOK,
+    {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "book"}}]},
+    },
+]
+
+
+def ask(client: openai.OpenAI, *messages: Any, **more: Any) -> Any:
+    fields = {"model": "tiny-hybrid", "temperature": 0, "tools": [WEATHER, BOOK], "max_tokens": 200, **more}
+    return client.chat.completions.create(messages=list(messages), **fields).choices[0]
+
+
+def valid(choice: Any) -> list[str]:
+    """The names of its calls, all of which fit their schemas."""
+    calls = choice.message.tool_calls or []
+    for call in calls:
+        assert call.type == "function"
+        assert jsonschema_rs.is_valid(SCHEMAS[call.function.name], json.loads(call.function.arguments)), call
+    assert len({call.id for call in calls}) == len(calls)
+    return [call.function.name for call in calls]
+
+
+def test_the_list_of_models_says_that_this_one_takes_tools(client: openai.OpenAI) -> None:
+    assert client.models.list().data[0].model_dump()["capabilities"] == ["tools", "thinking"]
+
+
+def test_a_model_that_wants_to_calls_a_tool_after_its_thinking(client: openai.OpenAI) -> None:
+    choice = ask(client, QUESTION)
+
+    assert valid(choice) == ["get_weather"]
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    assert choice.message.content is None
+    assert "get_weather" in choice.message.reasoning_content
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("tool_choice", FORCED, ids=["required", "named", "allowed"])
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_a_call_that_must_come_comes_and_fits_its_schema(client: openai.OpenAI, tool_choice: Any, temperature: float) -> None:
+    choice = ask(client, STORY, tool_choice=tool_choice, temperature=temperature, seed=5)
+
+    names = valid(choice)
+    assert names
+    assert tool_choice == "required" or set(names) == {"book"}
+    assert choice.finish_reason == "tool_calls"
+
+
+def test_a_model_that_may_but_does_not_want_to_call_answers(client: openai.OpenAI) -> None:
+    choice = ask(client, {"role": "user", "content": "Repeat after me: good morning"})
+
+    assert "good morning" in choice.message.content
+    assert choice.message.tool_calls is None
+    assert choice.finish_reason == "stop"
+
+
+def test_a_model_that_may_not_call_answers_in_words_and_its_prompt_is_the_same(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "tiny-hybrid", "temperature": 0, "tools": [WEATHER], "messages": [QUESTION], "max_tokens": 60}
+    may, may_not = (client.chat.completions.create(tool_choice=one, **fields) for one in ("auto", "none"))
+
+    assert may.choices[0].message.tool_calls
+    assert may_not.choices[0].message.tool_calls is None
+    assert may_not.choices[0].message.content
+    assert "tool_call" not in may_not.choices[0].message.content
+    assert may_not.usage is not None
+    assert may.usage is not None
+    assert may_not.usage.prompt_tokens == may.usage.prompt_tokens
+
+
+def test_the_result_of_a_tool_is_told_in_words(client: openai.OpenAI) -> None:
+    called = ask(client, QUESTION, tools=[WEATHER]).message
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "sunny"}
+
+    choice = ask(client, QUESTION, called.model_dump(exclude_none=True), result, tools=[WEATHER])
+
+    assert "sunny" in choice.message.content
+    assert choice.finish_reason == "stop"
+
+
+def assembled(stream: Any, n: int) -> list[dict[str, Any]]:
+    """The choices of a stream as a client puts them together; a call by its name and arguments."""
+    found: list[dict[str, Any]] = [{"content": "", "calls": [], "reason": None} for _ in range(n)]
+    for chunk in stream:
+        for choice in chunk.choices:
+            mine = found[choice.index]
+            mine["content"] += choice.delta.content or ""
+            mine["reason"] = choice.finish_reason or mine["reason"]
+            for call in choice.delta.tool_calls or []:
+                if call.id is not None:
+                    mine["calls"].append([call.function.name, ""])
+                mine["calls"][call.index][1] += call.function.arguments
+    return found
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "required"}, {"tool_choice": "none"}, {"max_tokens": 25}], ids=str)
+@pytest.mark.parametrize("n", [1, 2])
+def test_streamed_is_whole(client: openai.OpenAI, more: dict[str, Any], n: int) -> None:
+    fields: Any = {
+        "model": "tiny-hybrid",
+        "temperature": 1,
+        "seed": 3,
+        "max_tokens": 120,
+        "n": n,
+        "tools": [WEATHER, BOOK],
+        **more,
+    }
+    whole = client.chat.completions.create(messages=[QUESTION], **fields)
+    streamed = assembled(client.chat.completions.create(messages=[QUESTION], stream=True, **fields), n)
+
+    assert streamed == [
+        {
+            "content": choice.message.content or "",
+            "calls": [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or []],
+            "reason": choice.finish_reason,
+        }
+        for choice in whole.choices
+    ]
+
+
+def test_a_cut_call_is_told_as_far_as_it_came(client: openai.OpenAI) -> None:
+    quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+    whole = ask(client, QUESTION, tool_choice=ONLY_BOOK, extra_body=quiet)
+    cut = ask(client, QUESTION, tool_choice=ONLY_BOOK, extra_body=quiet, max_tokens=25)
+
+    arguments = cut.message.tool_calls[0].function.arguments
+    assert cut.finish_reason == "length"
+    assert whole.message.tool_calls[0].function.arguments.startswith(arguments)
+
+
+def test_an_answer_of_a_given_shape_and_a_call_go_together(client: openai.OpenAI) -> None:
+    shape = {"response_format": {"type": "json_object"}, "tools": [WEATHER]}
+
+    answered = ask(client, {"role": "user", "content": "Reply with JSON. The marker is 7."}, **shape)
+    called = ask(client, QUESTION, **shape)
+
+    assert json.loads(answered.message.content) == {"marker": 7}
+    assert valid(called) == ["get_weather"]
+
+
+def bad(**function: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
+        (bad(name=""), "tools[0].function.name"),
+        (bad(parameters=[]), "tools[0].function.parameters"),
+        (bad(parameters={"type": "string"}), "tools[0].function.parameters"),
+        (bad(parameters={"properties": {"a": {"$ref": []}}}, strict=True), "tools[0].function.parameters.properties.a.$ref"),
+        (bad(parameters={"properties": {"a": {"not": {}}}}, strict=True), "tools[0].function.parameters.properties.a"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
+        ({"tools": [WEATHER], "tool_choice": ONLY_BOOK}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "guided_regex": "a+"}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_tools_are_refused_by_name(server: Server, fields: dict[str, Any], param: str, stream: bool) -> None:
+    reply = server.post("/v1/chat/completions", {"messages": [QUESTION], "max_tokens": 5, "stream": stream, **fields})
+
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_a_loose_tool_with_a_broken_schema_still_gets_an_object(server: Server) -> None:
+    fields = bad(parameters={"properties": {"a": {"$ref": []}}}) | {
+        "tool_choice": "required",
+        "temperature": 0,
+        "max_tokens": 200,
+    }
+    reply = server.post("/v1/chat/completions", {"messages": [STORY], **fields})
+
+    assert reply.status_code == 200, reply.text
+    called = reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]
+    assert called["name"] == "f"
+
+
+def test_forced_calls_in_a_crowd_are_all_valid_and_plain_neighbours_say_what_they_say_alone(client: openai.OpenAI) -> None:
+    def plain(_: int = 0) -> str:
+        told = client.completions.create(
+            model="tiny-hybrid", prompt="Once upon a time", max_tokens=40, temperature=0, stream=True
+        )
+        return "".join(chunk.choices[0].text for chunk in told if chunk.choices)
+
+    def forced(number: int) -> tuple[Any, list[str]]:
+        choice = ask(client, STORY, tool_choice=FORCED[number % 3], temperature=1.2, seed=number)
+        return choice.finish_reason, valid(choice)
+
+    alone = plain()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        streams, calls = [pool.submit(plain, one) for one in range(4)], [pool.submit(forced, one) for one in range(8)]
+
+    assert {one.result() for one in streams} == {alone}
+    for one in calls:
+        reason, names = one.result()
+        assert reason == "tool_calls"
+        assert names
