@@ -24,6 +24,7 @@ class EngineConfig:
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
     chunk_tokens: int  # prompt tokens of one prefill chunk; boundaries are multiples of it from zero
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
+    whole_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again, and streams wait two steps longer
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
     exact: bool = False  # a prompt's bits do not depend on others: chunks end at its own places only
     max_replayed: int = 256  # tokens of an answer that is gone on with are stepped through again; more are computed as a prompt

@@ -12,7 +12,7 @@ from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
 from weft.wire import Sampling
 
-CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10)
+CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10, whole_tokens=5)
 
 
 def scheduler_of() -> Scheduler:
@@ -70,7 +70,7 @@ def test_only_prompts_that_end_soon_are_announced() -> None:
 
 def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
     scheduler = scheduler_of()
-    scheduler.add(sequence(0, 50))
+    scheduler.add(sequence(0, 45))
     assert plan_of(scheduler).slice_seconds is None
 
     scheduler.add(sequence(1, 1))
@@ -78,6 +78,13 @@ def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
     plan = plan_of(scheduler)
     assert plan.chunk is not None
     assert plan.slice_seconds == CONFIG.gap_factor * scheduler.step_seconds
+    plan.chunk.sequence.num_computed += plan.chunk.count
+    scheduler.chunk_done()
+    while (plan := plan_of(scheduler)).chunk is not None and plan.chunk.count > 5:
+        plan.chunk.sequence.num_computed += plan.chunk.count
+        scheduler.chunk_done()
+    assert plan.chunk is not None
+    assert plan.slice_seconds is None  # a short one is done at once
 
 
 def test_a_sequence_whose_last_token_is_in_flight_is_not_asked_again() -> None:

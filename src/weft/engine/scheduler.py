@@ -70,7 +70,8 @@ class Scheduler:
         ready = (one for one in self.running if one.is_prefilled and one.wants_token and may_step(one))
         steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
         chunk = self._next_chunk()
-        slice_seconds = self.config.gap_factor * self.step_seconds if steps else None
+        is_short = chunk is not None and chunk.count <= self.config.whole_tokens
+        slice_seconds = self.config.gap_factor * self.step_seconds if steps and not is_short else None
         return Plan(steps, chunk, slice_seconds, self._coming())
 
     def measured(self, seconds: float) -> None:
