@@ -107,3 +107,15 @@ def test_long_answers_are_gone_on_with_as_prompts(checkpoint: Callable[[str], Pa
 
     prompts = [[*prompt, MARK, 3] if place == 3 else prompt for place, prompt in enumerate(PROMPTS)]
     assert [row.output for row in rows] == answers(adapter, prompts, 25)
+
+
+def test_those_on_trial_are_let_in_before_prompts_that_wait_for_them(checkpoint: Callable[[str], Path]) -> None:
+    adapter = adapter_for(checkpoint("qwen3_5"))
+    per_row = 1.3 * adapter.row_bytes(60 + 25)
+    run, rows = started(
+        adapter, 1, Rule("decode", MARK, after=4, times=1), memory_bytes=int((adapter.weights_bytes + 3 * per_row) / 0.9)
+    )
+    run.finish()
+
+    prompts = [[*prompt, MARK, 3] if place == 1 else prompt for place, prompt in enumerate(PROMPTS)]
+    assert [row.output for row in rows] == answers(adapter, prompts, 25)

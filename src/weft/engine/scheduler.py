@@ -117,8 +117,8 @@ class Scheduler:
             self.put_first(self.fairness.first(self.prompts))
 
     def to_take_back(self) -> Sequence | None:
-        """Who has to make room, if anybody: the youngest row when there are too few bytes, or of a client that has most of the
-        places, when another one waits that has none."""
+        """Who has to make room, if anybody: the youngest row when there are too few bytes or one on trial waits, or the youngest
+        of the client that has most places, when another waits that has none."""
         running = [one for one in self.running if not one.is_finished]
         if len(running) > 1 and self.ledger.is_over(running):
             return running[-1]
@@ -126,6 +126,8 @@ class Scheduler:
             return None
         first = self.fairness.first(self.waiting)
         is_full = len(self.running) >= self.config.max_rows or not self.ledger.fits(first, running)
+        if is_full and first.is_on_trial:  # the others do not step before it has
+            return next((one for one in reversed(running) if not one.is_on_trial), None)
         client, count = Counter(one.client for one in running).most_common(1)[0]
         if not is_full or count < 2 or self.fairness.served[first.client] >= self.fairness.served[client]:
             return None
