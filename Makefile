@@ -14,7 +14,7 @@ serve: $(READY)  ## set up and serve the default model, or MODEL=…
 test: $(READY)  ## set up and run the tests: what CI does
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto --dist loadgroup
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .

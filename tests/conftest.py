@@ -22,3 +22,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
     root = tmp_path_factory.mktemp("zoo")
     return functools.cache(lambda name: make_checkpoint(name, root / name))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one architecture in one file go to one worker, which loads it once."""
+    for item in items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
+        if isinstance(name, str):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {name}"))

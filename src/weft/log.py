@@ -27,6 +27,7 @@ def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A00
     # uvicorn looks at its logger's own level, so the root's is not enough. Its access log has no fields; ours has.
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").propagate = False
+    logging.getLogger("uvicorn.access").handlers.clear()
 
 
 def request_line(

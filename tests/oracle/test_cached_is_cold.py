@@ -13,8 +13,9 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
 from weft.cache.disk import DiskTier
+from weft.cache.spec import KeyValues
 from weft.engine.sequence import Sequence
-from weft.model.adapter import Adapter
+from weft.model.adapter import Adapter, LayerCaches, _arrays, _leaves
 from zoo import ARCHITECTURES, VOCABULARY
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
@@ -197,3 +198,23 @@ def test_after_an_abort_and_after_making_room(
     run.finish()
 
     check(run, [again, *sequences], [cold(name)[2], *cold(name)])
+
+
+def measured(adapter: Adapter, caches: LayerCaches) -> int:
+    """Bytes of a row's states as it is seated; where layers can not be read, of all its arrays."""
+    if adapter.unreadable is not None:
+        return sum(array.nbytes for cache in _leaves(caches) for array in _arrays(cache))
+    contents = [content for content in adapter.contents(caches) if content is not None]
+    pairs = [(one.keys, one.values) if isinstance(one, KeyValues) else one for one in contents]
+    return sum(array.nbytes for arrays in pairs for array in arrays if array is not None)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_predicted_bytes_are_measured_bytes(build: Callable[[str], Adapter], name: str) -> None:
+    adapter = build(name)
+    for tokens in (20, 72):
+        caches = adapter.new_caches(tokens)
+        for start in range(0, tokens, 16):
+            adapter.prefill([1 + place % 90 for place in range(start, min(start + 16, tokens))], caches)[0].finish()
+
+        assert adapter.row_bytes(tokens) == pytest.approx(measured(adapter, caches), rel=0.02)
