@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,20 +72,20 @@ def test_exactly_the_guilty_one_fails(server: Server, point: Point) -> None:
 
 
 def test_a_poisoned_row_leaves_nothing_in_the_cache(server: Server) -> None:
-    asked = body(0, MARKED["logits"])
-    ask(server, asked)
-    ask(server, asked)
+    ask(server, body(0, 3100))  # the trunk is known, and what comes behind it for one that is well
+    before = numbers(server)
+    assert "finite" in ask(server, body(0, MARKED["logits"]))["message"]
+
+    assert numbers(server) <= before
+
+
+def numbers(server: Server) -> set[int]:
+    """The chunks that are kept."""
     (model,) = server.get("/v1/cache").json()["models"]
-
-    assert not any(node["length"] > len(TRUNK) + 2 and node["hits"] for node in model["nodes"] if _has(node, asked))
-
-
-def _has(node: dict[str, Any], asked: dict[str, Any]) -> bool:
-    return bool(node["tokens"] == len(asked["prompt"]) - 1 - 128)
+    return {node["number"] for node in model["nodes"]}
 
 
-def test_a_stream_that_fails_ends_with_an_error_and_not_with_a_stop(server: Server, tmp_path: Path) -> None:
-    del tmp_path
+def test_a_stream_that_fails_ends_with_an_error_and_not_with_a_stop(server: Server) -> None:
     reply = server.post("/v1/completions", {**body(0, MARKED["decode"]), "stream": True})
 
     assert '"error"' in reply.text

@@ -20,7 +20,7 @@ from weft.wire import Reuse
 
 log = logging.getLogger("weft.engine")
 
-COPY_BYTES_PER_SECOND = 2e9  # what restoring states costs; measured 2 to 5 on two CPU cores, far more on GPUs
+COPY_BYTES_PER_SECOND = 1e9  # what restoring states costs; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
 
 
 class NoSharing:
