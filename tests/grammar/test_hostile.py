@@ -16,6 +16,7 @@ from hostile import ATTACKS, Attack
 
 import weft.model
 from weft.chat import constraints
+from weft.chat.enforcement import MAX_TEXT
 from weft.errors import InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Matcher
@@ -111,6 +112,18 @@ def test_a_grammar_that_gives_up_after_its_first_token_is_refused() -> None:
     for attack in ATTACKS:
         if attack.name in ("lark 3,000 overlapping terminals", "lark of no finite text", "lark doubled 30 times"):
             assert isinstance(tried(attack), InvalidRequest), attack.name
+
+
+def test_a_text_that_compiles_for_seconds_is_refused_by_its_size() -> None:
+    long = "x" * (MAX_TEXT + 1)
+    for ask in (
+        lambda: constraints.regex(long, PLACE),
+        lambda: constraints.grammar(f'start: "{long}"', PLACE),
+        lambda: constraints.choice(["y", long], PLACE),
+        lambda: constraints.json_schema({"type": "string", "pattern": long}, True, PLACE),
+    ):
+        with pytest.raises(InvalidRequest, match=f"at most {MAX_TEXT} are taken"):
+            ask()
 
 
 def test_ten_thousand_choices_are_taken_whole() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from weft.chat.enforcement import MAX_WORDS, examined, path_of, validator
+from weft.chat.enforcement import MAX_TEXT, MAX_WORDS, examined, path_of, validator
 from weft.errors import InvalidRequest
 from weft.wire import GrammarSpec
 
-MAX_BYTES = 2**19  # of a schema or grammar; programs send a tenth of it
+MAX_BYTES = 2**19  # of a schema or a list of choices; programs send a tenth of it
 MAX_ERRORS = 5
 
 
@@ -36,13 +36,15 @@ def json_schema(schema: Any, strict: bool, place: str) -> GrammarSpec:
 
 def regex(pattern: str, place: str) -> GrammarSpec:
     """An answer that is one match from end to end."""
-    return GrammarSpec("regex", _bounded(pattern, place))
+    return GrammarSpec("regex", _bounded(pattern, place, MAX_TEXT))
 
 
 def choice(choices: list[str], place: str) -> GrammarSpec:
     """One of several texts."""
     if len(set(choices)) < len(choices):
         raise InvalidRequest(f"{place} has a text twice", place)
+    for index, text in enumerate(choices):
+        _bounded(text, f"{place}[{index}]", MAX_TEXT)
     return GrammarSpec("choice", _encoded(choices, place))
 
 
@@ -50,7 +52,7 @@ def grammar(text: str, place: str) -> GrammarSpec:
     """A sentence of a grammar in Lark's or GBNF's notation."""
     if "%json" in text:  # it would get past `json_schema`
         raise InvalidRequest(f"{place}: %json is not taken within a grammar; ask for a schema instead", place)
-    return GrammarSpec("lark", _bounded(text, place))
+    return GrammarSpec("lark", _bounded(text, place, MAX_TEXT))
 
 
 def structural_tag(tag: dict[str, Any] | str, place: str) -> GrammarSpec:
@@ -104,7 +106,7 @@ def _encoded(value: Any, place: str) -> str:
     return _bounded(msgspec.json.encode(value).decode(), place)
 
 
-def _bounded(text: str, place: str) -> str:
-    if (size := len(text.encode())) > MAX_BYTES:
-        raise InvalidRequest(f"{place} has {size} bytes; at most {MAX_BYTES} are taken", place)
+def _bounded(text: str, place: str, most: int = MAX_BYTES) -> str:
+    if (size := len(text.encode())) > most:
+        raise InvalidRequest(f"{place} has {size} bytes; at most {most} are taken", place)
     return text

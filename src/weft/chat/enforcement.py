@@ -29,6 +29,7 @@ import msgspec
 MAX_DEPTH = 64
 MAX_BRANCHES = 64  # of a oneOf: they are compared pair by pair
 MAX_WORDS = 200
+MAX_TEXT = 2**17  # bytes of a pattern, or of a whole grammar: four times as much compiles for two seconds
 
 Node = dict[str, Any]
 Problem = tuple[str, str]  # a place in the schema, as in .properties.x, and the keyword or what is wrong with it
@@ -156,6 +157,8 @@ class _Schema:
             for keyword in node.keys() & BOUNDS.keys():
                 if node[keyword] > LARGEST if BOUNDS[keyword] else node[keyword] < -LARGEST:
                     return path, f"{keyword} {node[keyword]} is too far out to be enforced"
+            if isinstance(pattern := node.get("pattern"), str) and (size := len(pattern.encode())) > MAX_TEXT:
+                return path, f"pattern has {size} bytes; at most {MAX_TEXT} are taken"
             if isinstance(patterns := node.get("patternProperties"), dict) and len(patterns) > MAX_PATTERNED:
                 return path, f"patternProperties has {len(patterns)} patterns; at most {MAX_PATTERNED} are taken"
         return self._miscalculated_multiple()
