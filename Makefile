@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
 
-.PHONY: serve test check bench soak exact-gpu bench-gpu clean
+.PHONY: serve test conformance check bench soak exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -15,6 +15,9 @@ test: $(READY)  ## set up and run the tests: what CI does
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --dist loadgroup
+
+conformance: $(READY)  ## every oracle on all architectures of the zoo (about 8 minutes on two cores); CI looks at some closely
+	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .

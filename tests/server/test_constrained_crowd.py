@@ -219,7 +219,7 @@ def gap_beside(server: Server, schema: Callable[[int], Any] | None, status: int 
     attacker = threading.Thread(target=attack)
     attacker.start()
     try:
-        body = {"prompt": STORY, "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {"prompt": STORY, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": True}
         times = []
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as reply:
             for line in reply.iter_lines():
