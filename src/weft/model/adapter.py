@@ -177,8 +177,8 @@ class Adapter:
                 return copy.deepcopy(checkpoint.layers[place])  # shares the arrays; whoever writes gets his own
             pairs = [block.layers[place] for block in blocks]
             if pairs[0] is not None:
-                cache.keys, cache.values = (mx.concatenate(list(planes), axis=2) for planes in zip(*pairs, strict=True))
-                cache.offset = cache.keys.shape[2]
+                cache.offset = sum(keys.shape[2] for keys, _ in pairs)
+                cache.keys, cache.values = (_joined(planes, cache.step) for planes in zip(*pairs, strict=True))
             return cache
 
         for index, cache in enumerate(caches):
@@ -361,6 +361,13 @@ def _block(cache: Any, start: int, end: int) -> tuple[mx.array, mx.array] | None
     if type(cache) is not KVCache or cache.keys is None:
         return None
     return _own(cache.keys[..., start:end, :]), _own(cache.values[..., start:end, :])
+
+
+def _joined(planes: Sequence[mx.array], tokens: int) -> mx.array:
+    """Blocks in a row, with room for so many tokens in all: what is computed next is written there, and nothing copied again."""
+    batch, heads, _, width = planes[0].shape
+    left = tokens - sum(plane.shape[2] for plane in planes)
+    return mx.concatenate([*planes, mx.zeros((batch, heads, left, width), planes[0].dtype)], axis=2)
 
 
 def _copied(cache: Any) -> Any:
