@@ -160,7 +160,7 @@ class Engine:
             self.scheduler.measured(self.clock() - started)
 
     def pipelined_step(self, plan: Plan) -> None:
-        """Start this step, settle the last one while it runs."""
+        """Start this step, settle the last one while it runs. First tokens do not wait for the prompt work that follows."""
         last, self.pending = self.pending, None
         try:
             self.pending = self.runner.forward(plan, last)
@@ -169,6 +169,9 @@ class Engine:
                 self.settle(last)
         if self.pending is not None:
             self.choose(self.pending)
+            if plan.chunk is not None and self.pending.has_first_tokens:
+                last, self.pending = self.pending, None
+                self.settle(last)
 
     def plain_step(self, plan: Plan) -> None:
         """The same verbs without overlap."""

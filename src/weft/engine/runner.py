@@ -53,6 +53,11 @@ class Step:
         self.is_new = [new and one is not sequence for one, new in zip(self.sequences, self.is_new, strict=True)]
 
     @property
+    def has_first_tokens(self) -> bool:
+        """Whether an answer begins with it."""
+        return any(new and not sequence.output for sequence, new in zip(self.sequences, self.is_new, strict=True))
+
+    @property
     def tokens(self) -> mx.array:
         """(rows,) the chosen tokens, lazy."""
         assert self.choice is not None
