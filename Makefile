@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
 
-.PHONY: serve test conformance check bench soak exact-gpu bench-gpu clean
+.PHONY: serve test conformance check bench soak tools exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -27,6 +27,9 @@ bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (
 
 soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds; CI runs a short one
 	$(BIN)/python tests/soak.py $(MINUTES)
+
+tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 20
+	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/chat/tools/test_tools_in_a_batch.py
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
 	PYTHONPATH=src $(PYTHON) -m bench.exact_gpu

@@ -258,7 +258,7 @@ class Soak:
         """Kill one model's engine every now and then, and stop it twice."""
         stops = [self.seconds / 3, self.seconds * 2 / 3]
         while True:
-            await asyncio.sleep(KILL_SECONDS)
+            await asyncio.sleep(min(KILL_SECONDS, self.seconds * 0.27))
             while (pid := (await self.engines()).get(VICTIM)) is None:
                 await asyncio.sleep(0.1)
             if stops and self.elapsed >= stops[0]:

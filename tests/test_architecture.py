@@ -46,6 +46,7 @@ WITHOUT_MLX = [
     "weft.cache.prefix",
     "weft.cli.cache",
     "weft.cli.client",
+    "weft.cli.launch",
     "weft.cli.main",
     "weft.cli.run",
     "weft.cli.serve",

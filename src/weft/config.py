@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import sys
 from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from weft.errors import WeftError
@@ -102,6 +104,10 @@ class ServerConfig:
     """How long one step of an engine may take before it is replaced. Raise it where a chunk of a prompt takes longer."""
     drain_seconds: float = 5.0
     """How long running requests may go on when the server is stopped."""
+    store_responses: int = 1000
+    """Responses kept in weft's cache folder for clients that come back to them (previous_response_id); 0 keeps none."""
+    store_days: float = 7.0
+    """How long they are kept."""
     log_format: Literal["text", "json"] = "text"
     """How the log is written."""
 
@@ -118,7 +124,7 @@ class ServerConfig:
             raise WeftError("an API key is empty; give one with characters in it, or none")
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
-        least |= {"memory": 1, "request_timeout": 0.001}
+        least |= {"memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
@@ -136,3 +142,13 @@ class ServerConfig:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:  # a name; others than this one may lead anywhere
             return self.host == "localhost"
+
+
+def cache_folder() -> Path:
+    """Where weft keeps what it fetched and converted: WEFT_CACHE, or the platform's cache directory."""
+    if chosen := os.environ.get("WEFT_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base).expanduser().absolute() / "weft"
+    home = Path.home()
+    return home / "Library" / "Caches" / "weft" if sys.platform == "darwin" else home / ".cache" / "weft"

@@ -100,6 +100,13 @@ class Metrics(Collector):
             gap = self._gaps[model] = self._token_gap.labels(model)
         gap.observe(seconds)
 
+    def gaps(self, model: str) -> list[tuple[float, float]]:
+        """How many gaps between tokens were no longer than each of these seconds, so far."""
+        if model not in self._gaps:
+            return []
+        (metric,) = self._gaps[model].collect()
+        return [(float(sample.labels["le"]), sample.value) for sample in metric.samples if sample.name.endswith("_bucket")]
+
     def rows(self, model: str, running: int, waiting: int) -> None:
         """How many rows the engine has now."""
         self._running.labels(model).set(running)

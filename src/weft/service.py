@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -19,13 +20,14 @@ from typing import Protocol
 import msgspec
 
 from weft.answer import Answer
-from weft.chat.conversation import Effort, Generation, LateSystem, Prompt
+from weft.chat.conversation import Conversation, Effort, Generation, LateSystem, Prompt
+from weft.chat.memory import Memory
 from weft.chat.reuse import Report, Reports
 from weft.chat.scribe import Scribe, Written
 from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
 from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
-from weft.wire import ConstraintSpec, Ready, Sampling
+from weft.wire import ConstraintSpec, Limits, Ready, Sampling
 
 log = logging.getLogger("weft.service")
 
@@ -115,7 +117,7 @@ class Served:
         if self.failed is not None:
             screen.failed(self.name, self.failed)
         elif ready is not None and self.is_ready:
-            screen.ready(self.name, ready.limits.context_length, ready.device, ready.memory, ready.notice)
+            screen.ready(self.name, ready.limits.context_length, ready.device, ready.memory, self.notice)
         elif loading is not None:
             screen.loading(self.name, loading.what, loading.done, loading.total)
         if self.is_ready or self.failed is not None:
@@ -132,6 +134,13 @@ class Served:
         """Whether it answers."""
         condition = self.supervisor.condition
         return self.failed is None and self.scribe is not None and condition.ready is not None and not condition.is_sick
+
+    @property
+    def notice(self) -> str | None:
+        """What the operator should know of it."""
+        ready, calls = self.supervisor.condition.ready, self.scribe.calls if self.scribe is not None else None
+        notices = [ready.notice if ready is not None else None, calls.notice if calls is not None else None]
+        return "; ".join(filter(None, notices)) or None
 
     @property
     def is_loading(self) -> bool:
@@ -159,8 +168,10 @@ class Service:
         self.metrics = metrics
         self.max_queue = max_queue
         self.answers: dict[str, list[Answer]] = {}
+        self.watchers: list[Callable[[Answer], None]] = []  # hear of every answer that is over
         self.waiting: list[Waiting] = []
         self.reports = Reports()
+        self.memory = Memory()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self, screen: Screen, on_failure: Callable[[], None]) -> None:
@@ -198,11 +209,14 @@ class Service:
         forget = partial(self._forget, served)
         with self._place(served, generation):
             scribe, ready = served.require()
+            generation = await self._recalled(served, scribe, scribe.fitted(generation))
             written = [await _write(scribe, prompt, generation.effort) for prompt in generation.prompts]
             constraints = [await _constraint(scribe, generation, prompt) for prompt in written]
             sampling = scribe.sampling(generation.sampling)
             if generation.echo:
                 sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+            if generation.is_flexible:
+                sampling = _shortened(sampling, ready.limits, written)
             for prompt in written:
                 ready.limits.check(prompt.ids, sampling)
             scribe, ready = served.require()  # the engine may have gone while a thread wrote
@@ -225,6 +239,22 @@ class Service:
             answer.close()
             raise
         return answer
+
+    async def count(self, generation: Generation) -> int:
+        """How many tokens the prompts of a request have. Raises what is wrong with them."""
+        served = self.find(generation.model)
+        scribe, _ = served.require()
+        generation = await self._recalled(served, scribe, scribe.fitted(generation))
+        return sum([len((await _write(scribe, prompt, generation.effort)).ids) for prompt in generation.prompts])
+
+    async def _recalled(self, served: Served, scribe: Scribe, generation: Generation) -> Generation:
+        """The same with what earlier answers thought, where the client left it out and the template takes it."""
+        if not generation.recalls or not self.memory or scribe.writer is None:
+            return generation
+        beside_text = scribe.writer.capabilities.text_and_reasoning
+        recall = partial(self.memory.recalled, _owner(served, generation), beside_text=beside_text)
+        prompts = [await asyncio.to_thread(recall, one) if isinstance(one, Conversation) else one for one in generation.prompts]
+        return replace(generation, prompts=tuple(prompts))
 
     def open_later(self, generation: Generation, request_id: str) -> Waiting:
         """The same for a model that is still on its way: something to wait with, for a stream that has time."""
@@ -280,6 +310,12 @@ class Service:
             served.pace.ended(time.monotonic())
         if (report := answer.report) is not None:
             self.reports.add(report)
+        for watcher in self.watchers:
+            watcher(answer)
+        for index, choice in enumerate(answer.choices):
+            prompt = answer.generation.prompts[index // answer.generation.n]
+            if choice.finish is not None and isinstance(prompt, Conversation) and (said := choice.turn.message) is not None:
+                self.memory.keep(_owner(served, answer.generation), prompt.messages[-1], said)
         with suppress(KeyError, ValueError):
             self.answers[answer.request_id].remove(answer)
             if not self.answers[answer.request_id]:
@@ -338,6 +374,18 @@ async def _constraint(scribe: Scribe, generation: Generation, written: Written) 
     if generation.tool_choice is None:
         return scribe.constraint(generation, written)
     return await asyncio.to_thread(scribe.constraint, generation, written)
+
+
+def _shortened(sampling: Sampling, limits: Limits, written: Sequence[Written]) -> Sampling:
+    """The same with at most as many tokens as there is room for. Raises where there is room for none."""
+    unbounded = msgspec.structs.replace(sampling, max_tokens=None)
+    room = min(limits.check(prompt.ids, unbounded) for prompt in written)
+    return msgspec.structs.replace(sampling, max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens))
+
+
+def _owner(served: Served, generation: Generation) -> str:
+    """Whose thoughts an answer's are."""
+    return "\0".join((served.name, generation.client, generation.cache_salt))
 
 
 def _forked(sampling: Sampling, index: int) -> Sampling:

@@ -76,6 +76,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+# How JSON is written that must fit a schema, in llguidance's words.
+JSON_OPTIONS = {
+    # A line break with its indent, or a blank: what pretty-printed JSON needs. Without a bound a model may go on for ever.
+    "whitespace_pattern": r"[ ]|\n[ ]{0,32}",
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "json_allowed_escapes": 'nrbtf\\"',  # others could write a key a second time in other letters
+    "json_allow_general_unicode_escapes": False,
+}
+
+
 class GrammarSpec(msgspec.Struct, frozen=True):
     """What an answer must look like, in the words it was asked for. The engine compiles it."""
 
@@ -93,6 +105,7 @@ class ThinkingSpec(msgspec.Struct, frozen=True):
     may_open: bool  # the answer may begin with the open marker
     budget: int | None = None  # tokens that may be thought; then the close marker is forced. None: no limit
     gap: str = ""  # what the model was taught to write between the close marker and the answer
+    shunned: str = ""  # a text that must not come within it
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
@@ -223,6 +236,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     waiting: int = 0
     memory: dict[str, int] = {}  # bytes by kind
     prefixes: dict[str, int] = {}  # what happened to computed prompts so far, by kind: evicted, loaded, damaged, …
+    prefilling: tuple[int, ...] = ()  # sequences whose prompt is being computed
+    following: tuple[int, ...] = ()  # those that wait for another to compute what they need too
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -213,7 +213,7 @@ def test_two_origins_are_refused_even_when_both_are_good() -> None:
 
 
 def test_without_an_origin_nothing_is_said_about_origins() -> None:
-    assert ask(Guard(app)).headers.keys() == {"x-request-id", "content-type", "content-length"}
+    assert ask(Guard(app)).headers.keys() == {"x-request-id", "request-id", "content-type", "content-length"}
 
 
 def test_a_preflight_is_answered_here_and_needs_no_key() -> None:
@@ -363,6 +363,29 @@ def test_inside_starlette_every_error_is_told_and_logged_by_the_guard(caplog: py
     ]
     assert all(answer.headers["x-request-id"] for answer in answers)
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/v1/messages", {"type": "error", "error": {"type": "authentication_error"}, "request_id": "abc"}),
+        ("/v1/messages/count_tokens", {"type": "error", "error": {"type": "authentication_error"}, "request_id": "abc"}),
+        ("/v1/models", {"error": {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}}),
+    ],
+)
+def test_a_refusal_has_the_shape_of_the_wire_that_was_knocked_at(path: str, told: dict[str, Any]) -> None:
+    answer = ask(Guard(app, api_keys=[KEY]), ("x-request-id", "abc"), path=path)
+    body = json.loads(answer.body)
+
+    assert answer.status == 401
+    assert "x-api-key" in body["error"].pop("message")
+    assert body == told
+
+
+def test_a_refusal_on_ollamas_wire_is_a_sentence() -> None:
+    answer = ask(Guard(app, api_keys=[KEY]), path="/api/chat")
+
+    assert "x-api-key" in json.loads(answer.body)["error"]
 
 
 def test_every_status_is_reported_also_of_refusals() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from weft.api.openai import chat, completions
+from weft.api.anthropic import messages
+from weft.api.ollama import chat as ollama
+from weft.api.openai import chat, completions, responses
 from weft.api.openapi import document
 from weft.api.reply import Heading
 from weft.chat.conversation import Finish, Reused, Text, Usage
@@ -39,6 +41,19 @@ def test_every_path_is_described() -> None:
     assert {path: next(iter(methods)) for path, methods in DOCUMENT["paths"].items()} == {
         "/v1/chat/completions": "post",
         "/v1/completions": "post",
+        "/v1/responses": "post",
+        "/v1/responses/input_tokens": "post",
+        "/v1/responses/{id}": "get",
+        "/v1/responses/{id}/input_items": "get",
+        "/v1/responses/{id}/cancel": "post",
+        "/v1/messages": "post",
+        "/v1/messages/count_tokens": "post",
+        "/api/chat": "post",
+        "/api/generate": "post",
+        "/api/version": "get",
+        "/api/tags": "get",
+        "/api/ps": "get",
+        "/api/show": "post",
         "/v1/models": "get",
         "/v1/models/{id}": "get",
         "/health": "get",
@@ -55,11 +70,10 @@ def test_every_path_is_described() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENT["paths"])
 def test_every_operation_has_its_parameters_its_answer_and_its_errors(path: str) -> None:
-    (operation,) = DOCUMENT["paths"][path].values()
-
-    assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= operation["responses"].keys()
-    assert ("parameters" in operation) == ("{id}" in path)
-    assert all(response["content"] for response in operation["responses"].values())
+    for operation in DOCUMENT["paths"][path].values():
+        assert {"200", "400", "401", "404", "413", "429", "500", "503"} <= operation["responses"].keys()
+        assert ("parameters" in operation) == ("{id}" in path)
+        assert all(response["content"] for response in operation["responses"].values())
 
 
 def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
@@ -136,6 +150,77 @@ def test_the_completions_schema_and_the_translator_agree(fields: dict[str, Any],
     _agree(completions.translate, "CompletionRequest", {"prompt": "a", **fields}, accepted)
 
 
+@pytest.mark.parametrize(
+    ("fields", "accepted"),
+    [
+        ({}, True),
+        ({"messages": [{**USER, "images": ["aGk="]}, {"role": "tool", "tool_name": "f"}], "keep_alive": 5, "new": 1}, True),
+        ({"options": {"num_ctx": 5, "mirostat": 0, "stop": "a", "num_predict": -2, "new": 1}, "format": "json"}, True),
+        ({"format": {"type": "object"}, "think": "high", "tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+        ({"format": "xml"}, False),
+        ({"think": "very"}, False),
+        ({"options": {"mirostat": 1}}, False),
+        ({"options": {"stop": ""}}, False),
+        ({"template": "x"}, False),
+        ({"messages": [{"role": "developer", "content": "a"}]}, False),
+        ({"tools": [{"type": "custom"}]}, False),
+    ],
+)
+def test_the_schema_of_ollama_s_chat_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:
+    _agree(ollama.translate_chat, "OllamaChatRequest", {"messages": [USER], **fields}, accepted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepted"),
+    [
+        ({}, True),
+        ({"input": [{"role": "user", "content": "a"}], "max_output_tokens": 1, "background": False, "new": 1}, True),
+        ({"reasoning": {"effort": "low", "summary": "auto", "context": "auto"}, "text": {"format": {"type": "text"}}}, True),
+        ({"tools": [{"type": "function", "name": "f"}, {"type": "web_search"}], "truncation": "auto", "n": 1}, True),
+        ({"input": None}, False),
+        ({"input": [5]}, False),
+        ({"max_output_tokens": 0}, False),
+        ({"background": True}, False),
+        ({"conversation": "c"}, False),
+        ({"max_tokens": 5}, False),
+        ({"n": 2}, False),
+        ({"reasoning": {"effort": "huge"}}, False),
+        ({"text": {"format": {"type": "xml"}}}, False),
+        ({"tools": [{"name": "f"}]}, False),
+        ({"tool_choice": "any"}, False),
+        ({"truncation": "some"}, False),
+    ],
+)
+def test_the_schema_of_responses_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:
+    _agree(responses.translate, "ResponseRequest", {"input": "a", **fields}, accepted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "accepted"),
+    [
+        ({"max_tokens": 0, "system": [{"type": "text", "text": "a"}], "new": 1, "service_tier": "auto"}, True),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "image"}]}]}, True),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}], "tool_choice": {"type": "auto"}},
+            True,
+        ),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}, "output_config": {"effort": "max"}, "mcp_servers": []}, True),
+        ({"max_tokens": None}, False),
+        ({"messages": []}, False),
+        ({"messages": [{"role": "tool", "content": "a"}]}, False),
+        ({"messages": [{"role": "user", "content": [{}]}]}, False),
+        ({"messages": [{"role": "user", "content": None}]}, False),
+        ({"thinking": {"type": "often"}}, False),
+        ({"output_config": {"effort": "huge"}}, False),
+        ({"tool_choice": {"type": "required"}}, False),
+        ({"stop_sequences": [""]}, False),
+        ({"mcp_servers": [{}]}, False),
+    ],
+)
+def test_the_schema_of_messages_and_the_translator_agree(fields: dict[str, Any], accepted: bool) -> None:
+    _agree(messages.translate, "MessagesRequest", {"messages": [USER], "max_tokens": 1, **fields}, accepted)
+
+
 def _agree(translate: Any, name: str, body: dict[str, Any], accepted: bool) -> None:
     assert _validator(name).is_valid(body) == accepted
     if accepted:
@@ -150,6 +235,10 @@ def _agree(translate: Any, name: str, body: dict[str, Any], accepted: bool) -> N
     [
         (chat.translate, {"messages": [USER], "logprobs": True}, "ChatCompletion"),
         (completions.translate, {"prompt": "a"}, "Completion"),
+        (responses.translate, {"input": "a"}, "Response"),
+        (ollama.translate_chat, {"messages": [USER]}, "OllamaChat"),
+        (ollama.translate_generate, {"prompt": "a"}, "OllamaText"),
+        (messages.translate, {"messages": [USER], "max_tokens": 1}, "Message"),
     ],
 )
 def test_replies_are_as_described(translate: Any, body: dict[str, Any], name: str) -> None:

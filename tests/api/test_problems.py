@@ -9,7 +9,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from weft.api.problems import BorderError, handle, headers_of, openai_body, problem, status_of
+from weft.api.problems import BorderError, anthropic_body, handle, headers_of, openai_body, problem, status_of
 from weft.errors import (
     BadModel,
     ContextTooLong,
@@ -54,12 +54,47 @@ def test_an_error_is_told_with_its_status_and_its_own_words(
     assert openai_body(error) == {"error": {"message": "words", "type": kind, "param": param, "code": code}}
 
 
+MESSAGES = "/v1/messages"
+ANTHROPIC_TABLE = [
+    (InvalidRequest("words", "top_p"), 400, "invalid_request_error"),
+    (InsufficientMemory("words", "max_tokens"), 400, "invalid_request_error"),
+    (BorderError(401, "invalid_api_key", "words"), 401, "authentication_error"),
+    (BorderError(403, "forbidden_host", "words"), 403, "permission_error"),
+    (UnknownModel("words", "model"), 404, "not_found_error"),
+    (BorderError(405, "method_not_allowed", "words"), 405, "invalid_request_error"),
+    (BorderError(413, "request_too_large", "words"), 413, "request_too_large"),
+    (RequestCancelled("words"), 499, "invalid_request_error"),
+    (RowFailed("words"), 500, "api_error"),
+    (EngineStarting("words"), 503, "overloaded_error"),
+    (RequestTimedOut("words"), 504, "timeout_error"),
+    (QueueFull("words"), 529, "overloaded_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "kind"), ANTHROPIC_TABLE, ids=lambda value: type(value).__name__)
+def test_the_same_error_has_a_name_of_its_own_on_anthropics_wire(error: WeftError, status: int, kind: str) -> None:
+    response = problem(error, "abc", MESSAGES)
+
+    assert response.status_code == status_of(error, MESSAGES) == status
+    assert json.loads(response.body) == {"type": "error", "error": {"type": kind, "message": "words"}, "request_id": "abc"}
+
+
+def test_each_wire_is_known_by_how_its_paths_begin() -> None:
+    told = {path: json.loads(problem(QueueFull("full"), "abc", path).body) for path in (MESSAGES, "/api/chat", "/v1/models")}
+
+    assert told[MESSAGES]["error"]["type"] == "overloaded_error"
+    assert told["/api/chat"] == {"error": "full"}
+    assert told["/v1/models"]["error"]["code"] == "queue_full"
+    assert problem(QueueFull("full", 9), "abc", MESSAGES).headers["retry-after"] == "9"
+
+
 @pytest.mark.parametrize("error", [InternalError("secret"), BadModel("/secret/folder"), KeyError("secret"), WeftError("secret")])
 def test_whatever_is_not_in_the_table_is_a_500_that_tells_nothing_of_the_inside(error: Exception) -> None:
     response = problem(error, "abc")
 
     assert response.status_code == 500
     assert json.loads(response.body)["error"]["code"] == "internal_error"
+    assert b"secret" not in bytes(problem(error, "abc", MESSAGES).body)
     assert b"secret" not in bytes(response.body)
 
 
@@ -72,6 +107,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_agents_look_for() -> Non
         "Please reduce the length of the messages."
     )
     assert openai_body(caught.value)["error"]["code"] == "context_length_exceeded"
+    assert anthropic_body(caught.value, "")["error"]["message"] == "prompt is too long: 9000 tokens > 8192 maximum"
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0, "1"), (1, "1"), (7, "7"), (3600, "30")])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from weft.chat.conversation import CallOpened, Conversation, Generation, Message, Reasoning, Text
+from weft.chat.memory import Memory, Turn
 from weft.chat.scribe import Scribe
 from weft.chat.tools import read_choice, read_tools
 from weft.errors import InvalidRequest, UnsupportedParameter
@@ -67,6 +68,41 @@ def test_calls_are_read_where_tools_may_be_called_and_are_text_elsewhere() -> No
         assert "".join(delta.text for delta in said(one, generation, CALL)) == CALL
 
 
+def test_triggers_are_kept_out_of_the_thinking_where_there_are_tools(tmp_path: Path) -> None:
+    hermes, anchored = constraint(Scribe(TINY_HYBRID), asked()), constraint(scribe(tmp_path, "llama3"), asked())
+
+    assert hermes is not None
+    assert hermes.thinking is not None
+    assert hermes.thinking.shunned == "<tool_call>"
+    assert anchored is not None
+    assert anchored.thinking is None or anchored.thinking.shunned == ""
+    budgeted = constraint(Scribe(TINY_HYBRID), replace(PLAIN, thinking_budget=5))
+    assert budgeted is not None
+    assert budgeted.thinking is not None
+    assert budgeted.thinking.shunned == ""
+
+
+def test_with_what_was_thought_the_next_prompt_begins_as_the_answer_went_on() -> None:
+    one, generation, memory = Scribe(TINY_HYBRID), asked(), Memory()
+    conversation = generation.prompts[0]
+    assert isinstance(conversation, Conversation)
+    before = one.write(conversation)
+    given = one.tokenizer.encode("I look.\n</think>\n\n" + CALL, add_special_tokens=False)
+    reader, turn = one.reader(generation, before), Turn()
+    for token in given:
+        turn.take(reader.feed(token))
+    turn.take(reader.finish())
+    said = turn.message
+    assert said is not None
+    memory.keep("me", conversation.messages[-1], said)
+    sent = (replace(said, reasoning=None), Message("tool", "sunny", tool_call_id=said.tool_calls[0].id))
+    later = replace(conversation, messages=(*conversation.messages, *sent))
+
+    recalled = one.write(memory.recalled("me", later, beside_text=True)).ids
+    assert recalled[: len(before.ids) + len(given)] == before.ids + given
+    assert one.write(later).ids[: len(before.ids) + 1] != recalled[: len(before.ids) + 1]
+
+
 def test_a_model_without_a_place_for_tools_refuses_them_by_name(tmp_path: Path) -> None:
     one = scribe(tmp_path, "chatml")
 
@@ -99,3 +135,17 @@ def test_where_answers_have_channels_they_are_read_and_shaped_by_them_also_witho
     assert "final" in shaped.grammar.text
     assert "".join(delta.text for delta in said(one, plain_text, text)) == text
     assert constraint(one, replace(plain_text, grammar=SHAPE)) == ConstraintSpec(SHAPE)
+
+
+def test_wishes_about_thinking_are_left_out_where_a_model_does_not_think_and_demands_are_not(tmp_path: Path) -> None:
+    wish = replace(PLAIN, effort="high", thinking_budget=5, is_flexible=True)
+    plain, channels = scribe(tmp_path, "chatml"), scribe(tmp_path, "gpt-oss")
+    plain.markers = channels.markers = None  # the tiny vocabulary has tokens for thinking, those of such models have not
+
+    fitted = {name: one.fitted(wish) for name, one in (("plain", plain), ("channels", channels), ("tiny", Scribe(TINY_HYBRID)))}
+
+    assert (fitted["plain"].effort, fitted["plain"].thinking_budget) == (None, None)
+    assert (fitted["channels"].effort, fitted["channels"].thinking_budget) == ("high", None)
+    assert fitted["tiny"] == wish
+    demand = replace(wish, is_flexible=False)
+    assert plain.fitted(demand) == demand

@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
     def do_GET(self) -> None:
-        models = {"object": "list", "data": [{"id": model["id"], "object": "model"} for model in STATUS["models"]]}  # type: ignore[attr-defined]
+        models = {"object": "list", "data": [{**model, "object": "model"} for model in STATUS["models"]]}  # type: ignore[attr-defined]
         match self.path:
             case "/health":
                 self._json({"status": "ok"}, self.server.health)

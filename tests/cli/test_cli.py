@@ -90,7 +90,7 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
     assert min(times) < 0.6  # 0.15 s on a quiet machine; test processes share the cores
 
 
-@pytest.mark.parametrize("command", ["serve", "run", "ls", "pull", "ps", "cache ls", "cache clear", "cache why"])
+@pytest.mark.parametrize("command", ["serve", "run", "ls", "pull", "ps", "launch", "cache ls", "cache clear", "cache why"])
 def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) -> None:
     assert f"For example:\n  weft {command}" in weft(tmp_path, *command.split(), "--help").stdout
 

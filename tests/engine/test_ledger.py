@@ -74,9 +74,7 @@ def test_sixty_four_long_requests_all_finish_with_room_for_a_few(adapter: Adapte
     assert [one.output for one in rows] == answers(adapter, prompts, 30)
 
 
-def test_rows_that_outgrow_what_was_expected_make_room_youngest_first(
-    adapter: Adapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_outgrow_what_was_expected_make_room_youngest_first(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.engine.ledger.EXPECTED_TOKENS", 8)
     prompts = random_prompts(adapter.vocab_size, [20, 20, 20, 20], seed=6)
     config = dataclasses.replace(SMALL, memory_bytes=ledger_of(2.5, adapter, 90))

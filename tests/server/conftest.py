@@ -13,7 +13,8 @@ from servers import Server, running
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """tiny-hybrid, served."""
-    with running(tmp_path_factory.mktemp("server") / "log", "tiny-hybrid") as server:
+    folder = tmp_path_factory.mktemp("server")
+    with running(folder / "log", "tiny-hybrid", environment={"WEFT_CACHE": str(folder)}) as server:
         yield server
 
 

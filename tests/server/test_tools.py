@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -11,6 +14,11 @@ import openai
 import pytest
 
 from conftest import Server
+from fronts import front
+from weft.api.openai.chat import translate
+from weft.chat.conversation import Conversation, ToolCall
+from weft.chat.scribe import Scribe
+from weft.model.resolve import TINY_HYBRID
 
 WEATHER: Any = {
     "type": "function",
@@ -33,6 +41,10 @@ BOOKING = {
 }
 BOOKING["properties"]["name"]["additionalProperties"] = False  # type: ignore[index]
 BOOK: Any = {"type": "function", "function": {"name": "book", "parameters": BOOKING, "strict": True}}
+MARKED = 'start: ("sun" | "rain") "\\n" CITY\nCITY: "\\"" /[A-Z][a-z]{2,8}/ "\\""'
+FORM = {"type": "grammar", "grammar": {"syntax": "lark", "definition": MARKED}}
+NOTE: Any = {"type": "custom", "custom": {"name": "note", "description": "Note the weather", "format": FORM}}
+ONLY_NOTE: Any = {"type": "custom", "custom": {"name": "note"}}
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, BOOK)}
 QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
 STORY: Any = {"role": "user", "content": "Tell me a story about a dog."}
@@ -178,6 +190,77 @@ def test_an_answer_of_a_given_shape_and_a_call_go_together(client: openai.OpenAI
     assert valid(called) == ["get_weather"]
 
 
+def custom(calls: Any) -> list[tuple[str, str]]:
+    assert all(call.type == "custom" and call.id for call in calls)
+    return [(call.custom.name, call.custom.input) for call in calls]
+
+
+def test_a_custom_tool_gets_a_text_of_its_own_grammar_streamed_or_not(client: openai.OpenAI, server: Server) -> None:
+    fields: Any = {"tools": [NOTE, WEATHER], "tool_choice": ONLY_NOTE, "temperature": 1, "seed": 4, "max_tokens": 300}
+    choice = ask(client, STORY, **fields)
+    [(name, text)] = custom(choice.message.tool_calls)
+
+    assert choice.finish_reason == "tool_calls"
+    assert name == "note"
+    assert re.fullmatch('(sun|rain)\n"[A-Z][a-z]{2,8}"', text)
+    reply = server.post("/v1/chat/completions", {"model": "tiny-hybrid", "messages": [STORY], "stream": True, **fields})
+    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+    told = [call for chunk in chunks for one in chunk["choices"] for call in one["delta"].get("tool_calls", [])]
+    assert [{**told[0], "id": ""}] == [{"index": 0, "id": "", "type": "custom", "custom": {"name": "note", "input": ""}}]
+    assert "".join(call["custom"]["input"] for call in told) == text
+    assert all(set(call) == {"index", "custom"} for call in told[1:])
+
+
+def test_a_custom_call_that_is_sent_back_is_a_call_with_that_text() -> None:
+    call = {"id": "call_1", "type": "custom", "custom": {"name": "note", "input": 'sun\n"Paris"'}}
+    asked = translate({"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}], "tools": [NOTE]})
+    [conversation] = asked.generation.prompts
+
+    assert isinstance(conversation, Conversation)
+    assert conversation.messages[1].tool_calls == (ToolCall("note", '{"input": "sun\\n\\"Paris\\""}', "call_1"),)
+    assert [tool["type"] for tool in conversation.tools] == ["function"]
+
+
+def test_a_template_that_writes_calls_in_no_known_way_is_told_with_the_model(tmp_path: Path) -> None:
+    source = (TINY_HYBRID / "chat_template.jinja").read_text(encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(source.replace("<tool_call>", "<tell>"), encoding="utf-8")
+    shutil.copy(TINY_HYBRID / "tokenizer.json", tmp_path)
+    with front({"odd": []}) as one:
+        assert "notice" not in one.get("/v1/models/odd").json()
+        one.service.models[0].scribe = Scribe(tmp_path)
+
+        assert "in no way that weft knows" in one.get("/v1/models/odd").json()["notice"]
+
+
+def test_what_was_thought_is_kept_for_a_client_that_drops_it(client: openai.OpenAI) -> None:
+    def usage(*messages: Any, **more: Any) -> tuple[int, int]:
+        fields: Any = {"model": "tiny-hybrid", "temperature": 0, "tools": [WEATHER], "max_tokens": 1, "extra_body": more}
+        told = client.chat.completions.create(messages=list(messages), **fields).usage
+        assert told is not None
+        assert told.prompt_tokens_details is not None
+        return told.prompt_tokens, told.prompt_tokens_details.cached_tokens or 0
+
+    salt = {"cache_salt": "kept"}
+    called = ask(client, QUESTION, tools=[WEATHER], extra_body=salt).message
+    call = called.tool_calls[0].model_dump()
+    bare = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    again = [{**bare, "tool_calls": [{**call, "id": "call_2"}]}, {**result, "tool_call_id": "call_2"}]
+
+    recalled, _ = usage(QUESTION, bare, result, **salt)
+    # A client that sends what was thought has the same prompt to the last token.
+    assert usage(QUESTION, {**bare, "reasoning_content": called.reasoning_content}, result, **salt) == (recalled, recalled - 1)
+    # And so the turns after it stand on the whole of it.
+    assert usage(QUESTION, bare, result, *again, **salt)[1] >= recalled - 4
+    # Nobody gets it who does not want it, or who did not have it.
+    assert usage(QUESTION, bare, result, recall_reasoning=False, **salt)[0] < recalled
+    assert usage(QUESTION, bare, result)[0] < recalled
+    assert (
+        usage(QUESTION, {**bare, "tool_calls": [{**call, "id": "call_2"}]}, {**result, "tool_call_id": "call_2"}, **salt)[0]
+        < recalled
+    )
+
+
 def bad(**function: Any) -> dict[str, Any]:
     return {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
 
@@ -185,7 +268,12 @@ def bad(**function: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f", "format": "lark"}}]}, "tools[0].custom.format"),
+        (
+            {"tools": [NOTE], "messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
         (bad(name=""), "tools[0].function.name"),
         (bad(parameters=[]), "tools[0].function.parameters"),
         (bad(parameters={"type": "string"}), "tools[0].function.parameters"),

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,11 @@ def marked(text: str) -> str:
     return re.sub(r"(-?\d+\.\d+(?:e-\d+)?)", lambda number: f"{float(number[1]):.2f}".replace("-0.00", "0.00"), text)
 
 
-def merged(stream: str) -> str:
-    """An event stream in which pieces of one text that follow each other are one event."""
+def merged(stream: str, joined: Callable[[str, str], str | None] | None = None) -> str:
+    """An event stream in which pieces of one text that follow each other are one event; `joined` is another wire's way."""
     frames: list[str] = []
     for frame in stream.split("\n\n"):
-        if frames and (both := _joined(frames[-1], frame)):
+        if frames and (both := (joined or _joined)(frames[-1], frame)):
             frames[-1] = both
         else:
             frames.append(frame)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
@@ -17,35 +17,64 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.answer import Answer
 from weft.api import problems
+from weft.api.anthropic import messages
 from weft.api.body import read_json
 from weft.api.cache import Cache
 from weft.api.deadline import Deadline
+from weft.api.events import Events
 from weft.api.guards import Guard
-from weft.api.openai import chat, completions
+from weft.api.ollama import chat as ollama
+from weft.api.ollama.models import Models
+from weft.api.openai import chat, completions, responses
+from weft.api.openai.response_routes import Responses
+from weft.api.openai.responses import Past
+from weft.api.page import Page
 from weft.api.reply import Asked, Heading
 from weft.api.sse import EventStream, whole
 from weft.api.status import Status, json_response
 from weft.chat.conversation import Generation
 from weft.config import ServerConfig
+from weft.errors import ContextTooLong
 from weft.log import request_line
 from weft.service import Service
 
 LARGE_BODY = 1 << 16  # bytes
-SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id")  # their clients come again
+# Their clients come again with more of the same.
+SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id")
 
-Translate = Callable[[dict[str, Any]], Asked]
+Translate = Callable[..., Asked]  # takes a body, and where there is a Recall the past
+Recall = Callable[[dict[str, Any], bytes], Awaitable[Past]]  # takes a body, and the key that sends it
 
 
 def make_app(service: Service, config: ServerConfig) -> Starlette:
     """The server as an ASGI application, guards around it."""
-    status, cache = Status(service, config), Cache(service, config)
+    status, cache, models = Status(service, config), Cache(service, config), Models(service, config)
+    kept, page, events = Responses(service, config, status), Page(), Events(service)
     routes = [
+        *(Route(path, page.file) for path in page.files),  # Claude Code asks by HEAD / whether somebody is there
         _generating("/v1/chat/completions", "chat", chat.translate, service, config),
         _generating("/v1/completions", "completions", completions.translate, service, config),
+        _generating("/v1/responses", "responses", responses.translate, service, config, kept.recall),
+        Route("/v1/responses/input_tokens", kept.input_tokens, methods=["POST"]),
+        Route("/v1/responses/{id}", kept.get),
+        Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", kept.items),
+        Route("/v1/responses/{id}/cancel", kept.cancel, methods=["POST"]),
+        _generating("/v1/messages", "messages", messages.translate, service, config),
+        _counting("/v1/messages/count_tokens", messages.translate_count, service, config),
+        _generating("/api/chat", "ollama", ollama.translate_chat, service, config),
+        _generating("/api/generate", "ollama", ollama.translate_generate, service, config),
+        Route("/api/version", models.version),
+        Route("/api/tags", models.tags),
+        Route("/api/ps", models.ps),
+        Route("/api/show", models.show, methods=["POST"]),
+        Route("/api/embed", models.embed, methods=["POST"]),
+        Route("/api/embeddings", models.embed, methods=["POST"]),
         Route("/v1/models", status.models),
         Route("/v1/models/{id:path}", status.model),
         Route("/v1/requests/{id}/cancel", status.cancel, methods=["POST"]),
@@ -53,6 +82,7 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
         Route("/v1/cache/clear", cache.clear, methods=["POST"]),
         Route("/v1/cache/requests/{id}", cache.report),
         Route("/v1/status", status.status),
+        Route("/v1/events", events.stream),
         Route("/health", status.health),
         Route("/metrics", status.metrics),
         Route("/openapi.json", status.openapi),
@@ -62,6 +92,7 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
     guard = Middleware(
         Guard,
         api_keys=config.api_keys,
+        open_paths=("/health", *page.files),
         allowed_hosts=(*config.allowed_hosts, config.host),
         allowed_origins=config.allowed_origins,
         on_response=service.metrics.http,
@@ -69,7 +100,9 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle})
 
 
-def _generating(path: str, wire: str, translate: Translate, service: Service, config: ServerConfig) -> Route:
+def _generating(
+    path: str, wire: str, translate: Translate, service: Service, config: ServerConfig, recall: Recall | None = None
+) -> Route:
     async def endpoint(request: Request) -> Any:
         """Understand the body, ask the service, and reply: streamed, whole, or with what is wrong."""
         visit = Visit(request, wire, service)
@@ -77,26 +110,49 @@ def _generating(path: str, wire: str, translate: Translate, service: Service, co
             deadline = Deadline.of(request.headers, config.request_timeout)
             body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
             # A large schema takes its time; streams are not to wait for it.
-            large = int(request.headers.get("content-length") or 0) > LARGE_BODY
-            asked = await asyncio.to_thread(translate, body) if large else translate(body)
-            generation = _from(request, asked.generation)
+            large = int(request.headers.get("content-length") or 0) > LARGE_BODY or recall is not None
+            known = {} if recall is None else {"past": await recall(body, request.state.api_key)}
+            asked = await asyncio.to_thread(translate, body, **known) if large else translate(body)
+            generation = _from(request, replace(asked.generation, wire=wire))
             served = service.find(generation.model)
-            heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service))
+            sampling = None if served.scribe is None else served.scribe.sampling(generation.sampling)
+            heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service), sampling)
             reply = asked.reply(heading)
             visit.model = served.name
             headers = {"x-ignored-params": quote(", ".join(asked.ignored), safe=", ")[:1000]} if asked.ignored else {}
+            if not generation.prompts:  # only the model is asked for
+                await deadline.hold(served.until_settled())
+                served.require()
+                visit.ended(None, None)
+                return json_response(reply.whole(), headers=headers)
             if asked.stream and served.is_loading:
                 waiting = service.open_later(generation, visit.request_id)
-                return EventStream(reply, waiting, config.heartbeat_seconds, headers, visit.ended, deadline)
-            answer = visit.answer = await deadline.hold(service.open(generation, visit.request_id))
+                return EventStream(reply, waiting, config.heartbeat_seconds, headers, visit.ended, deadline, asked.media_type)
+            try:
+                answer = visit.answer = await deadline.hold(service.open(generation, visit.request_id))
+            except ContextTooLong as error:
+                if not (asked.stream and asked.streams_overflow):
+                    raise
+                visit.ended(None, error)
+                return Response(reply.opening() + reply.failure(error), headers=headers, media_type=asked.media_type)
             if asked.stream:
-                return EventStream(reply, answer, config.heartbeat_seconds, headers, visit.ended, deadline)
+                return EventStream(reply, answer, config.heartbeat_seconds, headers, visit.ended, deadline, asked.media_type)
             response = json_response(await whole(reply, answer, request.receive, deadline), headers=headers)
             visit.ended(answer, None)
             return response
         except Exception as error:  # told by the guard; here it is only counted
             visit.ended(visit.answer, error)
             raise
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _counting(path: str, translate: Callable[[dict[str, Any]], Generation], service: Service, config: ServerConfig) -> Route:
+    async def endpoint(request: Request) -> Any:
+        """How many tokens a request's prompt has."""
+        body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
+        generation = await asyncio.to_thread(translate, body)
+        return json_response({"input_tokens": await service.count(generation)})
 
     return Route(path, endpoint, methods=["POST"])
 
@@ -116,6 +172,7 @@ class Visit:
         self.request_id: str = request.state.request_id
         self.client = f"{request.client.host}:{request.client.port}" if request.client else "-"
         self.wire = wire
+        self.path = request.scope["path"]
         self.service = service
         self.model = "-"
         self.answer: Answer | None = None
@@ -123,7 +180,7 @@ class Visit:
 
     def ended(self, answer: Answer | None, error: BaseException | None) -> None:
         """Count it and say so, once."""
-        status = 200 if error is None else problems.status_of(error) if isinstance(error, Exception) else 499
+        status = 200 if error is None else problems.status_of(error, self.path) if isinstance(error, Exception) else 499
         usage = answer.usage if answer is not None else None
         finish = "cancelled" if status == 499 else "error" if error is not None else answer.finish if answer else None
         request_line(

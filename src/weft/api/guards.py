@@ -1,7 +1,7 @@
 """Who may enter: the one middleware around the app. It checks Host, Origin and key, names the request, catches what escapes.
 
 Web pages are the danger on loopback: any page may send requests to localhost (hence Origin), and a page's own name may be
-made to resolve to us (DNS rebinding, hence Host). Knows no endpoint but /health, which needs no key and does not queue.
+made to resolve to us (DNS rebinding, hence Host). Knows no endpoint but /health, which does not queue.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFLIGHT_SECONDS = "600"
 class Guard:
     """The app's one middleware, inside Starlette's own, which would tell an error as plain text before it comes here.
 
-    `allowed_hosts` are DNS names we are known by, `allowed_origins` those of pages that may use us.
+    `allowed_hosts` are DNS names we are known by, `allowed_origins` those of pages that may use us, `open_paths` need no key.
     """
 
     def __init__(
@@ -38,12 +38,14 @@ class Guard:
         app: ASGIApp,
         *,
         api_keys: Iterable[str] = (),
+        open_paths: Iterable[str] = ("/health",),
         allowed_hosts: Iterable[str] = (),
         allowed_origins: Iterable[str] = (),
         on_response: Callable[[int], None] = lambda _: None,
     ) -> None:
         self.app = app
         self.api_keys = [key.encode() for key in api_keys]
+        self.open_paths = frozenset(open_paths)
         self.allowed_hosts = {_host_of(host) or host for host in allowed_hosts}
         self.allowed_origins = {origin.lower().rstrip("/") for origin in allowed_origins}
         self.on_response = on_response  # hears the status of every response
@@ -59,7 +61,7 @@ class Guard:
         request_id = _request_id(headers)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
-        added = {"x-request-id": request_id}
+        added = {"x-request-id": request_id, "request-id": request_id}  # OpenAI's name for it, and Anthropic's
         started = False
 
         async def send_marked(message: Message) -> None:
@@ -82,7 +84,7 @@ class Guard:
             if status_of(error) == 500:
                 logger.exception("request %s failed", request_id)
             if not started:
-                await problem(error, request_id)(scope, receive, send_marked)
+                await problem(error, request_id, scope["path"])(scope, receive, send_marked)
 
     async def _enter(self) -> None:
         """One at a time, with a turn of the event loop for each: hundreds at once would hold up health and all streams."""
@@ -123,7 +125,7 @@ class Guard:
             if scheme.lower() == "bearer":
                 given.append(token.strip())
         tokens = [token.encode("latin-1") for token in given if token]  # an empty key never fits
-        if not self.api_keys or path == "/health":
+        if not self.api_keys or path in self.open_paths:
             return tokens[0] if tokens else b""
         fitting = [token for token in tokens for key in self.api_keys if hmac.compare_digest(token, key)]
         if not fitting:

@@ -8,6 +8,9 @@ from typing import Any, get_args
 
 import msgspec
 
+from weft.api.anthropic import schema as anthropic
+from weft.api.ollama import schema as ollama
+from weft.api.openai import responses
 from weft.api.openai.schema import (
     HARMLESS,
     NOT_YET,
@@ -41,7 +44,7 @@ def document(version: str) -> Schema:
     """The whole document, for this version of weft."""
     return {
         "openapi": "3.1.0",
-        "info": {"title": "weft", "version": version, "description": "OpenAI's wires on one shared batch."},
+        "info": {"title": "weft", "version": version, "description": "OpenAI's, Anthropic's and Ollama's wires on one batch."},
         "paths": _paths(),
         "components": {
             "schemas": _request_schemas() | _reply_schemas(),
@@ -58,6 +61,22 @@ def _paths() -> Schema:
     return {
         "/v1/chat/completions": _post("The next message of a conversation.", "ChatCompletion", "ChatRequest", streams=True),
         "/v1/completions": _post("How texts go on.", "Completion", "CompletionRequest", streams=True),
+        "/v1/responses": _post("An answer to items.", "Response", "ResponseRequest", streams=True),
+        "/v1/responses/input_tokens": _post("How many tokens its prompt has.", "TokenCount", "ResponseRequest"),
+        "/v1/responses/{id}": {
+            **_get("A response that was kept.", "Response", path_id=True),
+            "delete": _get("Forget it.", "Deleted", path_id=True)["get"],
+        },
+        "/v1/responses/{id}/input_items": _listing(_get("What it answers.", "InputItems", path_id=True)),
+        "/v1/responses/{id}/cancel": _post("End a response that is being made.", "Cancelled", None, path_id=True),
+        "/v1/messages": _anthropic(_post("Anthropic's wire.", "Message", "MessagesRequest", streams=True)),
+        "/v1/messages/count_tokens": _anthropic(_post("How many tokens a prompt has.", "TokenCount", "CountRequest")),
+        "/api/chat": _ollama(_post("Ollama's wire: the next message.", "OllamaChat", "OllamaChatRequest", streams=True)),
+        "/api/generate": _ollama(_post("Ollama's wire: an answer.", "OllamaText", "OllamaGenerateRequest", streams=True)),
+        "/api/version": _ollama(_get("The version of Ollama's wire.", "OllamaVersion")),
+        "/api/tags": _ollama(_get("The models served.", "OllamaModels")),
+        "/api/ps": _ollama(_get("The models that are loaded.", "OllamaModels")),
+        "/api/show": _ollama(_post("One model.", "OllamaModel", "ShowRequest")),
         "/v1/models": _get("The models served.", "ModelList"),
         "/v1/models/{id}": _get("One model.", "Model", path_id=True),
         "/health": _get("Whether requests are answered: 200, or 503 while a model is loaded.", "Health", "Health"),
@@ -86,6 +105,35 @@ def _post(
     return {"post": {"summary": summary, **body, "responses": _responses(_json(reply) | events), **_parameters(path_id)}}
 
 
+def _ollama(item: Schema) -> Schema:
+    """The same with Ollama's errors and streams."""
+    content = item[next(iter(item))]["responses"]["200"]["content"]
+    if "text/event-stream" in content:
+        content["application/x-ndjson"] = content.pop("text/event-stream")
+    return _told("OllamaError", item)
+
+
+def _anthropic(item: Schema) -> Schema:
+    """The same with Anthropic's errors, one of which has a status of its own."""
+    _told("MessagesError", item)["post"]["responses"]["529"] = {"description": ERRORS["429"], "content": _json("MessagesError")}
+    return item
+
+
+def _told(error: str, item: Schema) -> Schema:
+    """The same with errors of this shape."""
+    (operation,) = item.values()
+    operation["responses"] |= {status: {"description": words, "content": _json(error)} for status, words in ERRORS.items()}
+    return item
+
+
+def _listing(item: Schema) -> Schema:
+    """The same with what a list may be asked for."""
+    asked: Schema = {"after": {"type": "string"}, "limit": {"type": "integer", "minimum": 1, "maximum": 100}}
+    asked["order"] = {"enum": ["asc", "desc"]}
+    item["get"]["parameters"] += [{"name": name, "in": "query", "schema": schema} for name, schema in asked.items()]
+    return item
+
+
 def _parameters(path_id: bool) -> Schema:
     parameter = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     return {"parameters": [parameter]} if path_id else {}
@@ -106,16 +154,32 @@ def _ref(name: str) -> Schema:
 
 def _request_schemas() -> Schema:
     kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ClearRequest]
+    kinds += [ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.ShowRequest]
+    kinds += [anthropic.MessagesRequest, anthropic.CountRequest, responses.ResponseRequest]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    not_yet = {name: {"enum": [*harmless, None], "description": "Not done here."} for name, harmless in NOT_YET.items()}
-    harmless: Schema = {name: {"description": "Accepted; does not change the answer."} for name in sorted(HARMLESS)}
-    for name in ("ChatRequest", "CompletionRequest"):
-        schemas[name]["properties"] = not_yet | harmless | schemas[name]["properties"]  # Chat does what Completions refuses
+    for name in ("ChatRequest", "CompletionRequest"):  # Chat does what Completions refuses
+        schemas[name]["properties"] = _inert(NOT_YET, HARMLESS) | schemas[name]["properties"]
+    inert = _inert(responses.NOT_HERE, HARMLESS | responses.HARMLESS)
+    schemas["ResponseRequest"]["properties"] = inert | schemas["ResponseRequest"]["properties"]
+    schemas["ResponseRequest"]["anyOf"] = [
+        {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in ("input", "previous_response_id")
+    ]
+    for name in ("OllamaChatRequest", "OllamaGenerateRequest"):
+        schemas[name]["properties"] |= _inert(ollama.NOT_DONE, ollama.HARMLESS)
+    for name in ("MessagesRequest", "CountRequest"):
+        schemas[name]["properties"] |= _inert(anthropic.NOT_DONE, anthropic.HARMLESS)
+    schemas["Options"]["properties"] |= _inert(ollama.OPTIONS_NOT_DONE, frozenset())
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
     lists = [{"type": "array", "items": items, "minItems": 1} for items in ({"type": "string"}, ids)]
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [{"type": "string"}, ids, *lists]}
     schemas["TokenizeRequest"]["anyOf"] = [{"required": [name]} for name in ("prompt", "content", "messages")]
     return schemas
+
+
+def _inert(refused: dict[str, tuple[Any, ...]], harmless: frozenset[str]) -> Schema:
+    """Fields that never act: refused ones with the values they may have, and harmless ones."""
+    values: Schema = {name: {"enum": [*values, None], "description": "Not done here."} for name, values in refused.items()}
+    return values | {name: {"description": "Accepted; does not change the answer."} for name in sorted(harmless)}
 
 
 def _reply_schemas() -> Schema:
@@ -164,7 +228,82 @@ def _reply_schemas() -> Schema:
         "Cancelled": some_object,
         "Kept": _object(models=_list(some_object)),
         "Cleared": _object(cleared={"type": "object", "additionalProperties": count}),
+        **_ollama_schemas(text, count),
+        **_anthropic_schemas(text, count),
+        **_response_schemas(text, count),
         "Report": _object(id=text, model=text, created=count, prompt_tokens=count, cached_tokens=count, **seconds),
+    }
+
+
+def _ollama_schemas(text: Schema, count: Schema) -> Schema:
+    done: Schema = {"model": text, "created_at": text, "done": {"const": True}, "done_reason": text}
+    listed = _object(name=text, model=text, modified_at=text, size=count, digest=text, details={"type": "object"})
+    words = {"type": "array", "items": text}
+    return {
+        "OllamaError": _object(error=text),
+        "OllamaChat": _object(message=_object(role={"const": "assistant"}, content=text), **done),
+        "OllamaText": _object(response=text, **done),
+        "OllamaVersion": _object(version=text),
+        "OllamaModels": _object(models=_list(listed)),
+        "OllamaModel": _object(template=text, capabilities=words, model_info={"type": "object"}, details={"type": "object"}),
+    }
+
+
+def _anthropic_schemas(text: Schema, count: Schema) -> Schema:
+    counts = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens")
+    details = _object(thinking_tokens=count)
+    blocks: list[Schema] = [
+        _object(type={"const": "text"}, text=text),
+        _object(type={"const": "thinking"}, thinking=text, signature=text),
+        _object(type={"const": "tool_use"}, id=text, name=text, input={"type": "object"}),
+    ]
+    reasons = ["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    return {
+        "Message": _object(
+            id=text,
+            type={"const": "message"},
+            role={"const": "assistant"},
+            model=text,
+            content=_list({"anyOf": blocks}),
+            stop_reason={"enum": reasons},
+            stop_sequence={"type": ["string", "null"]},
+            usage=_object(**dict.fromkeys(counts, count), output_tokens_details=details),
+        ),
+        "MessagesError": _object(type={"const": "error"}, error=_object(type=text, message=text), request_id=text),
+        "TokenCount": _object(input_tokens=count),
+    }
+
+
+def _response_schemas(text: Schema, count: Schema) -> Schema:
+    items, some_object = _list({"type": "object", "required": ["id", "type"]}), {"type": "object"}
+    usage = _object(
+        input_tokens=count,
+        input_tokens_details=_object(cached_tokens=count, cache_write_tokens=count),
+        output_tokens=count,
+        output_tokens_details=_object(reasoning_tokens=count),
+        total_tokens=count,
+    )
+    maybe: Schema = {"type": ["object", "null"]}
+    response = _object(
+        id=text,
+        object={"const": "response"},
+        created_at=count,
+        status={"enum": ["completed", "incomplete"]},
+        error=maybe,
+        incomplete_details=maybe,
+        model=text,
+        output=items,
+        usage=usage,
+        timings=_ref("Timings"),
+        tools=_list(some_object),
+        tool_choice={"type": ["string", "object"]},
+        parallel_tool_calls={"type": "boolean"},
+        store={"type": "boolean"},
+    )
+    return {
+        "Response": response,
+        "InputItems": _object(object={"const": "list"}, data=items, has_more={"type": "boolean"}),
+        "Deleted": _object(id=text, deleted={"const": True}),
     }
 
 

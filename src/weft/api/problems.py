@@ -1,11 +1,12 @@
-"""How an error is told: its status, its headers, its body in OpenAI's shape.
+"""How an error is told: its status, its headers, its body in the shape of the wire it came by.
 
 Every error of the house has one row in the table below; whatever has none is ours, a 500 that says nothing of the inside.
-Knows no endpoint. Each wire that words its errors otherwise brings its own body function and uses the rest.
+Of the endpoints it knows only how their paths begin, which says what an error looks like there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ from weft.errors import (
 )
 
 MAX_RETRY_AFTER = 30  # seconds; OpenAI's client gives up at once above 120
+MESSAGES = "/v1/messages"  # how the paths of Anthropic's wire begin
+OVERLOADED = 529  # what that wire has for too many requests; its 429 is for a client that asks too often
 
 
 class BorderError(WeftError):
@@ -59,9 +62,22 @@ _TABLE: tuple[tuple[type[WeftError], int, str | None], ...] = (
 )
 
 
-def status_of(error: Exception) -> int:
-    """The HTTP status that tells this error."""
-    return _row(error)[0]
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def status_of(error: Exception, path: str = "") -> int:
+    """The HTTP status that tells this error to who asked at this path."""
+    status = _row(error)[0]
+    return OVERLOADED if status == 429 and path.startswith(MESSAGES) else status
 
 
 def headers_of(error: Exception) -> dict[str, str]:
@@ -83,10 +99,33 @@ def openai_body(error: Exception) -> dict[str, Any]:
     return {"error": {"message": _message(error), "type": kind, "param": param, "code": code}}
 
 
-def problem(error: Exception, request_id: str) -> Response:
-    """The whole response that tells this error."""
+def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
+    """The same on Anthropic's wire. Its clients know a prompt that is too long by these words, and shorten it."""
+    status, message = status_of(error, MESSAGES), _message(error)
+    if isinstance(error, ContextTooLong):
+        message = f"prompt is too long: {error.got} tokens > {error.limit} maximum"
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def ollama_body(error: Exception) -> dict[str, Any]:
+    """The same on Ollama's wire."""
+    return {"error": _message(error)}
+
+
+# The first row that fits the path is taken.
+_BODIES: tuple[tuple[str, Callable[[Exception, str], dict[str, Any]]], ...] = (
+    (MESSAGES, anthropic_body),
+    ("/api/", lambda error, _: ollama_body(error)),
+    ("", lambda error, _: openai_body(error)),
+)
+
+
+def problem(error: Exception, request_id: str, path: str = "") -> Response:
+    """The whole response that tells this error to who asked at this path."""
+    body = next(body for prefix, body in _BODIES if path.startswith(prefix))
     headers = {"x-request-id": request_id, **headers_of(error)}
-    return Response(msgspec.json.encode(openai_body(error)), status_of(error), headers, "application/json")
+    return Response(msgspec.json.encode(body(error, request_id)), status_of(error, path), headers, "application/json")
 
 
 async def handle(request: Request, error: Exception) -> Response:
@@ -95,7 +134,7 @@ async def handle(request: Request, error: Exception) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {request.scope['path']}: {error.detail}"
         error = BorderError(error.status_code, code, message, dict(error.headers or {}))
-    return problem(error, request.state.request_id)
+    return problem(error, request.state.request_id, request.scope["path"])
 
 
 def _row(error: Exception) -> tuple[int, str | None]:

@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.chat.conversation import Delta, Generation, Reused
+from weft.chat.conversation import Delta, Generation, Reused, Usage
 from weft.errors import WeftError
+from weft.wire import Sampling
+
+EVENTS = "text/event-stream; charset=utf-8"
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Heading:
     created: int  # seconds since 1970
     model: str  # the served model's name
     fingerprint: str  # weft's and mlx's versions
+    sampling: Sampling | None = None  # as the model does it; None while that is not known
 
 
 class Reply(Protocol):
@@ -28,6 +32,9 @@ class Reply(Protocol):
 
     def opening(self) -> bytes:
         """Frames sent with the headers, before any work."""
+
+    def begun(self, usage: Usage) -> bytes:
+        """Frames before the first pieces: by now it is known what the prompt took."""
 
     def pieces(self, choice: int, deltas: Sequence[Delta]) -> bytes:
         """Frames for what one choice has new; b"" when there is nothing to tell."""
@@ -52,10 +59,12 @@ class Reply(Protocol):
 class Asked:
     """A request body understood."""
 
-    generation: Generation
+    generation: Generation  # without prompts: the model is asked for, and nothing of it
     stream: bool
     ignored: tuple[str, ...]  # fields nobody knows: told in a header
     reply: Callable[[Heading], Reply]
+    media_type: str = EVENTS  # of a stream
+    streams_overflow: bool = False  # that a prompt is too long is told within the stream: Codex looks for it there
 
 
 def reused_fields(reused: Reused) -> dict[str, Any]:
@@ -70,7 +79,13 @@ def reused_fields(reused: Reused) -> dict[str, Any]:
     }
 
 
+def kept_tokens(usage: Usage) -> int:
+    """How many tokens of a prompt were computed and are kept: all but its last one, which every request computes, or none."""
+    is_kept = usage.reuse is not None and usage.reuse.cause != "off"
+    return max(usage.prompt_tokens - usage.cached_tokens - 1, 0) if is_kept else 0
+
+
 def request_ids(given: str) -> Iterator[str]:
     """What a client may mean by an id: that of its request, or that of the reply."""
     yield given
-    yield from (given.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-") if given.startswith(prefix))
+    yield from (given.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_") if given.startswith(prefix))

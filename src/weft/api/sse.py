@@ -17,14 +17,13 @@ from starlette.types import Receive, Scope, Send
 from weft.answer import Answer
 from weft.api.body import Disconnected
 from weft.api.deadline import Deadline
-from weft.api.reply import Reply
+from weft.api.reply import EVENTS, Reply
 from weft.errors import InternalError, RequestTimedOut, WeftError
 from weft.service import Waiting
 
 log = logging.getLogger("weft.api")
 
 STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies would keep events back
 ]
@@ -43,11 +42,13 @@ class EventStream:
         headers: dict[str, str],
         ended: Ended,
         deadline: Deadline,
+        media_type: str = EVENTS,
     ) -> None:
         self.reply = reply
         self.answer = answer
         self.heartbeat = heartbeat
-        self.headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+        named = {"content-type": media_type, **headers}
+        self.headers = [(name.encode(), value.encode()) for name, value in named.items()]
         self.ended = ended
         self.deadline = deadline
 
@@ -83,11 +84,13 @@ class EventStream:
                 yield self.reply.heartbeat(0, 0)
             else:
                 self.answer = opened
-        answer = self.answer
+        answer, has_begun = self.answer, False
         async with contextlib.aclosing(answer.parts(self.heartbeat)) as parts:
             async for news in parts:
                 if news:
-                    yield b"".join([self.reply.pieces(choice, deltas) for choice, deltas in news])
+                    begun = b"" if has_begun else self.reply.begun(answer.usage)
+                    has_begun = True
+                    yield begun + b"".join([self.reply.pieces(choice, deltas) for choice, deltas in news])
                 else:
                     yield self.reply.heartbeat(sum(answer.computed), answer.num_prompt_tokens)
 

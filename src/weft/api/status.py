@@ -40,7 +40,7 @@ class Status:
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002 - the endpoints' signature
         """200 when every model answers, else 503 and how far each is."""
-        models = {served.name: _condition(served) for served in self.service.models}
+        models = {served.name: condition_of(served) for served in self.service.models}
         states = {model["status"] for model in models.values()}
         status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
@@ -72,7 +72,7 @@ class Status:
                 "rows_running": sum(engine.status.running for engine in engines),
                 "rows_waiting": sum(engine.status.waiting for engine in engines),
                 "requests": sum(map(len, self.service.answers.values())),
-                "memory": _sum([_memory(served) for served in self.service.models]),
+                "memory": _sum([memory_of(served) for served in self.service.models]),
                 "models": [self._model_status(served) for served in self.service.models],
             }
         )
@@ -83,7 +83,7 @@ class Status:
         for served in self.service.models:
             metrics.engine(served.name, served.is_ready, served.supervisor.restarts)
             metrics.rows(served.name, served.supervisor.status.running, served.supervisor.status.waiting)
-            metrics.memory(served.name, _memory(served))
+            metrics.memory(served.name, memory_of(served))
             metrics.prefixes(served.name, served.supervisor.status.prefixes)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
@@ -132,10 +132,12 @@ class Status:
         if served.supervisor.condition.ready is not None:
             context = served.supervisor.condition.ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
-            row["meta"] = {"context_length": context, "size_bytes": _memory(served).get("weights", 0)}
+            row["meta"] = {"context_length": context, "size_bytes": memory_of(served).get("weights", 0)}
             scribe = served.scribe
             found = {} if scribe is None else {"tools": scribe.calls, "thinking": scribe.markers}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
+        if served.notice is not None:
+            row["notice"] = served.notice
         return row
 
     def _model_status(self, served: Served) -> dict[str, Any]:
@@ -145,11 +147,12 @@ class Status:
             "engine_restarts": engine.restarts,
             "rows_running": engine.status.running,
             "rows_waiting": engine.status.waiting,
-            "memory": _memory(served),
+            "memory": memory_of(served),
         }
 
 
-def _condition(served: Served) -> dict[str, Any]:
+def condition_of(served: Served) -> dict[str, Any]:
+    """How a model is: ready, loading and how far, or what is wrong."""
     condition = served.supervisor.condition
     if served.failed is not None:
         return {"status": "failed", "message": served.failed}
@@ -166,7 +169,8 @@ def _condition(served: Served) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def _memory(served: Served) -> dict[str, int]:
+def memory_of(served: Served) -> dict[str, int]:
+    """The engine's bytes by kind, as last told."""
     ready = served.supervisor.condition.ready
     return served.supervisor.status.memory or (ready.memory if ready is not None else {})
 

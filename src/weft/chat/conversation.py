@@ -40,6 +40,7 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     breakpoints: tuple[int, ...] = ()  # parts after which a later prompt may part from this one; a text is part 0
+    place: str | None = field(default=None, compare=False)  # in the request, for errors; None: messages[its index]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ class Generation:
     cache_salt: str = ""  # what was computed of its prompts is shared only under the same one
     session: str = ""  # in the client's words: it will come again with more of the same
     client: str = ""  # who asks; clients take turns
+    wire: str = ""  # by which it came
+    recalls: bool = True  # what earlier answers thought is given to the template where the client left it out
     priority: int = 0  # higher ones go first
+    is_flexible: bool = False  # thinking that a model has not, or more tokens than there is room for, is no error but left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,16 @@ def normalise(conversation: Conversation, capabilities: Capabilities, late_syste
     """The messages as turns that the template takes. Raises InvalidRequest naming the one that has no such form."""
     if not conversation.messages:
         raise InvalidRequest("messages is empty; send at least one", "messages")
-    turns = [_turn(message, f"messages[{index}]", capabilities) for index, message in enumerate(conversation.messages)]
+    turns = [_turn(message, _place(message, index), capabilities) for index, message in enumerate(conversation.messages)]
     turns = _merged(_instructed(turns, capabilities, late_system), capabilities)
     for turn in turns:
         if turn["role"] in capabilities.parts - capabilities.text and isinstance(turn.get("content"), str):
             turn["content"] = _as_parts(turn["content"])
     return turns
+
+
+def _place(message: Message, index: int) -> str:
+    return message.place or f"messages[{index}]"
 
 
 def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
@@ -275,7 +279,7 @@ def _check_said(conversation: Conversation, prompt: str) -> None:
             if found < 0 and message.role == "tool":
                 found = written.find(said)  # results may come in the order of their calls
             if found < 0:
-                place = f"messages[{index}]"
+                place = _place(message, index)
                 raise TemplateFailed(f"the model's chat template leaves out what {place} (role {message.role}) says", place)
             starts[instructs] = max(starts[instructs], found + len(said))
 

@@ -53,6 +53,13 @@ class Scribe:
         self.turns = Turns(self.writer, self.tokenizer)
         self.advice = _advice(folder)
 
+    def fitted(self, generation: Generation) -> Generation:
+        """The same without what it says of thinking, where that is no more than a wish and the model does not think."""
+        if not generation.is_flexible or self.markers is not None or self.writer is None:
+            return generation
+        has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
+        return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
+
     def write(self, prompt: Prompt, effort: Effort | None = None) -> Written:
         """A prompt → ids. Raises InvalidRequest with the template's own words."""
         match prompt:
@@ -103,7 +110,8 @@ class Scribe:
         grammar, thinking = self._grammar(generation), None
         if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
             may_open = not written.opened and not written.closed
-            thinking = ThinkingSpec(self.markers.open, self.markers.close, written.opened, may_open, budget, self.gap)
+            trigger = self.calls.trigger if self.calls is not None and generation.tool_choice is not None else ""
+            thinking = ThinkingSpec(self.markers.open, self.markers.close, written.opened, may_open, budget, self.gap, trigger)
         return None if grammar is None and thinking is None else ConstraintSpec(grammar, thinking)
 
     def _grammar(self, generation: Generation) -> GrammarSpec | None:

@@ -27,12 +27,15 @@ T = TypeVar("T")
 
 
 class Client:
-    """One server, asked one thing at a time. Its address is `url`, else WEFT_URL, else this machine's default port."""
+    """One server, asked one thing at a time. Its address is `url`, else WEFT_URL, else this machine's default port.
 
-    def __init__(self, url: str | None = None) -> None:
+    Its key is `key`, else the first of WEFT_API_KEY.
+    """
+
+    def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self.url = (url or os.environ.get("WEFT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
-        key = os.environ.get("WEFT_API_KEY", "").split(",")[0].strip()
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self.key = key or os.environ.get("WEFT_API_KEY", "").split(",")[0].strip()
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
         self._socket: socket.socket | None = None
         self._hung_up = False
 

@@ -189,6 +189,47 @@ def ps(*, url: str | None = None, as_json: AsJson = False) -> None:
     ps_command(url, as_json)
 
 
+@app.command
+def launch(
+    agent: str,
+    /,
+    *arguments: str,
+    model: str | None = None,
+    url: str | None = None,
+    api_key: str | None = None,
+    show: Annotated[bool, Parameter(name="--print", negative="", show_default=False)] = False,
+) -> None:
+    """Start a coding agent against a running server: claude, codex, opencode, copilot, qwen, pi, goose, crush or aider.
+
+    The agent gets a folder of its own for what it keeps, the served model's name
+    and its true context; your own settings of it are not touched. What follows
+    -- is handed on to it.
+
+    For example:
+      weft launch claude
+      weft launch codex --model mlx-community/Qwen3-4B-4bit -- exec "What is this?"
+      weft launch opencode --print
+
+    Parameters
+    ----------
+    agent
+        Its name.
+    arguments
+        What the agent is told on its own command line.
+    model
+        The model, where the server has several.
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    api_key
+        The server's key. Default: WEFT_API_KEY.
+    show
+        Print environment, files and command as lines for a shell, without the key, and start nothing.
+    """
+    from weft.cli.launch import Options, launch_command
+
+    launch_command(Options(agent, model, url, api_key, show, arguments))
+
+
 cache = App(name="cache", help="What a running server keeps of computed prompts, and why it had to compute one.")
 app.command(cache)
 

@@ -55,7 +55,7 @@ class Host:
         self.live: dict[int, Sequence] = {}
         self.canary: Canary | None = None
         self.running = True
-        self._told: tuple[int, int] | None = None
+        self._told: tuple[tuple[int, int], tuple[int, ...]] | None = None
         self._told_at = 0.0
 
     def run(self) -> None:
@@ -152,11 +152,16 @@ class Host:
         """The counts, when they changed and some time has passed, or when all work is done, or now and then."""
         counts, now = self.engine.counts, self.clock()
         waited = now - self._told_at
-        is_news = counts != self._told and (waited >= STATUS_SECONDS or counts == (0, 0))
-        if not is_news and waited < IDLE_SECONDS:
+        if waited < STATUS_SECONDS and counts != (0, 0):
             return None
-        self._told, self._told_at = counts, now
-        return EngineStatus(*counts, memory_in_use(self.engine), self._prefixes())
+        prompts = self.engine.scheduler.prompts
+        following = tuple(one.id for one in prompts if one.is_following)
+        news = (counts, following)
+        if news == self._told and waited < IDLE_SECONDS:
+            return None
+        self._told, self._told_at = news, now
+        prefilling = tuple(one.id for one in prompts if not one.is_following)
+        return EngineStatus(*counts, memory_in_use(self.engine), self._prefixes(), prefilling, following)
 
     def _prefixes(self) -> dict[str, int]:
         """What happened to computed prompts so far."""
@@ -171,8 +176,14 @@ class Host:
 
 
 def memory_in_use(engine: Engine) -> dict[str, int]:
-    """Bytes by kind, as the device's allocator and our slabs count them."""
-    return {
+    """Bytes by kind, as the device's allocator and our slabs count them; and where there is a budget, what of it is promised."""
+    ledger = engine.ledger
+    promised = {
+        "budget": ledger.budget_bytes or 0,
+        "reserve": ledger.reserve_bytes,
+        "promised": ledger.reserved(engine.scheduler.running),
+    }
+    return ({} if ledger.budget_bytes is None else promised) | {
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
         "prefixes": engine.sharing.tree.held_bytes if engine.sharing.tree is not None else 0,

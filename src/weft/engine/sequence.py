@@ -61,6 +61,7 @@ class Sequence:
         self.is_kept = False  # its client will come again
         self.is_shared = True  # what it computes is kept; there may be no room for that
         self.is_loading = False  # it waits for the disk
+        self.is_following = False  # it waits for another to compute a chunk that it needs too
         self.has_asked_disk = False
         self.memory: Any = None  # the runner's: layer states, and the chunk under way
 

@@ -110,8 +110,17 @@ class Sharing(NoSharing):
             wanted = self._next_chunk(first)
             first = next((one for one in prompts if self.runner.has_caches(one) and self._next_chunk(one) == wanted), first)
         self._cut(first)
+        self._note_followers(first)
         if first is not prompts[0]:
             self.scheduler.put_first(first)
+
+    def _note_followers(self, first: Sequence) -> None:
+        """Say of every prompt whether it waits for the chunk that the first one computes."""
+        start, end = first.num_computed, next(self.scheduler.chunk_ends(first))
+        wanted = first.known[start:end]
+        for one in self.scheduler.prompts:
+            is_beside = one is not first and one.trunk is first.trunk and one.sampling.prompt_logprobs is None
+            one.is_following = is_beside and first.is_shared and one.known[start:end] == wanted
 
     def _cut(self, sequence: Sequence) -> None:
         """End its next chunk where others part from it, once in a chunk: what they share is computed once."""

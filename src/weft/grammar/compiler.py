@@ -18,20 +18,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.errors import GrammarRejected
-from weft.grammar.constraint import Constraint, Matcher, Thinking
-from weft.wire import ConstraintSpec, GrammarSpec
+from weft.grammar.constraint import Constraint, Matcher, Shunned, Thinking
+from weft.wire import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 MAX_CACHED = 64
 WORKERS = 4  # so that a slow compile is its owner's trouble alone
-# A line break with its indent, or a blank: what pretty-printed JSON needs. Without a bound a model may go on for ever.
-JSON_OPTIONS = {
-    "whitespace_pattern": r"[ ]|\n[ ]{0,32}",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": False,
-    "json_allowed_escapes": 'nrbtf\\"',  # others could write a key a second time in other letters
-    "json_allow_general_unicode_escapes": False,
-}
 STACK_BYTES = 256 << 20  # llguidance recurses over chains of references; the usual stack ends at a thousand of them
 MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
@@ -44,6 +35,7 @@ class Compiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and its uses
+        self._known_shunned: dict[str, Shunned] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS, "compile", initializer=_step_back)
 
@@ -69,8 +61,16 @@ class Compiler:
         matcher = None if spec.grammar is None else self.compile(spec.grammar)
         thinking = None
         if spec.thinking is not None:
-            thinking = Thinking(spec.thinking, self.tokenizer, before_grammar=matcher is not None)
+            thinking = Thinking(
+                spec.thinking, self.tokenizer, self._shunned(spec.thinking.shunned), before_grammar=matcher is not None
+            )
         return Constraint(matcher, thinking)
+
+    def _shunned(self, text: str) -> Shunned:
+        """Of texts that must not come there are few: the trigger of the model's tools."""
+        if text not in self._known_shunned:
+            self._known_shunned[text] = Shunned(text, self.tokenizer)
+        return self._known_shunned[text]
 
     def compile(self, spec: GrammarSpec) -> Matcher:
         """A fresh matcher, made or taken from the cache. Raises GrammarRejected, for what was refused before at once."""

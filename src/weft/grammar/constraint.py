@@ -76,12 +76,37 @@ class Thought:
     then: str = "answer"  # the phase after them
 
 
+class Shunned:
+    """Which tokens would complete a text that must not come. Made once for a vocabulary."""
+
+    def __init__(self, text: str, tokenizer: LLTokenizer) -> None:
+        self.data = text.encode()
+        self._whole: list[int] = []  # tokens that have it whole
+        self._rest: list[list[int]] = [[] for _ in self.data]  # tokens that begin with what is left of it after so many bytes
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for token in range(tokenizer.vocab_size) if text else ():
+            data = tokenizer.decode_bytes([token])
+            if self.data in data:
+                self._whole.append(token)
+            for begun in range(1, len(self.data)) if data[:1] in self.data else ():
+                if data.startswith(self.data[begun:]):
+                    self._rest[begun].append(token)
+
+    def after(self, tail: bytes) -> tuple[int, ...]:
+        """The tokens that may not follow these bytes."""
+        begun = tuple(length for length in range(1, len(self.data)) if tail.endswith(self.data[:length]))
+        if begun not in self._known:
+            self._known[begun] = tuple({*self._whole, *(token for length in begun for token in self._rest[length])})
+        return self._known[begun]
+
+
 class Thinking:
     """Counts the thinking and ends it when its budget is spent. Markers may be one token or several."""
 
-    def __init__(self, spec: ThinkingSpec, tokenizer: LLTokenizer, *, before_grammar: bool) -> None:
+    def __init__(self, spec: ThinkingSpec, tokenizer: LLTokenizer, shunned: Shunned, *, before_grammar: bool) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
+        self.shunned = shunned
         self.before_grammar = before_grammar
         self.open_bytes, self.close_bytes = spec.open.encode(), spec.close.encode()
         self.open_ids = tuple(tokenizer.tokenize_str(spec.open, parse_special=True))
@@ -121,7 +146,7 @@ class Thinking:
                 raise RowFailed(f"the answer began inside the token that closed the thinking ({left[:20]!r})")
             gap = self.gap_ids if self.before_grammar and not left else ()  # a grammar has no room for it
             return Thought("answer", spent=thought.spent, forced=gap)
-        tail = seen[-len(self.close_bytes) - 4 :]
+        tail = seen[-max(len(self.close_bytes) + 4, len(self.shunned.data)) :]
         return self._checked(replace(thought, tail=tail, spent=thought.spent + 1))
 
     def _checked(self, thought: Thought) -> Thought:
@@ -177,8 +202,10 @@ class Constraint:
         now = self._history[-1]
         if now.forced:
             return Demand(only=now.forced[:1])
-        if now.phase == "thinking":
-            return Demand(never=ends) if self.matcher is not None else None  # no end before the answer
+        if now.phase == "thinking" and self.thinking is not None:
+            never = ends if self.matcher is not None else ()  # no end before the answer
+            never += self.thinking.shunned.after(now.tail)
+            return Demand(never=never) if never else None
         if self.matcher is None:
             return None
         opening = self.thinking.open_ids[:1] if self.thinking is not None and now.phase == "start" else ()

@@ -109,6 +109,8 @@ class Roster:
         """The engine is gone: all wait for the next one, but for the culprit where there is one; that is handed out."""
         culprit = self.on_trial if self._is_trial_open else None
         self.on_trial = None
+        for ticket in {live.request.ticket for live in self.inside.values()}:
+            ticket.num_resumed += 1
         for live in self.inside.values():
             live.struck()
         self.waiting = dict(sorted((self.inside | self.waiting).items()))

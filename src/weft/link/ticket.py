@@ -22,6 +22,7 @@ class Ticket:
         self.size = size
         self.open: dict[int, int] = {}  # number → place, of the sequences that have no end yet
         self.num_judged = 0  # of its prompts so many are taken for certain
+        self.num_resumed = 0  # engines that died under it
         self._cancel = cancel
         self._pending: deque[tuple[int, Event]] = deque()
         self._error: WeftError | None = None

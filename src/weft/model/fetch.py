@@ -43,16 +43,6 @@ class WheelFile:
     sha256: str
 
 
-def cache_folder() -> Path:
-    """Where weft keeps what it fetched and converted: WEFT_CACHE, or the platform's cache directory."""
-    if chosen := os.environ.get("WEFT_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser().absolute() / "weft"
-    home = Path.home()
-    return home / "Library" / "Caches" / "weft" if sys.platform == "darwin" else home / ".cache" / "weft"
-
-
 def make_folder(target: Path, fill: Callable[[Path], None], progress: Progress) -> Path:
     """The folder `target`, made by `fill` if it is not there yet; an interrupted `fill` leaves nothing behind."""
     if target.is_dir():

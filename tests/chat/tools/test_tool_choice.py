@@ -99,7 +99,7 @@ def test_without_tools_nothing_is_called() -> None:
         (allowed("auto", "h"), "'h'"),
         (allowed("none", "f"), "must be auto"),
         (allowed("required"), "there are none"),
-        ({"type": "allowed_tools", "mode": "auto", "tools": ["f"]}, "must name a function"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": ["f"]}, "must name a tool"),
     ],
 )
 def test_a_choice_that_can_not_be_made_is_refused(given: Any, words: str) -> None:

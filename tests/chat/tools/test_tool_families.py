@@ -150,16 +150,17 @@ def test_a_template_that_writes_ids_instead_of_names_is_known_by_ids_that_have_t
 
 
 def test_a_template_that_can_not_be_understood_is_guessed_at_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    sources = ("@@{{ f.name }}({{ f.arguments | tojson }})", "[TOOL_CALLS]@{{ f.name }}({{ f.arguments | tojson }})")
     with caplog.at_level(logging.WARNING, "weft.chat"):
-        family = find_family(writer(PLAIN % ("", "", "@@{{ f.name }}({{ f.arguments | tojson }})", "")))
-        other = find_family(writer(PLAIN % ("", "", "[TOOL_CALLS]@{{ f.name }}({{ f.arguments | tojson }})", "")))
+        forms = [CallFormat.of(writer(PLAIN % ("", "", source, "")), Tokenizer(TINY_HYBRID)) for source in sources]
 
-    assert family is FAMILY["hermes"]
-    assert other is FAMILY["mistral"]
-    assert [record.message for record in caplog.records] == [
-        "the chat template writes tool calls in no way that weft knows; they are taken to be like those of hermes",
-        "the chat template writes tool calls in no way that weft knows; they are taken to be like those of mistral",
+    assert [form and form.family for form in forms] == [replace(FAMILY[name], is_guess=True) for name in ("hermes", "mistral")]
+    notices = [
+        f"the chat template writes tool calls in no way that weft knows; they are read like those of {name}"
+        for name in ("hermes", "mistral")
     ]
+    assert [form and form.notice for form in forms] == notices
+    assert [record.message for record in caplog.records] == notices
 
 
 def test_a_model_shows_the_tokens_that_mark_its_calls() -> None:
@@ -169,4 +170,5 @@ def test_a_model_shows_the_tokens_that_mark_its_calls() -> None:
     assert form is not None
     assert form.shown == {tokenizer.id_of("<tool_call>"), tokenizer.id_of("</tool_call>")}
     assert form.trigger == "<tool_call>"
+    assert form.notice is None
     assert CallFormat.of(ours("chatml"), tokenizer) is None

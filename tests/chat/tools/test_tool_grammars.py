@@ -7,100 +7,21 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Any
 
 import jsonschema_rs
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from walks import accepts, form, ids, vocabulary, walks
 from written import EXAMPLES, FAMILY, OPTIONAL, PARIS, TOOLS, WEATHER, calls, function, read, texts, write
 
 from weft.chat.conversation import CallOpened
-from weft.chat.tools import CallFormat, Choice, Tool, read_tools
+from weft.chat.tools import Choice, Tool, read_tools
 from weft.errors import InvalidRequest
-from weft.grammar.compiler import Compiler
-from weft.grammar.constraint import Matcher
-from weft.model.resolve import TINY_HYBRID
 from weft.wire import GrammarSpec
 
-END = 4082
-MARKERS = re.compile(r'<\|"\|>|<\|tool_call>|<tool_call\|>|</?[|｜]?[^<>"= ⟨]+>|\[[A-Z_]+\]')
 FITS = {tool.name: jsonschema_rs.validator_for(tool.parameters) for tool in TOOLS}
-
-
-@pytest.fixture(scope="module")
-def vocabularies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiler]:
-    """The tiny model's vocabulary, as it is and with a token for every marker of every family."""
-    settings_ = json.loads((TINY_HYBRID / "tokenizer.json").read_text(encoding="utf-8"))
-    added = settings_["added_tokens"]
-    known = {token["content"] for token in added}
-    wanted = sorted({mark for family in FAMILY.values() for mark in MARKERS.findall(family.literals)} - known)
-    for token, mark in enumerate(wanted, 4096):
-        added.append({**added[0], "id": token, "content": mark, "special": True})
-    path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.json"
-    path.write_text(json.dumps(settings_), encoding="utf-8")
-    plain = Compiler(TINY_HYBRID / "tokenizer.json", 4096, (END,))
-    return {"spelt": plain, "tokens": Compiler(path, 4096 + len(wanted), (END,))}
-
-
-@cache
-def form(name: str, compiler: Compiler) -> CallFormat:
-    """A family's format over a vocabulary."""
-    added = json.loads(compiler.path.read_text(encoding="utf-8"))["added_tokens"]
-    marks = ((token["content"], token["id"]) for token in added if token["content"] in FAMILY[name].literals)
-    return CallFormat(FAMILY[name], frozenset(marks))
-
-
-def ids(compiler: Compiler, text: str) -> list[int]:
-    return list(compiler.tokenizer.tokenize_str(text, parse_special=True))
-
-
-def ways_out(compiler: Compiler, name: str) -> list[list[int]]:
-    """What ends a text, a number, a list …"""
-    literals = re.split("[ \n\0]|⟨[a-z]+⟩", FAMILY[name].literals)
-    return [ids(compiler, text) for text in ['"', "'", "}", "]", ")", ",", "\n", *literals] if text]
-
-
-def walk(compiler: Compiler, matcher: Matcher, rng: np.random.Generator, out: list[list[int]], steps: int = 1500) -> str | None:
-    """The text of random tokens that the mask allows, up to an end; None when none was reached in time."""
-    taken: list[int] = []
-    while len(taken) < steps:
-        mask = matcher.mask()
-        if matcher.is_finished or (mask[END] and (len(taken) > 30 or rng.random() < 0.5)):
-            return compiler.tokenizer.decode_bytes(taken).decode()
-        mask[END] = False
-        way = [int(rng.choice(np.flatnonzero(mask)))]
-        if mask.sum() > 50 and rng.random() < 0.5:
-            ways = [way for way in out if matcher.inner.validate_tokens(way) == len(way)]
-            way = ways[rng.integers(len(ways))] if ways else way
-        for token in way:
-            matcher.accept(token)
-        taken += way
-    return None
-
-
-def walks(compiler: Compiler, name: str, choice: Choice, count: int, begin: str = "") -> list[str]:
-    """Texts that a family's grammar lets through behind a beginning."""
-    rng, out = np.random.default_rng(0), ways_out(compiler, name)
-    spec = form(name, compiler).grammar(choice)
-    found = []
-    for _ in range(count):
-        matcher = compiler.compile(spec)
-        for token in ids(compiler, begin):
-            matcher.accept(token)
-        text = walk(compiler, matcher, rng, out)
-        found += [] if text is None else [begin + text]
-    assert len(found) > count // 2  # most of them come to an end
-    return found
-
-
-def accepts(compiler: Compiler, spec: GrammarSpec, text: str) -> bool:
-    """Whether a text is a whole answer."""
-    matcher = compiler.compile(spec)
-    tokens = ids(compiler, text)
-    return matcher.inner.try_consume_tokens(tokens) == len(tokens) and bool(matcher.mask()[END])
 
 
 def check(name: str, text: str, tools: tuple[Tool, ...] = TOOLS) -> list[tuple[str, Any]]:
@@ -113,21 +34,19 @@ def check(name: str, text: str, tools: tuple[Tool, ...] = TOOLS) -> list[tuple[s
     return called
 
 
-@pytest.mark.parametrize("vocabulary", ["spelt", "tokens"])
+@pytest.mark.parametrize("kind", ["spelt", "tokens"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_a_forced_answer_is_calls_and_nothing_else(name: str, vocabulary: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies[vocabulary]
+def test_a_forced_answer_is_calls_and_nothing_else(name: str, kind: str) -> None:
+    compiler = vocabulary(kind)
     for text in walks(compiler, name, Choice("required", TOOLS), 12):
         assert check(name, text)
         assert texts(read(FAMILY[name], [text])) == ""
 
 
-@pytest.mark.parametrize("vocabulary", ["spelt", "tokens"])
+@pytest.mark.parametrize("kind", ["spelt", "tokens"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_in_free_text_the_grammar_takes_over_at_the_trigger(
-    name: str, vocabulary: str, vocabularies: dict[str, Compiler]
-) -> None:
-    compiler, family = vocabularies[vocabulary], FAMILY[name]
+def test_in_free_text_the_grammar_takes_over_at_the_trigger(name: str, kind: str) -> None:
+    compiler, family = vocabulary(kind), FAMILY[name]
     said = "" if family.is_anchored or family.is_harmony else "Let me see. "
     begin = write(family, [PARIS]).partition("get_weather")[0] if family.is_anchored or family.is_harmony else family.trigger
 
@@ -136,36 +55,36 @@ def test_in_free_text_the_grammar_takes_over_at_the_trigger(
         assert texts(read(family, [text])).startswith(said.strip())
 
 
-@pytest.mark.parametrize("vocabulary", ["spelt", "tokens"])
+@pytest.mark.parametrize("kind", ["spelt", "tokens"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_what_the_family_writes_is_allowed(name: str, vocabulary: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies[vocabulary]
+def test_what_the_family_writes_is_allowed(name: str, kind: str) -> None:
+    compiler = vocabulary(kind)
     text = EXAMPLES[name][0].removesuffix("<|call|>").replace(', "id": "aB3dE5gH7"', "")
     for mode in ("auto", "required"):
         assert accepts(compiler, form(name, compiler).grammar(Choice(mode, TOOLS)), text)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY if not FAMILY[name].is_harmony])
-def test_free_text_is_free_and_ends_anywhere(name: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_free_text_is_free_and_ends_anywhere(name: str) -> None:
+    compiler = vocabulary("tokens")
     for mode in ("auto", "none"):
         spec = form(name, compiler).grammar(Choice(mode, TOOLS))
         assert accepts(compiler, spec, "")
         assert accepts(compiler, spec, 'Say {"name": "x"} [1] <b>é🙂</b>\n\n</tool> \\ ')
 
 
-@pytest.mark.parametrize("vocabulary", ["spelt", "tokens"])
+@pytest.mark.parametrize("kind", ["spelt", "tokens"])
 @pytest.mark.parametrize("name", [name for name in FAMILY if not FAMILY[name].is_harmony])
-def test_without_a_choice_no_call_comes(name: str, vocabulary: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies[vocabulary]
+def test_without_a_choice_no_call_comes(name: str, kind: str) -> None:
+    compiler = vocabulary(kind)
     text = EXAMPLES[name][0]
 
     assert not accepts(compiler, form(name, compiler).grammar(Choice("none", TOOLS)), text)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY if FAMILY[name].between is not None])
-def test_several_calls_come_only_where_they_may(name: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler, family = vocabularies["tokens"], FAMILY[name]
+def test_several_calls_come_only_where_they_may(name: str) -> None:
+    compiler, family = vocabulary("tokens"), FAMILY[name]
     two = write(family, [PARIS, PARIS])
     for mode in ("auto", "required"):
         assert accepts(compiler, form(name, compiler).grammar(Choice(mode, TOOLS)), two)
@@ -178,8 +97,8 @@ def test_several_calls_come_only_where_they_may(name: str, vocabularies: dict[st
         assert matcher.is_finished
 
 
-def test_a_model_whose_template_writes_one_call_makes_one(vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_a_model_whose_template_writes_one_call_makes_one() -> None:
+    compiler = vocabulary("tokens")
     spec = form("llama3", compiler).grammar(Choice("required", TOOLS))
     text = write(FAMILY["llama3"], [PARIS])
 
@@ -188,8 +107,8 @@ def test_a_model_whose_template_writes_one_call_makes_one(vocabularies: dict[str
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_only_tools_that_were_chosen_are_called(name: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_only_tools_that_were_chosen_are_called(name: str) -> None:
+    compiler = vocabulary("tokens")
     for text in walks(compiler, name, Choice("required", TOOLS[2:]), 4):
         assert {called for called, _ in check(name, text)} == {"set.it"}
 
@@ -209,8 +128,8 @@ WORDED = [name for name in FAMILY if name not in ("gemma4", "function-gemma")]
 
 
 @pytest.mark.parametrize("name", WORDED)
-def test_strict_tools_are_held_to_every_word(name: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_strict_tools_are_held_to_every_word(name: str) -> None:
+    compiler = vocabulary("tokens")
     tools = read_tools([function("get_weather", ODD, strict=True)])
     fits = jsonschema_rs.validator_for(ODD, validate_formats=True)
 
@@ -234,8 +153,8 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml", "deepseek-v4", "kimi-k3", "lfm2", "gemma4"])
-def test_arguments_that_have_no_name_are_held_to_their_schema_too(name: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler, family = vocabularies["tokens"], FAMILY[name]
+def test_arguments_that_have_no_name_are_held_to_their_schema_too(name: str) -> None:
+    compiler, family = vocabulary("tokens"), FAMILY[name]
     tools = read_tools([function("f", BESIDE)])
     spec = form(name, compiler).grammar(Choice("required", tools, is_parallel=False))
     fits = jsonschema_rs.validator_for(BESIDE)
@@ -256,8 +175,8 @@ def test_arguments_that_have_no_name_are_held_to_their_schema_too(name: str, voc
         assert fits.is_valid(called), text
 
 
-def test_an_argument_comes_once(vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["spelt"]
+def test_an_argument_comes_once() -> None:
+    compiler = vocabulary("spelt")
     tools = read_tools([function("f", {"properties": {"a": {"type": "integer"}}, "additionalProperties": True})])
     once, again = "<arg_key>a</arg_key><arg_value>1</arg_value>", "<arg_key>b</arg_key><arg_value>2</arg_value>"
     spec = form("glm", compiler).grammar(Choice("required", tools))
@@ -276,18 +195,16 @@ def test_an_argument_comes_once(vocabularies: dict[str, Compiler]) -> None:
         ("lfm2", {"properties": {"a b": {}}, "additionalProperties": False}, "an argument of that name"),
     ],
 )
-def test_what_a_strict_tool_can_not_be_held_to_is_refused(
-    name: str, schema: Any, words: str, vocabularies: dict[str, Compiler]
-) -> None:
+def test_what_a_strict_tool_can_not_be_held_to_is_refused(name: str, schema: Any, words: str) -> None:
     tools = read_tools([function("f", {"type": "object", **schema}, strict=True)])
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refusal:
-        form(name, vocabularies["spelt"]).grammar(Choice("auto", tools))
+        form(name, vocabulary("spelt")).grammar(Choice("auto", tools))
 
     assert (refusal.value.param or "").startswith("tools[0].function.parameters")
 
 
-def test_an_answer_is_calls_or_what_was_asked_for(vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_an_answer_is_calls_or_what_was_asked_for() -> None:
+    compiler = vocabulary("tokens")
     answer = GrammarSpec("json_schema", json.dumps(OPTIONAL))
     spec = form("hermes", compiler).grammar(Choice("auto", TOOLS), answer)
 
@@ -299,8 +216,8 @@ def test_an_answer_is_calls_or_what_was_asked_for(vocabularies: dict[str, Compil
         form("hermes", compiler).grammar(Choice("auto", TOOLS), GrammarSpec("regex", "a"))
 
 
-def test_a_channel_is_chosen_before_a_call(vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_a_channel_is_chosen_before_a_call() -> None:
+    compiler = vocabulary("tokens")
     thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
     called = EXAMPLES["harmony"][0].removesuffix("<|call|>")
     said = "<|channel|>final<|message|>Hello."
@@ -314,8 +231,8 @@ def test_a_channel_is_chosen_before_a_call(vocabularies: dict[str, Compiler]) ->
     assert not accepts(compiler, none, called)
 
 
-def test_what_was_asked_for_stands_in_the_final_channel(vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_what_was_asked_for_stands_in_the_final_channel() -> None:
+    compiler = vocabulary("tokens")
     spec = form("harmony", compiler).grammar(Choice("none", ()), GrammarSpec("json_schema", json.dumps(OPTIONAL)))
 
     assert accepts(
@@ -325,8 +242,8 @@ def test_what_was_asked_for_stands_in_the_final_channel(vocabularies: dict[str, 
 
 
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml", "lfm2", "gemma4"])
-def test_an_agents_many_tools_are_compiled_within_the_limits(name: str, vocabularies: dict[str, Compiler]) -> None:
-    compiler = vocabularies["tokens"]
+def test_an_agents_many_tools_are_compiled_within_the_limits(name: str) -> None:
+    compiler = vocabulary("tokens")
     tools = read_tools([function(f"tool_{index}", WEATHER) for index in range(62)])
 
     assert compiler.compile(form(name, compiler).grammar(Choice("auto", tools)))
@@ -359,10 +276,8 @@ JUNK = st.recursive(
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml", "kimi-k3", "lfm2", "gemma4"])
 @given(schema=st.dictionaries(WORDS, JUNK, max_size=4))
 @settings(max_examples=60, deadline=None)
-def test_no_schema_is_too_odd_for_a_tool_that_is_not_strict(
-    name: str, schema: dict[str, Any], vocabularies: dict[str, Compiler]
-) -> None:
-    compiler = vocabularies["tokens"]
+def test_no_schema_is_too_odd_for_a_tool_that_is_not_strict(name: str, schema: dict[str, Any]) -> None:
+    compiler = vocabulary("tokens")
     try:
         tools = read_tools([function("f", {**schema, "type": "object"})])
         assert compiler.compile(form(name, compiler).grammar(Choice("auto", tools)))

@@ -25,6 +25,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)
+WORDS = st.sampled_from("ab <[{'\"\n|｜/>é🙂")  # what markup is made of, but no markup
 
 
 def test_every_family_has_an_example() -> None:
@@ -129,8 +130,39 @@ def test_whatever_a_model_writes_is_read_the_same_in_any_cutting(name: str, data
     opened = [delta.index for delta in deltas if isinstance(delta, CallOpened)]
     assert opened == list(range(len(opened)))
     assert all(isinstance(arguments, dict) for _, arguments in calls(deltas))
+    letters = iter(text)
+    assert all(letter in letters for letter in texts(deltas))  # nothing is invented, and all keeps its order
     if not opened and not family.is_harmony:
         assert texts(deltas) == text
+
+
+def talk(name: str, words: list[str], called: list[tuple[str, Any]]) -> tuple[str, str]:
+    """An answer of words and calls in turn as the family writes it, and what of it is text."""
+    family = FAMILY[name]
+    if family.is_harmony:
+        channels = [f"<|channel|>commentary<|message|>{word}<|end|><|start|>assistant" for word in words[:1]]
+        return "".join(channels) + write(family, called[:1]) + "<|call|>", words[0]
+    if family.is_anchored:
+        return write(family, called[:1]) + words[0], words[0].lstrip()
+    written = [write(family, [one]) for one in called] + [""]
+    text = "".join(word + call for word, call in zip(words, written, strict=True))
+    # White space beside calls goes with the markup.
+    first, *middle, last = words
+    return text, "".join([first.rstrip(), *(word.strip() for word in middle), last.lstrip()])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_of_words_and_calls_in_turn_nothing_is_lost_and_no_markup_is_told(name: str, data: st.DataObject) -> None:
+    called = data.draw(st.lists(ARGUMENTS.filter(lambda one: is_writable(name, one)), min_size=1, max_size=3))
+    words = data.draw(st.lists(st.text(WORDS, max_size=12), min_size=len(called) + 1, max_size=len(called) + 1))
+    text, said = talk(name, words, [("get_weather", arguments) for arguments in called])
+    deltas = read(FAMILY[name], cut(text, data.draw(CUTS)))
+
+    is_single = FAMILY[name].is_anchored or FAMILY[name].is_harmony
+    assert [arguments for _, arguments in calls(deltas)] == (called[:1] if is_single else called)
+    assert texts(deltas) == said
 
 
 def test_arguments_in_json_stream_letter_by_letter() -> None:

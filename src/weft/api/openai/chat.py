@@ -11,22 +11,28 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from weft.api.openai.common import OpenAIReply, Shape, grammar_of, joined, logprob_of, sampling_of, stops_of, tokens_of
-from weft.api.openai.schema import ChatMessage, ChatRequest, understood
-from weft.api.reply import Asked
+from weft.api.openai.common import (
+    OpenAIReply,
+    Shape,
+    generation_of,
+    grammar_of,
+    joined,
+    logprobs_of,
+    thinking_budget_of,
+)
+from weft.api.openai.schema import ChatMessage, ChatRequest, ChatToolCall, understood
+from weft.api.reply import Asked, Heading
 from weft.chat.conversation import (
     CallArguments,
     CallOpened,
     Conversation,
-    Generation,
     Message,
     Reasoning,
     Said,
     Text,
-    Token,
     ToolCall,
 )
-from weft.chat.tools import read_choice, read_tools
+from weft.chat.tools import RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
 from weft.errors import InvalidRequest
 
 
@@ -38,91 +44,30 @@ def translate(body: dict[str, Any]) -> Asked:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     tools = read_tools(request.tools)
     choice = read_choice(request.tool_choice, tools, request.parallel_tool_calls)
-    generation = Generation(
-        model=request.model,
-        prompts=(_conversation(request),),
-        sampling=sampling_of(request, request.max_completion_tokens or request.max_tokens, logprobs),
+    generation = generation_of(
+        request,
+        (_conversation(request),),
+        request.max_completion_tokens or request.max_tokens,
+        logprobs,
         n=request.n or 1,
-        stops=stops_of(request),
         grammar=grammar_of(request),
         tool_choice=choice if tools else None,
-        thinking_budget=_thinking_budget(request),
+        thinking_budget=thinking_budget_of(request),
         effort=request.reasoning_effort,
-        skip_special_tokens=request.skip_special_tokens is not False,
-        cache_salt=request.cache_salt or "",
-        session=request.session,
-        priority=request.precedence,
+        recalls=request.recall_reasoning is not False,
     )
     shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
-    return Asked(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape))
+    custom = frozenset(tool.name for tool in tools if tool.is_custom)
+    return Asked(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape, custom=custom))
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     """The messages of a request. Raises InvalidRequest with the place of the first misfit."""
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    return tuple(message_of(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-class ChatReply(OpenAIReply):
-    """A chat completion, or its chunks."""
-
-    id_prefix: ClassVar[str] = "chatcmpl"
-    whole_object: ClassVar[str] = "chat.completion"
-    chunk_object: ClassVar[str] = "chat.completion.chunk"
-    silence: ClassVar[dict[str, Any]] = {"delta": {}}
-
-    def opening(self) -> bytes:
-        """The role of every choice: clients take the stream's kind and id from its first chunk."""
-        role = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(self._chunk(choice, role) for choice in self.shape.choices)
-
-    def said(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
-        """A delta of content or of reasoning."""
-        if isinstance(run[0], Reasoning):
-            return {"delta": {"reasoning_content": joined(run)}}
-        return {"delta": {"content": joined(run)}, **({"logprobs": _logprobs(run)} if self.shape.logprobs else {})}
-
-    def called(self, run: Sequence[CallOpened | CallArguments]) -> dict[str, Any]:
-        """A delta of a call."""
-        first = run[0]
-        if isinstance(first, CallOpened):
-            return {"delta": {"tool_calls": [{"index": first.index, **_call(first, "")}]}}
-        return {"delta": {"tool_calls": [{"index": first.index, "function": {"arguments": _arguments(run, first.index)}}]}}
-
-    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
-        """A message. Its content is null only beside calls: LangChain takes that for a tool call that is missing."""
-        texts = [delta for delta in deltas if isinstance(delta, Text)]
-        reasoning = joined([delta for delta in deltas if isinstance(delta, Reasoning)])
-        calls = [_call(delta, _arguments(deltas, delta.index)) for delta in deltas if isinstance(delta, CallOpened)]
-        message: dict[str, Any] = {"role": "assistant", "content": joined(texts), "refusal": None}
-        if calls:
-            message |= {"content": message["content"] or None, "tool_calls": calls}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        return {"message": message, "logprobs": _logprobs(texts) if self.shape.logprobs else None}
-
-
-def _conversation(request: ChatRequest) -> Conversation:
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
-    return Conversation(
-        messages=messages_of(request.messages),
-        tools=tuple(request.tools or ()),  # whatever is chosen of them: the prompt stays the same
-        template_kwargs=request.chat_template_kwargs or {},
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-    )
-
-
-def _thinking_budget(request: ChatRequest) -> int | None:
-    budgets = {request.thinking_token_budget, request.reasoning_budget_tokens} - {None}
-    if len(budgets) > 1:
-        message = "thinking_token_budget and reasoning_budget_tokens mean the same and differ; send one of them"
-        raise InvalidRequest(message, "reasoning_budget_tokens")
-    return next(iter(budgets - {-1}), None)
-
-
-def _message(message: ChatMessage, path: str) -> Message:
+def message_of(message: ChatMessage, path: str) -> Message:
+    """One message, that stands at this place of a request."""
     content: str | list[dict[str, Any]] | None = message.refusal if message.content is None else message.content
     if content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"{path}.content is missing; a {message.role} message needs one", f"{path}.content")
@@ -136,12 +81,78 @@ def _message(message: ChatMessage, path: str) -> Message:
         role=message.role,
         content=content,
         reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
-        tool_calls=tuple(
-            ToolCall(call.function.name, _json_text(call.function.arguments), call.id) for call in message.tool_calls or ()
-        ),
+        tool_calls=tuple(_tool_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())),
         tool_call_id=message.tool_call_id,
         name=message.name,
         breakpoints=tuple(sorted(marks)),
+    )
+
+
+class ChatReply(OpenAIReply):
+    """A chat completion, or its chunks."""
+
+    id_prefix: ClassVar[str] = "chatcmpl"
+    whole_object: ClassVar[str] = "chat.completion"
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    silence: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def __init__(self, heading: Heading, shape: Shape, custom: frozenset[str] = frozenset()) -> None:
+        super().__init__(heading, shape)
+        self._custom = custom  # names of tools that take a text
+        self._inputs: dict[tuple[int, int], RawInput] = {}  # of their calls, by choice and index
+
+    def opening(self) -> bytes:
+        """The role of every choice: clients take the stream's kind and id from its first chunk."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._chunk(choice, role) for choice in self.shape.choices)
+
+    def said(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
+        """A delta of content or of reasoning."""
+        if isinstance(run[0], Reasoning):
+            return {"delta": {"reasoning_content": joined(run)}}
+        return {"delta": {"content": joined(run)}, **({"logprobs": _logprobs(run)} if self.shape.logprobs else {})}
+
+    def called(self, choice: int, run: Sequence[CallOpened | CallArguments]) -> dict[str, Any]:
+        """A delta of a call."""
+        first = run[0]
+        if isinstance(first, CallOpened):
+            if first.name in self._custom:
+                self._inputs[choice, first.index] = RawInput()
+            return {"delta": {"tool_calls": [{"index": first.index, **self._call(first, "")}]}}
+        said = _arguments(run, first.index)
+        if (raw := self._inputs.get((choice, first.index))) is None:
+            return {"delta": {"tool_calls": [{"index": first.index, "function": {"arguments": said}}]}}
+        text = raw.feed(said)
+        return {"delta": {"tool_calls": [{"index": first.index, "custom": {"input": text}}]}} if text else {}
+
+    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
+        """A message. Its content is null only beside calls: LangChain takes that for a tool call that is missing."""
+        texts = [delta for delta in deltas if isinstance(delta, Text)]
+        reasoning = joined([delta for delta in deltas if isinstance(delta, Reasoning)])
+        calls = [self._call(delta, _arguments(deltas, delta.index)) for delta in deltas if isinstance(delta, CallOpened)]
+        message: dict[str, Any] = {"role": "assistant", "content": joined(texts), "refusal": None}
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        return {"message": message, "logprobs": _logprobs(texts) if self.shape.logprobs else None}
+
+    def _call(self, opened: CallOpened, arguments: str) -> dict[str, Any]:
+        if opened.name in self._custom:
+            return {"id": opened.id, "type": "custom", "custom": {"name": opened.name, "input": raw_input(arguments)}}
+        return {"id": opened.id, "type": "function", "function": {"name": opened.name, "arguments": arguments}}
+
+
+def _conversation(request: ChatRequest) -> Conversation:
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
+    return Conversation(
+        messages=messages_of(request.messages),
+        tools=as_functions(request.tools or ()),  # whatever is chosen of them: the prompt stays the same
+        template_kwargs=request.chat_template_kwargs or {},
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
     )
 
 
@@ -167,12 +178,16 @@ def _part(part: dict[str, Any], path: str) -> dict[str, Any]:
     raise InvalidRequest(f"{path}.type must be a string", f"{path}.type")
 
 
+def _tool_call(call: ChatToolCall, path: str) -> ToolCall:
+    if call.function is not None:
+        return ToolCall(call.function.name, _json_text(call.function.arguments), call.id)
+    if call.custom is not None:
+        return ToolCall(call.custom.name, wrapped(call.custom.input), call.id)
+    raise InvalidRequest(f"{path}.function is required, or custom", f"{path}.function")
+
+
 def _json_text(arguments: str | dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-
-
-def _call(opened: CallOpened, arguments: str) -> dict[str, Any]:
-    return {"id": opened.id, "type": "function", "function": {"name": opened.name, "arguments": arguments}}
 
 
 def _arguments(deltas: Sequence[Said], index: int) -> str:
@@ -180,12 +195,4 @@ def _arguments(deltas: Sequence[Said], index: int) -> str:
 
 
 def _logprobs(run: Sequence[Text | Reasoning]) -> dict[str, Any]:
-    tokens = [token for delta in run for token in tokens_of(delta)]
-    return {
-        "content": [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens],
-        "refusal": None,
-    }
-
-
-def _logprob(token: Token) -> dict[str, Any]:
-    return {"token": token.text, "bytes": list(token.bytes), "logprob": logprob_of(token)}
+    return {"content": logprobs_of(run), "refusal": None}

@@ -1,7 +1,7 @@
-"""What OpenAI's two older wires share: sampling fields, the shape of answers, event-stream frames, usage and timings.
+"""What OpenAI's wires share: sampling fields, the shape of answers, usage and timings; of the two older ones also the frames.
 
 A wire adds what one of its choices looks like. Streamed and whole replies are made by the same few functions, so that they
-agree. Knows no tokens beyond those the deltas show; used by `chat` and `completions`.
+agree. Knows no tokens beyond those the deltas show; used by `chat`, `completions` and `responses`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,23 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from weft.api.openai.schema import CommonRequest, NamedSchema, ResponseFormat, StructuredOutputs
+from weft.api.openai.schema import CommonRequest, ConversationRequest, NamedSchema, ResponseFormat, StructuredOutputs
 from weft.api.problems import openai_body
 from weft.api.reply import Heading, reused_fields
 from weft.chat import constraints
-from weft.chat.conversation import CallArguments, CallOpened, Delta, Finish, Reasoning, Said, Text, Token, Usage
+from weft.chat.conversation import (
+    CallArguments,
+    CallOpened,
+    Delta,
+    Finish,
+    Generation,
+    Prompt,
+    Reasoning,
+    Said,
+    Text,
+    Token,
+    Usage,
+)
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
 from weft.wire import GrammarSpec, Sampling
 
@@ -43,9 +55,35 @@ def stops_of(request: CommonRequest) -> tuple[str, ...]:
     return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
 
 
-def grammar_of(request: CommonRequest) -> GrammarSpec | None:
+def grammar_of(request: CommonRequest, **more: Maker) -> GrammarSpec | None:
     """What the answer must look like, in whichever of its many words. Raises InvalidRequest where it is said twice."""
-    return _only_one(request, MAKERS, "")
+    return _only_one(request, MAKERS | more, "")
+
+
+def thinking_budget_of(request: ConversationRequest) -> int | None:
+    """How many tokens may be thought."""
+    budgets = {request.thinking_token_budget, request.reasoning_budget_tokens} - {None}
+    if len(budgets) > 1:
+        message = "thinking_token_budget and reasoning_budget_tokens mean the same and differ; send one of them"
+        raise InvalidRequest(message, "reasoning_budget_tokens")
+    return next(iter(budgets - {-1}), None)
+
+
+def generation_of(
+    request: CommonRequest, prompts: tuple[Prompt, ...], max_tokens: int | None, logprobs: int | None, **more: Any
+) -> Generation:
+    """What is asked for: what every wire says in the same words, and `more`."""
+    return Generation(
+        model=request.model,
+        prompts=prompts,
+        sampling=sampling_of(request, max_tokens, logprobs),
+        stops=stops_of(request),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        cache_salt=request.cache_salt or "",
+        session=request.session,
+        priority=request.precedence,
+        **more,
+    )
 
 
 @dataclass(frozen=True)
@@ -94,8 +132,8 @@ class OpenAIReply:
         """A choice of a chunk that tells this run of deltas of one kind."""
         raise NotImplementedError
 
-    def called(self, run: Sequence[CallOpened | CallArguments]) -> dict[str, Any]:
-        """The same for a call that opens, or pieces of its arguments."""
+    def called(self, choice: int, run: Sequence[CallOpened | CallArguments]) -> dict[str, Any]:
+        """The same for a call that opens, or pieces of its arguments; nothing where they say nothing yet."""
         raise NotImplementedError
 
     def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:
@@ -106,12 +144,16 @@ class OpenAIReply:
         """Frames sent with the headers, before any work."""
         return b""
 
+    def begun(self, usage: Usage) -> bytes:  # noqa: ARG002 - told at the end
+        """Nothing: counts come last."""
+        return b""
+
     def pieces(self, choice: int, deltas: Sequence[Delta]) -> bytes:
         """Frames for what one choice has new: one for each run of deltas of one kind, and of one call."""
         if len(deltas) == 1 and type(delta := deltas[0]) is Text and not self.shape.logprobs:
             before, after = self._around[choice]
             return before + encoded(delta.text) + after if delta.text else b""
-        return b"".join(self._piece(choice, list(run)) for _, run in groupby(deltas, _kind))
+        return b"".join(self._piece(choice, list(run)) for _, run in groupby(deltas, kind_of))
 
     def heartbeat(self, computed: int, total: int) -> bytes:
         """A comment for people and a chunk that says nothing for clients whose timers do not hear comments."""
@@ -147,7 +189,8 @@ class OpenAIReply:
         if isinstance(finish := run[0], Finish):
             return self._finished(choice, finish)
         if calls := [delta for delta in run if isinstance(delta, CallOpened | CallArguments)]:
-            return self._chunk(choice, self.called(calls))
+            said = self.called(choice, calls)
+            return self._chunk(choice, said) if said else b""
         told = [delta for delta in run if isinstance(delta, Text | Reasoning) and (delta.text or tokens_of(delta))]
         return self._chunk(choice, self.said(choice, told)) if told else b""
 
@@ -170,53 +213,79 @@ class OpenAIReply:
         return b"data: " + encoded({**self._heading, "choices": choices, **usage, **more}) + b"\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens of the whole reply. A prompt counts once, however many choices it has."""
-        usages = self._usages()
-        first_of_prompt = usages[:: self.shape.n]  # the one that computed it
-        prompt_tokens = sum(usage.prompt_tokens for usage in first_of_prompt)
-        completion_tokens = sum(usage.completion_tokens for usage in usages)
+        counts = Counts.of(self._usages(), self.shape.n)
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in first_of_prompt)},
-            "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+            "prompt_tokens": counts.prompt,
+            "completion_tokens": counts.answer,
+            "total_tokens": counts.prompt + counts.answer,
+            "prompt_tokens_details": {"cached_tokens": counts.cached},
+            "completion_tokens_details": {"reasoning_tokens": counts.reasoning},
         }
 
     def _timings(self) -> dict[str, Any]:
-        """The same with times. Choices run side by side, so the longest stands for all; first tokens belong to the prompt."""
-        usage, usages = self._usage(), self._usages()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        prompt, predicted = usage["prompt_tokens"] - cached, usage["completion_tokens"]
-        prompt_seconds = max(one.prefill_seconds for one in usages)
-        predicted_seconds = max(one.decode_seconds for one in usages)
-        after_first = sum(max(one.completion_tokens - 1, 0) for one in usages)
-        timings = {
-            "cache_n": cached,
-            "prompt_n": prompt,
-            "prompt_ms": round(prompt_seconds * 1000, 3),
-            "prompt_per_second": round(prompt / prompt_seconds, 3) if prompt_seconds else 0.0,
-            "predicted_n": predicted,
-            "predicted_ms": round(predicted_seconds * 1000, 3),
-            "predicted_per_second": round(after_first / predicted_seconds, 3) if predicted_seconds else 0.0,
-            "queue_ms": round(max(one.queue_seconds for one in usages) * 1000, 3),
-        }
-        # Of several prompts the first one is spoken of.
-        return timings if usages[0].reuse is None else timings | {"cache": reused_fields(usages[0].reuse)}
+        return timings_of(self._usages(), self.shape.n)
 
     def _usages(self) -> list[Usage]:
         return [self._finishes[choice].usage or Usage(0, 0) for choice in self.shape.choices]
 
 
-def _kind(delta: Delta) -> tuple[type[Delta], int]:
+def kind_of(delta: Delta) -> tuple[type[Delta], int]:
+    """Deltas of one kind, and of one call, are told together."""
     return type(delta), delta.index if isinstance(delta, CallOpened | CallArguments) else 0
 
 
 def _end(finish: Finish) -> dict[str, Any]:
-    end: dict[str, Any] = {"finish_reason": finish.reason, "stop_reason": finish.stop}
+    return {"finish_reason": finish.reason, **ended(finish)}
+
+
+def ended(finish: Finish) -> dict[str, Any]:
+    """What weft says of an end beside its reason."""
+    end: dict[str, Any] = {"stop_reason": finish.stop}
     if finish.schema_errors is not None:
         end["schema_validation"] = {"valid": not finish.schema_errors, "errors": finish.schema_errors}
     return end
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of a whole reply."""
+
+    prompt: int
+    cached: int  # of the prompt
+    answer: int
+    reasoning: int  # of the answer
+
+    @classmethod
+    def of(cls, usages: Sequence[Usage], n: int = 1) -> Counts:
+        """Those of all choices. A prompt counts once, however many choices it has: the first of them computed it."""
+        prompts = usages[::n]
+        return cls(
+            sum(usage.prompt_tokens for usage in prompts),
+            sum(usage.cached_tokens for usage in prompts),
+            sum(usage.completion_tokens for usage in usages),
+            sum(usage.reasoning_tokens for usage in usages),
+        )
+
+
+def timings_of(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
+    """Times of a whole reply. Choices run side by side, so the longest stands for all; first tokens belong to the prompt."""
+    counts = Counts.of(usages, n)
+    prompt_seconds = max(usage.prefill_seconds for usage in usages)
+    predicted_seconds = max(usage.decode_seconds for usage in usages)
+    after_first = sum(max(usage.completion_tokens - 1, 0) for usage in usages)
+    prompt = counts.prompt - counts.cached
+    timings = {
+        "cache_n": counts.cached,
+        "prompt_n": prompt,
+        "prompt_ms": round(prompt_seconds * 1000, 3),
+        "prompt_per_second": round(prompt / prompt_seconds, 3) if prompt_seconds else 0.0,
+        "predicted_n": counts.answer,
+        "predicted_ms": round(predicted_seconds * 1000, 3),
+        "predicted_per_second": round(after_first / predicted_seconds, 3) if predicted_seconds else 0.0,
+        "queue_ms": round(max(usage.queue_seconds for usage in usages) * 1000, 3),
+    }
+    # Of several prompts the first one is spoken of.
+    return timings if usages[0].reuse is None else timings | {"cache": reused_fields(usages[0].reuse)}
 
 
 def joined(run: Sequence[Text | Reasoning]) -> str:
@@ -232,6 +301,16 @@ def tokens_of(delta: Text | Reasoning) -> tuple[Token, ...]:
 def logprob_of(token: Token) -> float | None:
     """A token's log-probability as JSON can say it: OpenAI writes -9999 for what can not happen."""
     return None if token.logprob is None else max(token.logprob.logprob, -9999.0)
+
+
+def logprobs_of(run: Sequence[Text | Reasoning]) -> list[dict[str, Any]]:
+    """The tokens of several deltas as Chat and Responses tell them."""
+    tokens = [token for delta in run for token in tokens_of(delta)]
+    return [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens]
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    return {"token": token.text, "bytes": list(token.bytes), "logprob": logprob_of(token)}
 
 
 def encoded(value: Any) -> bytes:
@@ -251,7 +330,8 @@ def _only_one(asked: CommonRequest | StructuredOutputs, makers: Mapping[str, Mak
     return specs[names[0]] if names else None
 
 
-def _response_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
+def response_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
+    """What an answer of this format must look like."""
     match form:
         case ResponseFormat(type="text"):
             return None
@@ -288,7 +368,7 @@ def _schema(schema: Any, place: str) -> GrammarSpec:
 
 Maker = Callable[[Any, str], GrammarSpec | None]
 MAKERS: dict[str, Maker] = {
-    "response_format": _response_format,
+    "response_format": response_format,
     "structured_outputs": _structured_output,
     "guided_json": _schema,
     "guided_regex": constraints.regex,

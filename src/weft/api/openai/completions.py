@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from weft.api.openai.common import OpenAIReply, Shape, grammar_of, joined, logprob_of, sampling_of, stops_of, tokens_of
+from weft.api.openai.common import OpenAIReply, Shape, generation_of, grammar_of, joined, logprob_of, tokens_of
 from weft.api.openai.schema import MAX_CHOICES, CompletionRequest, understood
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import Generation, Prompt, Reasoning, Said, Text, Token
+from weft.chat.conversation import Prompt, Reasoning, Said, Text, Token
 from weft.errors import InvalidRequest
 
 
@@ -25,20 +25,16 @@ def translate(body: dict[str, Any]) -> Asked:
         raise InvalidRequest(f"{len(prompts)} prompts with n {n} make more than {MAX_CHOICES} choices; send fewer", "prompt")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("max_tokens 0 asks for nothing; only with echo is there something to tell", "max_tokens")
-    generation = Generation(
-        model=request.model,
-        prompts=prompts,
-        # OpenAI stops after 16 tokens unless told otherwise. Here, as on every wire, the default is the rest of the context.
-        sampling=sampling_of(request, request.max_tokens, request.logprobs),
+    # OpenAI stops after 16 tokens unless told otherwise. Here, as on every wire, the default is the rest of the context.
+    generation = generation_of(
+        request,
+        prompts,
+        request.max_tokens,
+        request.logprobs,
         n=n,
-        stops=stops_of(request),
+        grammar=grammar_of(request),
         echo=bool(request.echo),
         split_thinking=False,
-        grammar=grammar_of(request),
-        skip_special_tokens=request.skip_special_tokens is not False,
-        cache_salt=request.cache_salt or "",
-        session=request.session,
-        priority=request.precedence,
     )
     shape = Shape.of(request, prompts=len(prompts), logprobs=request.logprobs is not None)
     return Asked(generation, bool(request.stream), ignored, partial(CompletionReply, shape=shape))

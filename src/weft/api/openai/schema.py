@@ -7,7 +7,7 @@ unknown and told back to the client. Knows nothing of conversations or sampling;
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -33,9 +33,11 @@ Mark = {"type": ["boolean", "object", "null"]}  # as JSON's schemas say it
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": Mark}
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
 
-Function = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-ToolFields = {"type": {"const": "function"}, "function": Function}
-Tool = Annotated[dict[str, Any], Meta(extra_json_schema={"required": [*ToolFields], "properties": ToolFields})]
+Named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+ToolKinds = [
+    {"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")
+]
+Tool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": ToolKinds})]
 ToolMode = Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})]  # `read_choice` checks it
 
 
@@ -138,12 +140,20 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     arguments: str | dict[str, Any] = "{}"
 
 
-class ChatToolCall(msgspec.Struct, kw_only=True):
-    """A tool call of an earlier answer."""
+class CalledCustom(msgspec.Struct, kw_only=True):
+    """The custom tool of a tool call."""
 
-    function: CalledFunction
+    name: str
+    input: str
+
+
+class ChatToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of an earlier answer, with one of function and custom."""
+
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
@@ -160,21 +170,27 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     prompt_cache_breakpoint: bool | dict[str, Any] | None = None
 
 
-class ChatRequest(CommonRequest, kw_only=True):
+class ConversationRequest(CommonRequest, kw_only=True):
+    """What Chat and Responses take beside it."""
+
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: no limit
+    tool_choice: ToolMode | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    recall_reasoning: bool | None = None  # false: what earlier answers thought is not added where the messages lack it
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(ConversationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_completion_tokens: Count | None = None  # wins over max_tokens
     max_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     reasoning_effort: Effort | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
-    reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: no limit
     tools: list[Tool] | None = None
-    tool_choice: ToolMode | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -250,33 +266,39 @@ HARMLESS = frozenset(
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 
-def understood(body: dict[str, Any], kind: type[Request]) -> tuple[Request, tuple[str, ...]]:
+def understood(
+    body: dict[str, Any],
+    kind: type[Request],
+    not_here: Mapping[str, tuple[Any, ...]] = NOT_YET,
+    harmless: frozenset[str] = HARMLESS,
+) -> tuple[Request, tuple[str, ...]]:
     """The body's fields that act, and the names of those nobody knows. Raises InvalidRequest or UnsupportedParameter."""
     rest = {name: value for name, value in body.items() if value is not None and name not in kind.__struct_fields__}
-    for name, harmless in NOT_YET.items():
-        if name in rest and not _is_among(rest[name], harmless):
-            values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in harmless)
+    for name, idle in not_here.items():
+        if name in rest and not _is_among(rest[name], idle):
+            values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in idle)
             raise UnsupportedParameter(f"{name} is not supported here; leave it out{values}", name)
-    return converted(body, kind), tuple(sorted(rest.keys() - NOT_YET.keys() - HARMLESS))
+    return converted(body, kind), tuple(sorted(rest.keys() - not_here.keys() - harmless))
 
 
-def converted(body: dict[str, Any], kind: type[Request]) -> Request:
+def converted(body: dict[str, Any], kind: type[Request], place: str = "") -> Request:
     """The body as a struct. Raises InvalidRequest with the place of the first misfit, as in `messages[0].content`."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:
-        raise _explained(str(error)) from None
+        raise _explained(str(error), place) from None
 
 
-def _explained(error: str) -> InvalidRequest:
+def _explained(error: str, place: str) -> InvalidRequest:
     """msgspec's words, and its path as OpenAI writes it: Expected `int`, got `str` - at `$.prompt[0]`."""
     found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", error, re.DOTALL)
     words, param = found.groups() if found else (error, "")
-    param = param.replace("[...]", "")
+    param = f"{place}.{param.replace('[...]', '')}".strip(".")
     if missing := re.fullmatch("Object missing required field `(.*)`", words):
         param = f"{param}.{missing[1]}".removeprefix(".")
         return InvalidRequest(f"{param} is required", param)
-    choices = {"role": get_args(Role), "reasoning_effort": get_args(Effort), "response_format.type": get_args(FormatType)}
+    efforts = dict.fromkeys(("effort", "reasoning_effort"), get_args(Effort))
+    choices = {"role": get_args(Role), "response_format.type": get_args(FormatType), **efforts}
     known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
     hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
     return InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param)

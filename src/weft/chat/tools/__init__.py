@@ -17,16 +17,31 @@ from weft.chat.normalise import PromptWriter
 from weft.chat.thinking import KNOWN
 from weft.chat.tokenizer import Tokenizer
 from weft.chat.tools.arguments import decoded
-from weft.chat.tools.choice import Choice, read_choice, read_tools
+from weft.chat.tools.choice import Choice, as_functions, read_choice, read_tools
 from weft.chat.tools.families import FAMILIES, GENERIC, Family
 from weft.chat.tools.grammar import tool_grammar
 from weft.chat.tools.harmony import HarmonyReader
+from weft.chat.tools.raw import RawInput, raw_input, wrapped
 from weft.chat.tools.reader import CallReader
 from weft.chat.tools.tool import Tool
 from weft.errors import InvalidRequest
 from weft.wire import GrammarSpec
 
-__all__ = ["CallFormat", "CallReader", "Choice", "Family", "HarmonyReader", "Tool", "find_family", "read_choice", "read_tools"]
+__all__ = [
+    "CallFormat",
+    "CallReader",
+    "Choice",
+    "Family",
+    "HarmonyReader",
+    "RawInput",
+    "Tool",
+    "as_functions",
+    "find_family",
+    "raw_input",
+    "read_choice",
+    "read_tools",
+    "wrapped",
+]
 
 log = logging.getLogger("weft.chat")
 
@@ -49,8 +64,17 @@ class CallFormat:
         family = find_family(writer)
         if family is None:
             return None
+        form = CallFormat(family, frozenset())
+        if form.notice is not None:
+            log.warning("%s", form.notice)
         added = ((fact.content, token) for token, fact in tokenizer.inner.get_added_tokens_decoder().items())
-        return CallFormat(family, frozenset((text, token) for text, token in added if text.strip() and text in family.literals))
+        return replace(form, tokens=frozenset((text, token) for text, token in added if text.strip() and text in family.literals))
+
+    @property
+    def notice(self) -> str | None:
+        """What the operator should know."""
+        guess = f"the chat template writes tool calls in no way that weft knows; they are read like those of {self.family.name}"
+        return guess if self.family.is_guess else None
 
     @property
     def shown(self) -> frozenset[int]:
@@ -58,9 +82,9 @@ class CallFormat:
         return frozenset(token for _, token in self.tokens)
 
     @property
-    def trigger(self) -> str | None:
-        """What must not come within thinking; None where calls are not announced."""
-        return None if self.family.is_anchored or self.family.is_harmony else self.family.trigger
+    def trigger(self) -> str:
+        """What must not come within thinking; nothing where calls are not announced."""
+        return "" if self.family.is_anchored or self.family.is_harmony else self.family.trigger
 
     def reader(self, tools: Sequence[Tool]) -> CallReader | HarmonyReader:
         """A reader for one answer."""
@@ -83,10 +107,7 @@ def find_family(writer: PromptWriter) -> Family | None:
         return family if is_several else replace(family, between=None)
     source = writer.template.with_tools.source
     guess = next((family for family in FAMILIES if not family.is_anchored and family.trigger in source), GENERIC)
-    log.warning(
-        "the chat template writes tool calls in no way that weft knows; they are taken to be like those of %s", guess.name
-    )
-    return guess
+    return replace(guess, is_guess=True)
 
 
 def _written(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> tuple[str, ...] | None:

@@ -12,12 +12,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.chat.constraints import json_schema
+from weft.chat.constraints import grammar, json_schema, regex
 from weft.chat.enforcement import MAX_DEPTH
+from weft.chat.tools.raw import INPUT
 from weft.chat.tools.tool import Tool
 from weft.errors import InvalidRequest
+from weft.wire import GrammarSpec
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
+STARTS = re.compile(r"^\s*[!?]*start\s*[:\[]", re.MULTILINE)
 MAX_TOOLS = 512
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -34,17 +37,24 @@ class Choice:
 
 
 def read_tools(tools: Sequence[Any] | None, place: str = "tools") -> tuple[Tool, ...]:
-    """Tools in OpenAI's shape: {"type": "function", "function": {"name", "parameters", "strict"}}. Raises InvalidRequest."""
+    """Tools in the shape of Chat Completions: {"type": "function", "function": {"name", "parameters", "strict"}}, or
+    {"type": "custom", "custom": {"name", "format"}}. Raises InvalidRequest.
+    """
     if len(tools or ()) > MAX_TOOLS:
         raise InvalidRequest(f"{place} has {len(tools or ())} entries; at most {MAX_TOOLS} are taken", place)
     read = tuple(_tool(tool, f"{place}[{index}]") for index, tool in enumerate(tools or ()))
     seen: set[str] = set()
     for index, tool in enumerate(read):
         if tool.name in seen:
-            where = f"{place}[{index}].function.name"
+            where = f"{place}[{index}].{'custom' if tool.is_custom else 'function'}.name"
             raise InvalidRequest(f"{where} {tool.name!r} is the name of an earlier tool too; names must differ", where)
         seen.add(tool.name)
     return read
+
+
+def as_functions(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Tools, read before, as chat templates know them: a custom one is a function that takes a text."""
+    return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
 
 
 def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, place: str = "tool_choice") -> Choice:
@@ -59,7 +69,11 @@ def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = Non
             return Choice("none", tools)
         case "auto" | "required":
             choice = Choice(given, tools, is_parallel)
-        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+        case (
+            {"type": "function", "function": {"name": str(name)}}
+            | {"type": "custom", "custom": {"name": str(name)}}
+            | {"type": "function" | "custom", "name": str(name)}
+        ):
             choice = Choice("required", (_named(name, tools, place),), is_parallel=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}} | {
             "type": "allowed_tools",
@@ -70,7 +84,7 @@ def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = Non
             chosen = {_named(name, tools, place).name for name in names}
             choice = Choice(mode, tuple(tool for tool in tools if tool.name in chosen), is_parallel)
         case _:
-            message = f"{place} must be auto, none, required, a function by its name, or allowed_tools with mode and tools"
+            message = f"{place} must be auto, none, required, a tool by its name, or allowed_tools with mode and tools"
             raise InvalidRequest(message, place)
     if not choice.tools:
         raise InvalidRequest(f"{place} asks for tools, but there are none; send some in tools", place)
@@ -78,13 +92,17 @@ def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = Non
 
 
 def _tool(given: Any, place: str) -> Tool:
-    if not isinstance(given, dict) or given.get("type") != "function" or not isinstance(given.get("function"), dict):
-        raise InvalidRequest(f'{place} must be {{"type": "function", "function": {{…}}}}', place)
-    function, place = given["function"], f"{place}.function"
-    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        where = f"{place}.name"
-        raise InvalidRequest(f"{where} {name!r} must be 1 to 128 letters, digits, underscores, hyphens or dots", where)
+    match given:
+        case {"type": "function", "function": dict(function)}:
+            return _function(function, f"{place}.function")
+        case {"type": "custom", "custom": dict(custom)}:
+            return _custom(custom, f"{place}.custom")
+    shapes = '{"type": "function", "function": {…}} or {"type": "custom", "custom": {…}}'
+    raise InvalidRequest(f"{place} must be {shapes}", place)
+
+
+def _function(function: dict[str, Any], place: str) -> Tool:
+    name, parameters, strict = _checked_name(function, place), function.get("parameters"), function.get("strict")
     if strict not in (None, True, False):
         raise InvalidRequest(f"{place}.strict must be true or false", f"{place}.strict")
     where = f"{place}.parameters"
@@ -97,6 +115,55 @@ def _tool(given: Any, place: str) -> Tool:
     if strict:
         json_schema(parameters, True, where)
     return Tool(name, msgspec.json.encode(parameters).decode(), bool(strict), where)
+
+
+def _custom(custom: dict[str, Any], place: str) -> Tool:
+    name, where = _checked_name(custom, place), f"{place}.format"
+    if not isinstance(custom.get("description"), str | None):
+        raise InvalidRequest(f"{place}.description must be a text", f"{place}.description")
+    syntax, definition = _format(custom, where)
+    made: GrammarSpec | None = None
+    if syntax == "lark":
+        made = grammar(definition, where)
+        if not STARTS.search(definition):
+            raise InvalidRequest(f"{where}: the grammar needs a rule that is called start", where)
+    elif syntax:
+        made = regex(definition, where)
+    return Tool(name, msgspec.json.encode(_takes_text()).decode(), place=where, is_custom=True, grammar=made)
+
+
+def _format(custom: dict[str, Any], place: str) -> tuple[str, str]:
+    """The syntax of what its text must be, and the definition; nothing where any text will do."""
+    match custom.get("format"):
+        case None | {"type": "text"}:
+            return "", ""
+        case {"type": "grammar", "grammar": {"syntax": "lark" | "regex" as syntax, "definition": str(definition)}} | {
+            "type": "grammar",
+            "syntax": "lark" | "regex" as syntax,
+            "definition": str(definition),
+        }:
+            return syntax, definition
+    shape = '{"type": "grammar", "grammar": {"syntax": "lark" or "regex", "definition": …}}'
+    raise InvalidRequest(f'{place} must be {{"type": "text"}} or {shape}', place)
+
+
+def _as_function(custom: dict[str, Any]) -> dict[str, Any]:
+    syntax, definition = _format(custom, "format")
+    said = {"description": f"{syntax.capitalize()} it must follow:\n{definition}"} if syntax else {}
+    told = {"description": custom["description"]} if custom.get("description") else {}
+    return {"type": "function", "function": {"name": custom["name"], **told, "parameters": _takes_text(**said)}}
+
+
+def _takes_text(**said: str) -> dict[str, Any]:
+    text = {"type": "string", **said}
+    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+
+
+def _checked_name(given: dict[str, Any], place: str) -> str:
+    name, where = given.get("name"), f"{place}.name"
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InvalidRequest(f"{where} {name!r} must be 1 to 128 letters, digits, underscores, hyphens or dots", where)
+    return name
 
 
 def _depth(value: Any) -> int:
@@ -112,9 +179,9 @@ def _depth(value: Any) -> int:
 
 def _name_of(given: Any, place: str) -> str:
     match given:
-        case {"function": {"name": str(name)}} | {"name": str(name)}:
+        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
             return name
-    raise InvalidRequest(f"{place} must name a function", place)
+    raise InvalidRequest(f"{place} must name a tool", place)
 
 
 def _named(name: str, tools: tuple[Tool, ...], place: str) -> Tool:

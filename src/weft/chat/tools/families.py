@@ -30,6 +30,7 @@ class Family:
     id_form: str = ""  # the id of a call made of that; none: the id is made up
     is_harmony: bool = False  # the whole answer is cut into channels
     also: str = ""  # further markers
+    is_guess: bool = False  # the model's template does not say that it is this one
 
     @cached_property
     def head(self) -> str:

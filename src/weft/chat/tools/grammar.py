@@ -17,20 +17,14 @@ import msgspec
 from weft.chat.constraints import json_schema
 from weft.chat.tools.arguments import Json, Pairs, Tags
 from weft.chat.tools.choice import Choice
+from weft.chat.tools.custom import embedded, escaped, unescaped
 from weft.chat.tools.families import Family
 from weft.chat.tools.pieces import PLACES
+from weft.chat.tools.raw import INPUT
 from weft.chat.tools.tool import Tool, alternatives, types
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.wire import JSON_OPTIONS, GrammarSpec
 
-OPTIONS = {  # of schemas within a grammar: what the engine has for schemas that stand alone
-    "whitespace_pattern": r"[ ]|\n[ ]{0,32}",
-    "item_separator": ",",
-    "key_separator": ":",
-    "coerce_one_of": False,
-    "json_allowed_escapes": 'nrbtf\\"',
-    "json_allow_general_unicode_escapes": False,
-}
 BLANK = "[ \n]"
 ANY_TEXT = "(?s:.*)"
 ANY_KEY = "[A-Za-z_][A-Za-z0-9_]{0,30}"
@@ -155,6 +149,8 @@ class _Grammar:
                 body = self.tagged(tool, tags)
             case Pairs() as pairs:
                 body = self.paired(tool, tool, pairs, tool.place)
+            case Json() if tool.grammar is not None:
+                body = f'"{{" " "? {_quoted(_quoted(INPUT))} ":" " "? {_text_in_json(tool.grammar, tool.place)} " "? "}}"'
             case Json():
                 body = _enforced(tool, tool.parameters, tool.place)
         self.given[tool.name] = self.rule("arguments", body)
@@ -169,7 +165,9 @@ class _Grammar:
                 kind = "json"  # the tag would call null a text
             places = {"⟨key⟩": key, "⟨type⟩": f"/{tags.types[1]}/" if kind == "json" else _quoted(tags.types[0])}
             opened = " ".join(places.get(part) or self.literal(part) for part in PLACES.split(tags.open))
-            if kind == "json":
+            if tool.grammar is not None:
+                opened, value = opened.removesuffix("?"), self.plain_text(tool.grammar, tags.close, tool.place)
+            elif kind == "json":
                 value = f"{self.loose(tool, schema, place)} {self.literal(tags.close)}"
             elif choices := tool.choices(schema):
                 value = f"{_any_of(['null' if one is None else one for one in choices])} {self.literal(tags.close)}"
@@ -215,6 +213,9 @@ class _Grammar:
 
     def value(self, tool: Tool, schema: Any, pairs: Pairs, place: str) -> str:
         """A value: JSON where that is understood, else in the notation's own way."""
+        if tool.grammar is not None:
+            raw = f"{self.literal(pairs.quotes[0])} {self.plain_text(tool.grammar, pairs.quotes[0], tool.place)}"
+            return _text_in_json(tool.grammar, tool.place) if pairs.is_json else raw
         if pairs.is_json:
             return self.loose(tool, schema, place)
         asked = tool.name + msgspec.json.encode(schema).decode()
@@ -264,6 +265,15 @@ class _Grammar:
             case _:
                 return _enforced(tool, {"type": kind, **{word: node[word] for word in NUMERIC & node.keys()}}, place)
 
+    def plain_text(self, grammar: GrammarSpec, close: str, place: str) -> str:
+        """A custom tool's text as it is, and what closes it. Line breaks that the reader takes away must be there."""
+        mark = max((mark for mark in self.tokens if close.strip().startswith(mark)), key=len, default="")
+        before = close.partition(mark)[0] if mark else close
+        text = unescaped(grammar, close.strip(), before, place, is_lazy=not mark)
+        if text is None:
+            return f"{embedded(grammar, close.strip(), place)} {self.literal(close).replace('?', '')}"
+        return f"{text} {self.literal(close[len(before) :])}"
+
     def literal(self, text: str) -> str:
         """A text as it must come, but for line breaks, and blanks beside signs; an id may be any."""
         marks = [re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True) if mark in text]
@@ -310,8 +320,13 @@ def _enforced(tool: Tool, schema: Any, place: str) -> str:
     return _embedded('{"type":"object"}' if is_whole else "{}", lenient=True)
 
 
+def _text_in_json(grammar: GrammarSpec, place: str) -> str:
+    """A custom tool's text in quotes."""
+    return f'"\\"" {escaped(grammar, place)} "\\""'
+
+
 def _embedded(schema: str, lenient: bool) -> str:
-    options = json.dumps({"x-guidance": {**OPTIONS, "lenient": lenient}})
+    options = json.dumps({"x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
     return f"%json {options[:-1]}{',' * (schema != '{}')}{schema[1:]}"
 
 

@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from weft.wire import GrammarSpec
+
 Kind = Literal["text", "nullable", "json"]
 
 # What a strict text may be held to besides a list of choices.
@@ -21,12 +23,14 @@ MAX_STEPS = 16  # of references to references
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called."""
+    """A function that may be called. A custom one takes a text, its `input`."""
 
     name: str
     schema: str  # of its arguments, as JSON text
     strict: bool = False
     place: str = field(default="tools", compare=False)  # of the schema in the request
+    is_custom: bool = False
+    grammar: GrammarSpec | None = None  # what a custom one's text must be
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
