@@ -18,7 +18,7 @@ from weft.cache.disk import DiskTier
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
-from weft.engine.runner import RowBroken
+from weft.engine.runner import RowBroken, Step
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
@@ -52,25 +52,26 @@ class Run:
     def __post_init__(self) -> None:
         self.engine = Engine(self.adapter, self.config, self.clock, self.disk)
         self.logits: dict[int, list[np.ndarray]] = {}
+        self._choose = self.engine.choose
+        if self.keep_logits:
+            self.engine.choose = self._keep_and_choose  # type: ignore[method-assign]
+
+    def _keep_and_choose(self, step: Step) -> None:
+        for sequence, row in zip(step.sequences, np.array(step.logits.astype(mx.float32)), strict=True):
+            self.logits.setdefault(sequence.id, []).append(row)
+        self._choose(step)
 
     def submit(self, prompt: list[int], tokens: int, **sampling: object) -> Sequence:
         """Queue a prompt that answers with `tokens` tokens unless told otherwise."""
         return self.engine.submit(prompt, Sampling(**{"max_tokens": tokens, "ignore_eos": True, **sampling}))  # type: ignore[arg-type]
 
     def turn(self) -> None:
-        """One turn, its logits kept."""
-        if not self.config.pipelined and self.keep_logits:
-            raise AssertionError("logits are kept from the pipelined turn")
+        """One turn; whatever fails in it must have been asked for."""
         self.engine.turn()
         failure = self.engine.last_failure
         if isinstance(failure, RowBroken):
             failure = failure.__cause__
         assert failure is None or isinstance(failure, InjectedFault), f"an error that no test asked for: {failure!r}"
-        step = self.engine.pending
-        if self.keep_logits and step is not None:
-            rows = np.array(step.logits.astype(mx.float32))
-            for sequence, row in zip(step.sequences, rows, strict=True):
-                self.logits.setdefault(sequence.id, []).append(row)
 
     def finish(self) -> None:
         """Turn until nothing is left; nothing may stay behind."""

@@ -6,6 +6,7 @@ by nobody, and every answer a prefix of the one the same prompt gets alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from zoo import VOCABULARY, make_checkpoint
 
 PROMPTS = random_prompts(VOCABULARY, (1, 2, 7, 20, 41, 70), seed=9)
 LONGEST = 80
+CONFIG = dataclasses.replace(SMALL, whole_tokens=8)  # some chunks come before the steps, some in slices after them
 
 
 @functools.cache
@@ -40,7 +42,7 @@ class Crowd(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run(_adapter(), SMALL)
+        self.run = Run(_adapter(), CONFIG)
         self.asked: list[tuple[int, Sequence]] = []
 
     @rule(which=st.integers(0, len(PROMPTS) - 1), tokens=st.integers(1, LONGEST), front=st.booleans())

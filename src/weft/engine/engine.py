@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from weft.cache.disk import DiskTier
 from weft.cache.prefix import PrefixTree
@@ -141,8 +142,10 @@ class Engine:
         self.faults.at("turn", *self.scheduler.running)
         self._make_room()
         plan = self.scheduler.plan(self.trial.may_step)
-        last = self.pending
+        last, is_quiet = self.pending, plan.chunk is None
         try:
+            if plan.begins_with_chunk:
+                plan = self._chunk_before_steps(plan)
             if self.config.pipelined:
                 self.pipelined_step(plan)
             else:
@@ -156,8 +159,18 @@ class Engine:
             self.sharing.seated(row.sequence)
         if plan.chunk is not None and not plan.chunk.sequence.has_gone:
             self.prefill(plan.chunk, plan.slice_seconds)
-        elif last is not None and self.pending is not None:
+        elif is_quiet and last is not None and self.pending is not None:
             self.scheduler.measured(self.clock() - started)
+
+    def _chunk_before_steps(self, plan: Plan) -> Plan:
+        """Compute the chunk, when all tokens are told that are there; the steps are planned anew, its row perhaps among them."""
+        last, self.pending = self.pending, None
+        if last is not None:
+            self.settle(last)
+        assert plan.chunk is not None
+        if not plan.chunk.sequence.has_gone:
+            self.prefill(plan.chunk, None)
+        return replace(self.scheduler.plan(self.trial.may_step), chunk=None)
 
     def pipelined_step(self, plan: Plan) -> None:
         """Start this step, settle the last one while it runs. First tokens do not wait for the prompt work that follows."""

@@ -25,5 +25,10 @@ class Plan:
     slice_seconds: float | None  # None: nobody waits, do all of it
     coming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
 
+    @property
+    def begins_with_chunk(self) -> bool:
+        """Whether the chunk is so short that the steps wait for it: its row may be in them then."""
+        return bool(self.steps) and self.chunk is not None and self.slice_seconds is None
+
     def __bool__(self) -> bool:
         return bool(self.steps) or self.chunk is not None
