@@ -6,15 +6,22 @@ READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
 
-.PHONY: serve test conformance check bench soak tools exact-gpu bench-gpu clean
+.PHONY: serve test browser pictures conformance check bench soak tools exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
 
-test: $(READY)  ## set up and run the tests: what CI does
+test: $(READY) browser  ## set up and run the tests: what CI does
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n auto --dist loadgroup
+
+browser:  ## a Chromium for the tests of the page, where it may be installed; without one they are skipped and say so
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  DEBIAN_FRONTEND=noninteractive timeout 240 sh -c 'apt-get update && apt-get install -y chromium'; } >/dev/null 2>&1 || true
+
+pictures: $(READY) browser  ## the README's pictures of the page, made anew
+	$(BIN)/python -m bench.pictures
 
 conformance: $(READY)  ## every oracle on all architectures of the zoo (about 8 minutes on two cores); CI looks at some closely
 	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle

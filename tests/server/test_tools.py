@@ -247,7 +247,9 @@ def test_what_was_thought_is_kept_for_a_client_that_drops_it(client: openai.Open
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     again = [{**bare, "tool_calls": [{**call, "id": "call_2"}]}, {**result, "tool_call_id": "call_2"}]
 
-    recalled, _ = usage(QUESTION, bare, result, **salt)
+    first, _ = usage(QUESTION, **salt)
+    recalled, cached = usage(QUESTION, bare, result, **salt)
+    assert cached >= first - 1
     # A client that sends what was thought has the same prompt to the last token.
     assert usage(QUESTION, {**bare, "reasoning_content": called.reasoning_content}, result, **salt) == (recalled, recalled - 1)
     # And so the turns after it stand on the whole of it.

@@ -68,6 +68,7 @@ class Watching:
 class Seen:
     """What was told of an answer."""
 
+    arrived: float  # seconds since 1970
     row: Row = field(default_factory=dict)
     tokens: int = 0  # of the answer, counted so far
     computed: int | None = None  # of the prompt, when last looked; None: nothing yet
@@ -116,7 +117,9 @@ class Watch:
 
     def _news(self, answer: Answer, is_over: bool) -> Row | None:
         """The row of an answer if it is another one than before."""
-        seen, row = self._seen.setdefault(answer, Seen()), self._row(answer, is_over)
+        if (seen := self._seen.get(answer)) is None:
+            seen = self._seen[answer] = Seen(time.time() - time.monotonic() + answer.arrived)
+        row = self._row(answer, seen, is_over)
         self._count(answer, seen, row)
         if row == seen.row:
             return None
@@ -135,13 +138,13 @@ class Watch:
             work.read += max(0, fresh)
         seen.tokens, seen.computed, seen.read = row["tokens"], computed, seen.read + max(0, fresh)
 
-    def _row(self, answer: Answer, is_over: bool) -> Row:
+    def _row(self, answer: Answer, seen: Seen, is_over: bool) -> Row:
         usage, generation = answer.usage, answer.generation
         row = {
             "id": answer.request_id,
             "model": answer.model,
             "wire": generation.wire,
-            "arrived": round(time.time() - time.monotonic() + answer.arrived, 1),
+            "arrived": round(seen.arrived, 3),
             "state": "finished" if is_over else self._state(answer),
             "choices": len(answer.choices),
             "prompt_tokens": usage.prompt_tokens,

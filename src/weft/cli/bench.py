@@ -6,6 +6,7 @@ Figures are what clients feel, waiting included; `picture` draws them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -135,6 +136,7 @@ def bench_serve_command(options: Options) -> int:
     asked, seconds = _load(options, clients)
     summary = summarised(asked, model, options.clients, seconds)
     write_columns(_table(summary))
+    sys.stdout.writelines(f"{count} failed: {error}\n" for error, count in summary.errors.items())
     if options.json_file is not None:
         document = {"summary": asdict(summary), "requests": [asdict(each) for each in asked]}
         _write(options.json_file, json.dumps(document, indent=2) + "\n")
@@ -195,19 +197,21 @@ def _body(model: str, options: Options) -> dict[str, Any]:
 
 def _load(options: Options, clients: list[Bodies]) -> tuple[list[Asked], float]:
     """Let all clients ask, with bars on stderr; what each request saw, and how long it took in all."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    pieces = TextColumn("{task.fields[pieces]} pieces of text")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), pieces, TimeElapsedColumn())
     seen: list[Asked] = []
     start = time.perf_counter()
     with Progress(*columns, console=Console(stderr=True)) as bars, ThreadPoolExecutor(len(clients)) as pool:
-        requests = bars.add_task("requests", total=options.requests)
-        tokens = bars.add_task("tokens", total=options.requests * options.max_tokens)
+        bar = bars.add_task("requests", total=options.requests, pieces=0)
+        heard = itertools.count(1)
 
         def run(number: int, bodies: Bodies) -> None:
             client = Client(options.url, options.api_key)
             for path, body in bodies:
-                asked = _ask(client, path, body, Asked(number, time.perf_counter() - start), start, lambda: bars.advance(tokens))
+                asked = Asked(number, time.perf_counter() - start)
+                _ask(client, path, body, asked, start, lambda: bars.update(bar, pieces=next(heard)))
                 seen.append(asked)
-                bars.advance(requests)
+                bars.advance(bar)
                 if asked.error is not None and options.replay:
                     return  # the next turn stands on this one
 
@@ -216,7 +220,8 @@ def _load(options: Options, clients: list[Bodies]) -> tuple[list[Asked], float]:
     return seen, time.perf_counter() - start
 
 
-def _ask(client: Client, path: str, body: dict[str, Any], asked: Asked, start: float, tick: Callable[[], None]) -> Asked:
+def _ask(client: Client, path: str, body: dict[str, Any], asked: Asked, start: float, tick: Callable[[], None]) -> None:
+    """Ask and note in `asked` what comes, and when."""
     last = 0.0
     try:
         with closing(client.stream(path, body)) as events:
@@ -233,7 +238,6 @@ def _ask(client: Client, path: str, body: dict[str, Any], asked: Asked, start: f
     except WeftError as error:
         asked.error = re.sub(r"\d+", "N", str(error))  # so that those of one kind are one
     asked.end = time.perf_counter() - start
-    return asked
 
 
 def _has_text(event: dict[str, Any]) -> bool:
@@ -300,11 +304,15 @@ def _table(summary: Summary) -> list[tuple[str, ...]]:
         (summary.model, f"{summary.requests} requests", f"{summary.clients} clients", f"{summary.seconds:.1f} s"),
         ("tokens", f"{summary.prompt_tokens} prompt", f"{summary.tokens} answer", known),
         ("tok/s, all", f"{summary.prefill_per_second:.0f} prefill", f"{summary.decode_per_second:.0f} decode", ""),
-        ("tok/s, one", f"{summary.request_prefill_per_second:.0f} prefill", f"{summary.request_decode_per_second:.0f} decode", ""),
+        (
+            "tok/s, one",
+            f"{summary.request_prefill_per_second:.0f} prefill",
+            f"{summary.request_decode_per_second:.0f} decode",
+            "",
+        ),
         ("ms", "p50", "p95", "max"),
         ("first token", *shown(summary.first_token)),
         ("token gap", *shown(summary.gap)),
-        *((f"{count} failed", error, "", "") for error, count in summary.errors.items()),
     ]
 
 

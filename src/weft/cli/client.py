@@ -56,12 +56,12 @@ class Client:
         finally:
             connection.close()
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
-        """The events of a streamed answer, until its end or until `hang_up`."""
+    def stream(self, path: str, body: dict[str, Any] | None) -> Generator[dict[str, Any]]:
+        """The events of a streamed answer, until its end or until `hang_up`. Without a body it is only asked for."""
         self._hung_up = False
         connection = self._connect(SILENCE_SECONDS)
         try:
-            with self._ask(connection, "POST", path, body) as response:
+            with self._ask(connection, "GET" if body is None else "POST", path, body) as response:
                 for line in response:
                     if line.strip() == b"data: [DONE]":
                         return

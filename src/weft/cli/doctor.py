@@ -111,8 +111,9 @@ def running_server() -> Verdict:
 def device() -> Iterator[Verdict]:
     """What MLX computes on and with, and what fits into memory: asked from the model itself, loaded here."""
     try:
-        from weft.engine.bring_up import safe_memory
-        from weft.llm import BLAS, LLM
+        from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
+
+        from weft.engine.bring_up import safe_memory  # isort: skip
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin
 
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Env
@@ -293,6 +293,183 @@ def cache_why(request_id: str, /, *, url: str | None = None, as_json: AsJson = F
     from weft.cli.cache import why_command
 
     why_command(request_id, url, as_json)
+
+
+bench = App(name="bench", help="How fast a running server is, from outside.")
+app.command(bench)
+
+
+@bench.command(name="serve")
+def bench_serve(
+    *,
+    clients: int = 8,
+    requests: int = 32,
+    prompt_tokens: int = 256,
+    max_tokens: int = 64,
+    shared_prefix: int = 0,
+    replay: Switch = False,
+    model: str | None = None,
+    url: str | None = None,
+    api_key: str | None = None,
+    json_file: Annotated[Path | None, Parameter(name="--json")] = None,
+    picture_file: Annotated[Path | None, Parameter(name="--picture")] = None,
+) -> int:
+    """Load a running server from several clients at once and say what they saw: speeds, waits, gaps, errors.
+
+    Prompts are of random tokens, so that nothing of them is known before. With
+    --replay each client is an agent: its requests are the turns of one growing
+    conversation with tool calls and their results. Status 1 where a request failed.
+
+    For example:
+      weft bench serve
+      weft bench serve --clients 32 --requests 200 --shared-prefix 128
+      weft bench serve --replay --clients 4 --requests 80 --json load.json --picture load.svg
+
+    Parameters
+    ----------
+    clients
+        How many ask at the same time.
+    requests
+        How many requests there are in all.
+    prompt_tokens
+        The length of each prompt; agents have their own.
+    max_tokens
+        The length of each answer; it is not ended before, but agents' may be.
+    shared_prefix
+        So many tokens at the beginning are the same in all prompts.
+    replay
+        Ask as agents do.
+    model
+        The model, where the server has several.
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    api_key
+        The server's key. Default: WEFT_API_KEY.
+    json_file
+        Write all figures, those of every request too, to this file.
+    picture_file
+        Draw them into this SVG file.
+    """
+    from weft.cli.bench import Options, bench_serve_command
+
+    return bench_serve_command(
+        Options(clients, requests, prompt_tokens, max_tokens, shared_prefix, replay, model, url, api_key, json_file, picture_file)
+    )
+
+
+@app.command
+def top(*, url: str | None = None, api_key: str | None = None) -> None:
+    """Watch a running server: requests and their states, rows, memory, tokens per second. Ctrl-C leaves.
+
+    For example:
+      weft top
+      weft top --url http://127.0.0.1:9000
+
+    Parameters
+    ----------
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    api_key
+        The server's key. Default: WEFT_API_KEY.
+    """
+    from weft.cli.top import top_command
+
+    top_command(url, api_key)
+
+
+@app.command
+def doctor(*, bundle: Path | None = None) -> int:
+    """Look whether all is well here: versions, settings, disk, device, memory, and a small server tried out.
+
+    Each line is ok, slow or wrong, and says what to do. Status 1 where something is
+    wrong. Nothing is fetched; the model tried is the one that comes with weft.
+
+    For example:
+      weft doctor
+      weft doctor --bundle report.zip
+
+    Parameters
+    ----------
+    bundle
+        Write report, settings, versions and the end of the logs to this zip, without keys or prompts.
+    """
+    from weft.cli.doctor import doctor_command
+
+    return doctor_command(bundle)
+
+
+service = App(
+    name="service", help="The server as a service of your own session: launchd on macOS, systemd on Linux. Never as root."
+)
+app.command(service)
+
+
+@service.command(name="install")
+def service_install(
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    show: Annotated[bool, Parameter(name="--print", negative="", show_default=False)] = False,
+) -> None:
+    """Start `weft serve` now and at every login, and again when it dies. Installing again replaces it.
+
+    Its settings are what follows, and ~/.config/weft/config.toml; that is the
+    place for an API key.
+
+    For example:
+      weft service install
+      weft service install smollm2 --port 9000
+      weft service install --print
+
+    Parameters
+    ----------
+    arguments
+        What `weft serve` is told.
+    show
+        Print the file that would be installed, and do nothing.
+    """
+    from weft.cli.service import install_command
+
+    install_command(arguments, show)
+
+
+@service.command(name="uninstall")
+def service_uninstall() -> None:
+    """Stop the service and take its file away.
+
+    For example:
+      weft service uninstall
+    """
+    from weft.cli.service import uninstall_command
+
+    uninstall_command()
+
+
+@service.command(name="status")
+def service_status() -> int:
+    """Say whether the service is installed, whether it runs, and whether its server answers. Status 1 where not.
+
+    For example:
+      weft service status
+    """
+    from weft.cli.service import status_command
+
+    return status_command()
+
+
+@app.command
+def completion(shell: Literal["bash", "zsh", "fish"], /) -> None:
+    """Print a script that lets a shell complete weft's commands and options.
+
+    For example:
+      weft completion bash > ~/.local/share/bash-completion/completions/weft
+      weft completion zsh > "${fpath[1]}/_weft"
+      weft completion fish > ~/.config/fish/completions/weft.fish
+
+    Parameters
+    ----------
+    shell
+        Which one.
+    """
+    sys.stdout.write(app.generate_completion(prog_name="weft", shell=shell))
 
 
 def main() -> None:

@@ -35,7 +35,9 @@ def drawn(summary: dict[str, Any], requests: list[dict[str, Any]]) -> str:
 def _head(summary: dict[str, Any]) -> list[str]:
     failed = sum(summary["errors"].values())
     first = f"{summary['model']}: {summary['requests']} requests of {summary['clients']} clients in {summary['seconds']:.1f} s"
-    second = f"prefill {summary['prefill_per_second']:.0f} tok/s, decode {summary['decode_per_second']:.0f} tok/s, {failed} failed"
+    second = (
+        f"prefill {summary['prefill_per_second']:.0f} tok/s, decode {summary['decode_per_second']:.0f} tok/s, {failed} failed"
+    )
     parts = [_text(LEFT, 26, first, "head"), _text(LEFT, 46, second)]
     for index, (name, colour) in enumerate(COLOURS.items()):
         x = LEFT + index * 110

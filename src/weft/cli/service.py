@@ -89,8 +89,8 @@ class Systemd(Manager):
         _ask("systemctl", "--user", "restart", NAME)
 
     def stop(self) -> None:
-        """Disable it."""
-        _ask("systemctl", "--user", "disable", "--now", NAME)
+        """Disable it; where there is no systemd to ask, nothing runs."""
+        _ask("systemctl", "--user", "disable", "--now", NAME, may_fail=True)
 
     def state(self) -> str:
         """What systemd calls it: active, failed …"""
@@ -158,7 +158,11 @@ def install_command(arguments: tuple[str, ...], show: bool) -> None:
         manager.file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WeftError(f"{manager.file} can not be written: {error.strerror}") from error
-    manager.start()
+    try:
+        manager.start()
+    except WeftError:
+        manager.file.unlink()
+        raise
     sys.stdout.write(f"{manager.file} is written and weft started; it starts again at every login\n")
     if isinstance(manager, Systemd):
         sys.stdout.write("to have it without anybody logged in: loginctl enable-linger\n")

@@ -66,6 +66,7 @@ GRAMMARS: dict[str, tuple[str, str, list[str], list[str]]] = {
     "nest": ("lark", NEST, ['(a (b "c\n\\" d))'], ["(a", '("a)']),
     "odd": ("lark", ODD, ["a\n\n", "\n\n\nc\t", '\n\n\x02"\\7é'], ["a\n", "\n\nC\\T", '\n\n\x02"\\ ']),
     "pattern": ("regex", r'[a-z"\\]+(/\d{2})?(?s:.)?', ['ab"\\', "ab/12\n"], ["AB", "", "ab\n\n"]),
+    "signs": ("regex", r"a b-c&d~#e<f>,;:!%@`'=_" + "\n\x7f/", ["a b-c&d~#e<f>,;:!%@`'=_\n\x7f/"], ["a"]),
     "anything": ("regex", "(?s).*", ["", 'x\n"\\', "it's"], []),
 }
 
@@ -130,16 +131,12 @@ def test_under_auto_the_grammar_takes_over_at_the_trigger() -> None:
 
 def test_a_text_can_not_have_what_closes_it() -> None:
     compiler = vocabulary("spelt")
-    spec = form("glm", compiler).grammar(Choice("required", tools("anything"), is_parallel=False))
-    matcher = compiler.compile(spec)
-    for token in compiler.tokenizer.tokenize_str(
-        called("glm", "a</arg_value").partition("</arg_value</arg")[0], parse_special=True
-    ):
-        matcher.accept(token)
-    for token in compiler.tokenizer.tokenize_str("</arg_value>", parse_special=True):
-        matcher.accept(token)
+    offered = read_tools([custom("p", "regex", "(x</arg_value>)?y*")])
+    glm, hermes = (form(name, compiler).grammar(Choice("required", offered, is_parallel=False)) for name in ("glm", "hermes"))
 
-    assert not matcher.mask()[compiler.tokenizer.tokenize_str("b")[0]]  # it is closed: only markup can follow
+    assert accepts(compiler, glm, called("glm", "yy"))
+    assert not accepts(compiler, glm, called("glm", "x</arg_value>y"))
+    assert accepts(compiler, hermes, called("hermes", "x</arg_value>y"))
 
 
 @pytest.mark.parametrize(
@@ -148,6 +145,8 @@ def test_a_text_can_not_have_what_closes_it() -> None:
         (r"start: /[[:alpha:]]+/", "[[:alpha:]"),
         (r"start: /\p{L}+/", r"/\p{L}+/"),
         (r"start: /a b/x", "/a b/x"),
+        (r"start: /a(?=b)/", "/a(?=b)/"),
+        ('start[suffix="\\n"]: /a/', '[suffix="\\n"]'),
         (r"start: A" "\n" r"A: ~/a/", "~"),
         ("start: <think>", "<think>"),
         ('start: %regex { "substring_words": "a b" }', "%regex"),

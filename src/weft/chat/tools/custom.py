@@ -37,7 +37,7 @@ ATOM = re.compile(
     |(?P<sign>[*+?|]|\{\d*,?\d*\})
     |(?P<set>\.|\\[dDsSwW]|\[\^?\]?(?:\\.|[^\]\\])*\])
     |\\(?:(?P<code>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})|(?P<escape>[^a-zA-Z0-9]|[nrtfva]))
-    |(?P<letter>[^\\^$\[\]{}])""",
+    |(?P<letter>[^\\^$\[\]{}()])""",
     re.VERBOSE | re.DOTALL,
 )
 TERMINAL = ("string", "pattern", "range")
@@ -65,6 +65,8 @@ ANY = "(?s:.*)"
 def escaped(spec: GrammarSpec, place: str) -> str:
     """The texts of a grammar as JSON writes them between quotes. Raises InvalidRequest for a part that has no such form."""
     lark, write = _Lark(spec, place), partial(_escaped, place=place)
+    if texts := [given for given in lark.attributes.values() if '"' in given or "/" in given]:
+        raise _refused(place, texts[0])
     if lark.is_regular:
         return _nested("start: RULE_START", *lark.as_terminals(write))
     _check_apart({name: [(kind, write(kind, text)) for kind, text in part] for name, part in lark.terminals().items()}, place)

@@ -1,0 +1,133 @@
+"""`weft doctor`: green here, and not where something is wrong."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from cli_server import running
+
+from weft.cli import doctor
+from weft.cli.client import Client
+from weft.cli.trials import MODEL, TRIALS, Verdict, _guarded, trials
+from weft.engine.ledger import Ledger
+from weft.errors import WeftError
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user of whom nothing is known."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("WEFT_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("WEFT_API_KEY", "sk-very-secret")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_fresh_install_is_well_and_the_bundle_has_no_secrets(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = doctor.doctor_command(home / "report.zip")
+    *lines, last = capsys.readouterr().out.splitlines()
+    with zipfile.ZipFile(home / "report.zip") as archive:
+        parts = {name: archive.read(name).decode() for name in archive.namelist()}
+
+    assert status == 0, lines
+    assert {line.split()[0] for line in lines} <= {"ok", "slow"}
+    assert [line[7:19].strip() for line in lines] == [
+        "versions", "settings", "disk", "port", "device", "products", "gated delta", "memory",
+        "server", "generation", "schema", "cache", "tool call",
+    ]  # fmt: skip
+    assert "report.zip" in last
+    assert parts["report.txt"].splitlines() == lines
+    assert 'api_key = ["********"]' in parts["config.toml"]
+    assert "mlx-lm==" in parts["versions.txt"]
+    assert f"chat {MODEL} 200 stop" in parts["log.txt"]
+    assert "service-log.txt" in parts
+    assert not any("very-secret" in text or "Number 7 is a dog" in text for text in parts.values())
+
+
+@pytest.mark.parametrize("what", TRIALS)
+def test_a_server_that_answers_something_else_is_found_wrong(what: str) -> None:
+    with running() as server:
+        verdict = _guarded(what, TRIALS[what], Client(server.url))
+
+    assert (verdict.grade, verdict.what) == ("wrong", what)
+    assert "--bundle" in verdict.advice
+
+
+def test_a_server_that_does_not_start_is_one_verdict_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho no luck >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    (verdict,) = trials(tmp_path / "log")
+
+    assert str(verdict).startswith("wrong  server       the server ended with status 3: no luck; ")
+
+
+def test_settings_that_can_not_be_are_wrong(home: Path) -> None:
+    (home / "weft.toml").write_text("[serve]\nprot = 9000\n")
+
+    verdict = doctor.settings()
+
+    assert verdict.grade == "wrong"
+    assert "did you mean 'port'?" in verdict.found
+
+
+def test_a_full_disk_is_wrong_and_so_is_one_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.disk(tmp_path / "not" / "there").grade == "ok"
+
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "can not be written" in doctor.disk(tmp_path).found
+    monkeypatch.undo()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: namedtuple("Usage", "free")(10_000))
+    assert doctor.disk(tmp_path / "not" / "there").grade == "wrong"
+
+
+def test_a_port_that_something_else_holds_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        monkeypatch.setenv("WEFT_URL", server.url)
+        mine = doctor.running_server()
+        monkeypatch.setenv("WEFT_URL", f"{server.url}/other")
+        other = doctor.running_server()
+
+    assert (mine.grade, mine.found) == ("ok", f"{server.url} is weft 9.9, up for 61.2 s")
+    assert other.grade == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("found", "grade", "words"),
+    [
+        (doctor._products("weft+openblas", 2, None), "ok", "sgemm"),
+        (doctor._products("openblas", 2, None), "slow", "C compiler"),
+        (doctor._products("stock", None, "much slower than it could: install it"), "slow", "install it"),
+        (doctor._products("none", None, None), "ok", "MLX's own"),
+        (doctor._gated_delta("cuda", ["mlx_lm.models.qwen3_5"]), "ok", "in chunks"),
+        (doctor._gated_delta("metal", []), "ok", "Metal"),
+        (doctor._gated_delta("cpu", []), "slow", "loop over tokens"),
+        (doctor._memory(Ledger(lambda tokens: tokens * 1000, 40_000_000, 100_000_000), 1000, 16), "ok", "38 fit"),
+        (doctor._memory(Ledger(lambda tokens: tokens * 1000, 40_000_000, 41_000_000), 1000, 16), "wrong", "0 fit"),
+        (doctor._memory(Ledger(lambda tokens: tokens * 1000, 40_000_000, None), 1000, 16), "ok", "--memory"),
+    ],
+)
+def test_each_finding_has_its_verdict(found: Verdict, grade: str, words: str) -> None:
+    assert found.grade == grade
+    assert words in str(found)
+
+
+def test_a_bundle_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(WeftError, match=r"report.zip can not be written: No such file"):
+        doctor.write_bundle(tmp_path / "not" / "report.zip", [], tmp_path / "log")
+
+
+def test_values_of_secret_variables_are_taken_out_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_API_KEY", "first-one, second-one")
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("SOME_KEY", "on")
+
+    assert doctor.without_secrets("second-one got hf_abc on") == "******** got ******** on"
