@@ -11,7 +11,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,7 @@ sys.exit(server.serve(ServerConfig(("fake",), port=0), Screen()))
 STREAMS, TOKENS = 64, 400
 CLIENTS, ANSWER = 8, 64
 WORDS = 50
+LOOK_SECONDS = 3.0  # between two looks of the page at the prefix tree
 
 
 def main() -> None:
@@ -37,6 +40,7 @@ def main() -> None:
     print("front: HTTP, channel, reader and frames")
     fake_engine()
     real_engine()
+    watched()
 
 
 def fake_engine() -> None:
@@ -77,6 +81,45 @@ def real_engine() -> None:
     ratio = statistics.median(ours) / statistics.median(theirs)
     detail = f"({statistics.median(ours):.0f} against {statistics.median(theirs):.0f} tokens/s)"
     print(f"  {CLIENTS} clients over the engine in process {ratio:.2f}, wanted ≥ 0.90 {detail}")
+
+
+def watched() -> None:
+    """Throughput while somebody has the live page open, over that while nobody has, taking turns."""
+    alone, beside = [], []
+    with serving([sys.executable, "-m", "weft", "serve", "smollm2", "--port", "0"]) as url:
+        ask(url, CLIENTS, ANSWER, WORDS)
+        for _ in range(9):
+            alone.append(CLIENTS * ANSWER / ask(url, CLIENTS, ANSWER, WORDS)["seconds"])
+            with watching(url):
+                beside.append(CLIENTS * ANSWER / ask(url, CLIENTS, ANSWER, WORDS)["seconds"])
+    ratio = statistics.median(beside) / statistics.median(alone)
+    detail = f"({statistics.median(beside):.0f} against {statistics.median(alone):.0f} tokens/s)"
+    print(f"  {CLIENTS} clients with the live page open over without {ratio:.2f}, wanted ≥ 0.97 {detail}")
+
+
+@contextmanager
+def watching(url: str) -> Iterator[None]:
+    """What the live page asks for: the events, and every few seconds the tree."""
+    is_over = threading.Event()
+
+    def events() -> None:
+        with urllib.request.urlopen(f"{url}/v1/events") as stream:
+            while not is_over.is_set():
+                stream.readline()
+
+    def tree() -> None:
+        while not is_over.wait(LOOK_SECONDS):
+            urllib.request.urlopen(f"{url}/v1/cache").read()
+
+    threads = [threading.Thread(target=one) for one in (events, tree)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
 
 
 def lone(url: str) -> list[dict[str, Any]]:

@@ -1,4 +1,7 @@
-"""Cached = cold, for every architecture: what a prompt's beginning was taken from does not change a bit of what follows."""
+"""Cached = cold, for every architecture: what a prompt's beginning was taken from does not change a bit of what follows.
+
+The longer tests look at some of the zoo only, `make conformance` at all of it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from weft.cache.disk import DiskTier
 from weft.cache.spec import KeyValues
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter, LayerCaches, _arrays, _leaves
-from zoo import ARCHITECTURES, VOCABULARY
+from zoo import ARCHITECTURES, EXAMINED, VOCABULARY
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
 LOOSE = dataclasses.replace(CACHED, exact=False)
@@ -73,7 +76,7 @@ def computed(run: Run) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EXAMINED)
 def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
     run = Run(build(name), CACHED, keep_logits=True)
     counts = computed(run)
@@ -157,7 +160,7 @@ def disk_at(folder: Path) -> DiskTier:
     return disk
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EXAMINED)
 def test_after_a_restart(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str, tmp_path: Path) -> None:
     first = Run(build(name), CACHED, disk=disk_at(tmp_path))
     for prompt in PROMPTS[:2]:
@@ -180,7 +183,7 @@ def test_after_a_restart(build: Callable[[str], Adapter], cold: Callable[[str], 
         assert sum(counts) <= sum(len(prompt) - 1 - 48 for prompt in PROMPTS[2:5]) + 16 + 32  # states amid the trunk are not kept
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EXAMINED)
 def test_after_an_abort_and_after_making_room(
     build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str
 ) -> None:

@@ -127,15 +127,14 @@ class Watch:
         return row
 
     def _count(self, answer: Answer, seen: Seen, row: Row) -> None:
-        """Add what was done for an answer to its model's work; what was done before it was first seen is not."""
+        """Add what was done for an answer to its model's work. What was before the first tick is a rate over no time: none."""
         work = self._work.setdefault(answer.model, Work())
         computed = row["computed"] or None
         fresh = 0 if seen.computed is None or computed is None else computed - seen.computed  # the first has what was cached
         if answer.choices[0].timings is not None:
             fresh = row["prompt_tokens"] - row["cached_tokens"] - seen.read
-        if seen.row or self._last is not None:
-            work.tokens += row["tokens"] - seen.tokens
-            work.read += max(0, fresh)
+        work.tokens += row["tokens"] - seen.tokens
+        work.read += max(0, fresh)
         seen.tokens, seen.computed, seen.read = row["tokens"], computed, seen.read + max(0, fresh)
 
     def _row(self, answer: Answer, seen: Seen, is_over: bool) -> Row:
