@@ -173,7 +173,7 @@ class Engine:
         return replace(self.scheduler.plan(self.trial.may_step), chunk=None)
 
     def pipelined_step(self, plan: Plan) -> None:
-        """Start this step, settle the last one while it runs. First tokens do not wait for the prompt work that follows."""
+        """Start this step, settle the last one while it runs. First tokens are told at once: somebody looks at an empty page."""
         last, self.pending = self.pending, None
         try:
             self.pending = self.runner.forward(plan, last)
@@ -182,7 +182,7 @@ class Engine:
                 self.settle(last)
         if self.pending is not None:
             self.choose(self.pending)
-            if plan.chunk is not None and self.pending.has_first_tokens:
+            if self.pending.has_first_tokens:
                 last, self.pending = self.pending, None
                 self.settle(last)
 

@@ -1,7 +1,7 @@
 // The frame: tabs, light and dark, and the line that says how the server is.
 
 import * as chat from "/page/chat.js";
-import { find, h, memory } from "/page/dom.js";
+import { find, forgetColours, h, memory } from "/page/dom.js";
 import * as live from "/page/live.js";
 import * as models from "/page/models.js";
 
@@ -31,6 +31,7 @@ function keys(event) {
 
 function dress(theme) {
   document.documentElement.dataset.theme = theme;
+  forgetColours();
   find("theme").textContent = THEMES[theme];
   find("theme").setAttribute("aria-label", `Colours: ${THEMES[theme]}`);
   memory.set("theme", theme);
@@ -63,6 +64,7 @@ function slowly() {
 }
 
 dress(memory.get("theme", "auto"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", forgetColours);
 find("theme").addEventListener("click", turn);
 find("tabs").addEventListener("keydown", keys);
 for (const tab of TABS) find(`tab-${tab}`).addEventListener("click", () => open(tab));

@@ -17,10 +17,16 @@ export function h(tag, properties = {}, ...children) {
 
 export const find = (id) => document.getElementById(id);
 
-/** A colour of the style sheet, for canvases. */
+const colours = new Map();
+
+/** A colour of the style sheet, for canvases. Asking the browser for each stroke would cost more than drawing. */
 export function colour(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  if (!colours.has(name)) colours.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return colours.get(name);
 }
+
+/** Light or dark has changed: look again. */
+export const forgetColours = () => colours.clear();
 
 /** A canvas ready to be drawn on at the screen's own resolution: its context, width and height in CSS pixels. */
 export function prepared(canvas) {

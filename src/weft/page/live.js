@@ -327,7 +327,7 @@ let drawnAt = 0;
 
 function frame(at) {
   requestAnimationFrame(frame);
-  if (find("live").hidden || at - drawnAt < 100) return; // ten times a second is smooth enough, and cheap
+  if (find("live").hidden || at - drawnAt < 250) return; // as often as there is news; more would only warm the machine that should be answering
   drawnAt = at;
   drawLanes();
   if (history.length) {
