@@ -27,6 +27,19 @@ def turns(count: int) -> Iterator[list[dict[str, Any]]]:
             ]
 
 
+def in_words(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same for a model whose chat template has no place for tools: calls and results as texts."""
+    told = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            told.append({"role": "assistant", "content": f"{call['function']['name']} {call['function']['arguments']}"})
+        if message["role"] == "tool":
+            told.append({"role": "user", "content": f"Result: {message['content']}"})
+        elif "tool_calls" not in message:
+            told.append(message)
+    return told
+
+
 def title_request(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What agents send beside a turn: another system prompt, the last words, a short answer."""
     said = [message["content"] for message in messages if message["role"] == "user"]

@@ -18,7 +18,7 @@ from weft.llm import BLAS, LLM  # binds the BLAS before mlx is imported
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from bench.agent import title_request, turns
+from bench.agent import in_words, title_request, turns
 from bench.front import serving
 from bench.shapes import GEMMA3_SMALL, random_model
 from weft.config import EngineConfig
@@ -45,6 +45,12 @@ def main() -> None:
     unique_prompts(adapters["smollm2"], config)
     two_thousand_requests(adapters["tiny-hybrid"], config)
     for name in llms:
+        forty_turns(name)
+
+
+def agent() -> None:
+    """The conversations only: `python -m bench.prefixes agent`."""
+    for name in ("tiny-hybrid", "smollm2"):
         forty_turns(name)
 
 
@@ -131,7 +137,8 @@ def forty_turns(name: str) -> None:
             messages: list[dict[str, Any]] = [{"role": "system", "content": f"Round {round_}."}]
             before, seconds, news = 0, [], []
             for turn, new in enumerate(turns(40)):
-                messages += new if turn else new[1:]
+                new = new if turn else new[1:]
+                messages += new if takes_tools(url) else in_words(new)
                 chat(url, title_request(messages), 4)
                 usage, first = chat(url, messages, 2)
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -145,6 +152,12 @@ def forty_turns(name: str) -> None:
     say(f"{name}: first token of turns 36 to 40 over turns 2 to 8 with as much news", statistics.median(ratios), "≤ 1.5", detail)
 
 
+def takes_tools(url: str) -> bool:
+    """Whether the model served there has a place for tools in its chat template."""
+    with urllib.request.urlopen(f"{url}/v1/models") as reply:
+        return "tools" in json.load(reply)["data"][0]["capabilities"]
+
+
 def chat(url: str, messages: list[dict[str, Any]], tokens: int) -> tuple[dict[str, Any], float]:
     """The usage, and the engine's own time to the first token."""
     body = {"messages": messages, "max_tokens": tokens, "temperature": 0, "chat_template_kwargs": {"enable_thinking": False}}
@@ -155,4 +168,4 @@ def chat(url: str, messages: list[dict[str, Any]], tokens: int) -> tuple[dict[st
 
 
 if __name__ == "__main__":
-    main()
+    agent() if sys.argv[1:] == ["agent"] else main()
