@@ -50,6 +50,18 @@ def is_valid(sequence: Sequence) -> bool:
     return jsonschema_rs.is_valid(SCHEMA, json.loads(TOKENIZER.decode(sequence.output)))
 
 
+def test_an_answer_that_ignores_its_end_goes_on_where_its_grammar_lets_it(adapter: Adapter) -> None:
+    run = Run(adapter)
+    letters = COMPILER.constraint(ConstraintSpec(GrammarSpec("regex", "[a-z ]*")))
+    open_ended = submit(run, STORIES[0], letters, ignore_eos=True, temperature=1.5, seed=1, logit_bias={4080: 20, 4082: 20})
+    closed = submit(run, STORIES[0], COMPILER.constraint(STRICT), ignore_eos=True)
+    run.finish()
+
+    assert (open_ended.finish, len(open_ended.output)) == ("length", 60)
+    assert closed.finish == "stop"
+    assert is_valid(closed)
+
+
 @pytest.mark.parametrize("pipelined", [True, False], ids=["pipelined", "plain"])
 def test_constrained_and_free_rows_share_the_step_and_both_are_right(adapter: Adapter, pipelined: bool) -> None:
     free = answers(adapter, [prompt(story) for story in STORIES], 20)

@@ -84,7 +84,7 @@ def test_neighbours_change_neither_tokens_nor_a_single_bit_of_the_logits(
     assert np.array_equal(run.logits_of(subject), logits)
 
 
-@each_architecture
+@each_examined
 def test_joining_in_mid_stream_changes_nobody(build: Build, solo: Solo, name: str) -> None:
     run = Run(build(name), keep_logits=True)
     first = run.submit(SUBJECTS[0], TOKENS)

@@ -94,7 +94,7 @@ def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[st
     assert prefixes is None or not any(node.pins for node in prefixes.nodes())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", EXAMINED)
 def test_all_at_once(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
     run = Run(build(name), CACHED, keep_logits=True)
     counts = computed(run)

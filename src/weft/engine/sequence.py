@@ -104,7 +104,7 @@ class Sequence:
         """What its next token must be."""
         if self.constraint is None or self.is_finished:
             return None
-        return self.constraint.demand(tuple(self.stop_ids))
+        return self.constraint.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos)
 
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
         """Take a token that was in flight; decide whether it is the last. Raises RowFailed when its constraint fails."""

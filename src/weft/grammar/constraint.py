@@ -49,6 +49,11 @@ class Matcher:
         return np.unpackbits(bits, bitorder="little")[: self.tokenizer.vocab_size].astype(bool)
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text."""
+        return tuple(self.tokenizer.eos_tokens)
+
+    @property
     def is_finished(self) -> bool:
         """Whether nothing but an end can follow."""
         return self.inner.is_stopped()
@@ -62,6 +67,7 @@ class Demand:
     never: tuple[int, ...] = ()  # none of these
     matcher: Matcher | None = None  # what the grammar has here
     also: tuple[int, ...] = ()  # beside the grammar: these
+    late: tuple[int, ...] = ()  # these only where nothing else may come
 
 
 @dataclass(frozen=True)
@@ -197,8 +203,11 @@ class Constraint:
         other._history, other._fed = list(self._history), list(self._fed)
         return other
 
-    def demand(self, ends: tuple[int, ...]) -> Demand | None:
-        """What the next token must be; None when anything may come. `ends` are the tokens that end the sequence."""
+    def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> Demand | None:
+        """What the next token must be; None when anything may come. `ends` are the tokens that end the sequence.
+
+        An endless one goes on wherever its grammar lets it.
+        """
         now = self._history[-1]
         if now.forced:
             return Demand(only=now.forced[:1])
@@ -209,7 +218,7 @@ class Constraint:
         if self.matcher is None:
             return None
         opening = self.thinking.open_ids[:1] if self.thinking is not None and now.phase == "start" else ()
-        return Demand(matcher=self.matcher, also=opening)
+        return Demand(matcher=self.matcher, also=opening, late=self.matcher.ends if is_endless else ())
 
     def accept(self, token: int) -> None:
         """Take the token that came. Raises RowFailed: this request ends, nobody else notices."""

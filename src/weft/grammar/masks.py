@@ -35,6 +35,8 @@ class Masks:
                 allowed[row, list(demand.never)] = False
             if demand.also:
                 allowed[row, list(demand.also)] = True
+            if demand.late and allowed[row].sum() > allowed[row, list(demand.late)].sum():
+                allowed[row, list(demand.late)] = False
         return allowed, errors
 
     def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[NDArray[np.bool_], dict[int, str]]:
