@@ -254,3 +254,84 @@ class TestCanary:
         row = run.submit(TRUNK + TAIL, 3)
         run.finish()
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
+
+
+def restored(run: Run) -> list[int]:
+    """How much is copied out of the tree from now on: tokens, each time."""
+    counts: list[int] = []
+    caches = run.engine.runner._caches
+
+    def counting(sequence: Sequence) -> object:
+        counts.append(sequence.num_computed)
+        return caches(sequence)
+
+    run.engine.runner._caches = counting  # type: ignore[method-assign,assignment]
+    return counts
+
+
+def test_the_next_turn_of_a_conversation_goes_on_with_the_caches_of_the_last_and_nothing_is_copied(adapter: Adapter) -> None:
+    run = Run(adapter, LOOSE)
+    first = run.submit(TRUNK, 4)
+    run.finish()
+    counts = restored(run)
+    prompt = TRUNK + first.output + TAIL
+    second = run.submit(prompt, 4)
+    run.finish()
+    third = run.submit(prompt + second.output + OTHER * 12, 4)  # more than the room that is left in the caches
+    run.finish()
+
+    assert counts == []
+    assert second.num_cached == len(TRUNK) - 1
+    assert third.num_cached == len(prompt) - 1
+    for row in (second, third):
+        assert row.output == answers(adapter, [row.prompt], 4, dataclasses.replace(SMALL, chunk_tokens=64))[0]
+
+
+def test_of_two_that_go_on_from_one_place_one_has_the_caches_and_the_other_a_copy(adapter: Adapter) -> None:
+    run = Run(adapter, LOOSE)
+    run.submit(TRUNK, 2)
+    run.finish()
+    counts = restored(run)
+    rows = [run.submit(TRUNK + tail, 4) for tail in (TAIL, OTHER)]
+    run.finish()
+
+    assert counts == [len(TRUNK) - 1]
+    assert [row.output for row in rows] == answers(adapter, [row.prompt for row in rows], 4)
+
+
+def test_spare_caches_have_their_share_of_the_bytes_and_go_when_all_is_forgotten(adapter: Adapter) -> None:
+    prompts = random_prompts(128, [60] * 6, seed=8)
+    one = Run(adapter, LOOSE)
+    one.submit(prompts[0], 2)
+    one.finish()
+    sharing = one.engine.sharing
+    assert isinstance(sharing, Sharing)
+    size = sharing.spares.held_bytes
+    assert size > 0
+    assert sharing.held_bytes == sharing.tree.held_bytes + size
+    sharing.clear()
+    assert sharing.held_bytes == 0
+
+    run = Run(adapter, dataclasses.replace(LOOSE, cache_bytes=8 * 3 * size))
+    most = 0
+    for prompt in prompts:
+        run.submit(prompt, 2)
+        run.finish()
+        most = max(most, run.engine.sharing.held_bytes)
+        assert run.engine.sharing.spares.held_bytes <= 3 * size  # type: ignore[attr-defined]
+    assert most <= 8 * 3 * size
+    assert run.engine.sharing.spares.held_bytes == 3 * size  # type: ignore[attr-defined]
+
+
+def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter) -> None:
+    run = Run(adapter, LOOSE)
+    first = run.submit(TRUNK, 2)
+    run.finish()
+    counts = restored(run)
+    assert run.engine.sharing.expel(first)
+    second = run.submit(TRUNK + TAIL, 4)
+    run.finish()
+
+    assert second.num_cached == 0
+    assert counts == [0]
+    assert second.output == answers(adapter, [TRUNK + TAIL], 4)[0]

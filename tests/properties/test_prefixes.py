@@ -19,7 +19,7 @@ from zoo import VOCABULARY
 
 TRUNK, *TAILS = random_prompts(VOCABULARY, (40, 3, 20, 33), seed=4)
 PROMPTS = [TRUNK, TRUNK[:17], TRUNK[:1], *(TRUNK + tail for tail in TAILS), TRUNK[:24] + TAILS[0]]
-CONFIG = dataclasses.replace(SMALL, cache_bytes=150_000, whole_tokens=8)  # prompts are cut where they part
+CONFIG = dataclasses.replace(SMALL, cache_bytes=220_000, whole_tokens=8)  # prompts are cut where they part
 LONGEST = 30
 SALTS = ["", "", "mine"]
 POINTS: list[Point] = ["prefill", "decode", "sampler", "snapshot", "restore", "logits", "accept"]
@@ -35,6 +35,7 @@ class Forest(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.run = Run(_adapter(), CONFIG)
+        self.run.engine.sharing.spares.share = 3  # room for one  # type: ignore[attr-defined]
         self.asked: list[tuple[int, Sequence]] = []
         self.numbers = iter(range(1000, 100_000))
         self.broken: set[int] = set()  # tokens

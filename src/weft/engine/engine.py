@@ -244,9 +244,7 @@ class Engine:
         while (sequence := self.scheduler.to_take_back()) is not None:
             self._take_back(sequence)
         self.scheduler.admit(self.clock())
-        if self.sharing.tree is not None:
-            running = self.scheduler.running
-            self.sharing.tree.limit(self.ledger.left_for_prefixes(running, self.config.cache_bytes))
+        self.sharing.limit(self.ledger.left_for_prefixes(self.scheduler.running, self.config.cache_bytes))
         done = self.sharing.share()
         for sequence, error in self.sharing.take_failures():
             self._fail(sequence, "finding what is known of its prompt", error)

@@ -186,7 +186,7 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
     return ({} if ledger.budget_bytes is None else promised) | {
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
-        "prefixes": engine.sharing.tree.held_bytes if engine.sharing.tree is not None else 0,
+        "prefixes": engine.sharing.held_bytes,
         "active": mx.get_active_memory(),
         "reusable": mx.get_cache_memory(),
         "peak": mx.get_peak_memory(),
@@ -198,7 +198,7 @@ def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
     tree, disk = engine.sharing.tree, engine.sharing.disk
     if tree is None:
         return Prefixes(asked.number, (), 0, 0, 0)
-    num_cleared = tree.clear() if asked.clear else 0
+    num_cleared = engine.sharing.clear() if asked.clear else 0
     if disk is not None and asked.clear:
         disk.clear()
     now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
@@ -206,8 +206,8 @@ def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
         asked.number,
         tuple(_told(node, now, salted, disk) for node in itertools.islice(tree.nodes(), MAX_NODES_TOLD)),
         len(tree),
-        tree.held_bytes,
-        tree.budget_bytes,
+        engine.sharing.held_bytes,
+        engine.config.cache_bytes,
         disk.held_bytes if disk is not None else 0,
         num_cleared,
     )

@@ -34,6 +34,7 @@ class Memory:
 
     own: LayerCaches | None
     state: RowState = field(default_factory=RowState)
+    spare: tuple[LayerCaches, int] | None = None  # its own caches once it is seated, and how many tokens are in them
     chunk: Chunk | None = None
     chunk_seconds: float = 0.0  # that were spent on it
     logprobs: Logprobs | None = None  # of the chunk under way, where the prompt's are asked for
@@ -222,6 +223,18 @@ class Runner:
         """Give all states and the chunk under way to a sequence that stands at the same place."""
         heir.memory, sequence.memory = sequence.memory, None
 
+    @staticmethod
+    def take_spare(sequence: Sequence) -> tuple[LayerCaches, int] | None:
+        """The caches that a row has no need of since it is seated, and how many tokens are in them."""
+        memory = _memory(sequence)
+        spare, memory.spare = memory.spare, None
+        return spare
+
+    def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
+        """Let a sequence go on with another's caches, which end where it stands."""
+        self.faults.at("restore", sequence)
+        _memory(sequence).own = self.adapter.regrown(caches)
+
     def packed(self, block: Saved, checkpoint: Saved | None) -> tuple[Packed, Packed | None]:
         """Saved states as they can be written to disk."""
         return pack(block), None if checkpoint is None else pack(checkpoint)
@@ -268,6 +281,7 @@ class Runner:
         contents = self.adapter.contents(memory.own)
         if self.pool.refusal(contents, sequence.num_computed) is None:
             self.pool.seat(memory.state, contents, sequence.num_computed, coming)
+            memory.spare = memory.own, sequence.num_computed
             memory.own = None
 
     def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:

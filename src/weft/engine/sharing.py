@@ -15,6 +15,7 @@ from weft.engine.plan import Row
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
+from weft.engine.spares import Spares
 from weft.errors import WeftError
 from weft.wire import Reuse
 
@@ -57,6 +58,19 @@ class NoSharing:
 
     def seated(self, sequence: Sequence) -> None:
         """A sequence has all its states in memory of its own."""
+        self.runner.take_spare(sequence)
+
+    def limit(self, budget_bytes: int) -> None:
+        """Have no more bytes than this."""
+
+    def clear(self) -> int:
+        """Forget everything that nobody stands on; how many chunks that were."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are kept for prompts to come."""
+        return 0
 
     def rewind(self, sequence: Sequence) -> None:
         """Its own states are gone: whoever goes on with its prompt begins at what it stands on."""
@@ -85,7 +99,13 @@ class Sharing(NoSharing):
         super().__init__(scheduler, runner)
         self.tree = tree
         self.disk = disk
+        self.spares = Spares()
         self._loads: dict[int, Future[list[Loaded]]] = {}  # by the number of the sequence that asked
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are kept for prompts to come."""
+        return self.tree.held_bytes + self.spares.held_bytes
 
     def share(self) -> list[Sequence]:
         """Match every prompt that has no chunk under way, then let the one go first whose chunk others need too."""
@@ -96,7 +116,10 @@ class Sharing(NoSharing):
                 self.failures.append((sequence, error))
         done = self.scheduler.drop_prefilled()
         for sequence in done:
-            self.begin(sequence)
+            try:
+                self.begin(sequence)
+            except Exception as error:  # the same
+                self.failures.append((sequence, error))
         self._choose_first()
         return done
 
@@ -160,7 +183,10 @@ class Sharing(NoSharing):
         return seconds > sum(node.nbytes for node in found.path()) / COPY_BYTES_PER_SECOND
 
     def begin(self, sequence: Sequence) -> None:
-        """Say why no more of it was there."""
+        """Say why no more of it was there. The caches of a row that ended where it stands are the best to go on from."""
+        can_adopt = sequence.trunk is not None and not self.runner.has_caches(sequence)
+        if can_adopt and (caches := self.spares.take(sequence.trunk)) is not None:
+            self.runner.adopt(sequence, caches)
         if sequence.reuse is not None or sequence.trunk is None:
             return
         if sequence.sampling.prompt_logprobs is not None:
@@ -201,9 +227,22 @@ class Sharing(NoSharing):
         fork.reuse = Reuse("whole", fork.num_computed)
 
     def seated(self, sequence: Sequence) -> None:
-        """Its states are in memory of its own: what it stood on may go."""
+        """Its states are in memory of its own: what it stood on may go, and the caches it began with are spare."""
+        spare = self.runner.take_spare(sequence)
         if sequence.is_prefilled and self.runner.has_states(sequence):
+            if spare is not None and sequence.is_shared and sequence.trunk is not None and sequence.trunk.length == spare[1]:
+                self.spares.keep(sequence.trunk, spare[0], self.runner.adapter.bytes_of(spare[0]))
             self._step_off(sequence)
+
+    def clear(self) -> int:
+        """Forget everything that nobody stands on; how many chunks that were."""
+        self.spares.limit(0)
+        return self.tree.clear()
+
+    def limit(self, budget_bytes: int) -> None:
+        """Spares have their share of it, the tree the rest."""
+        self.spares.limit(budget_bytes)
+        self.tree.limit(budget_bytes - self.spares.held_bytes)
 
     def leave(self, sequence: Sequence) -> None:
         """Step off; a chunk under way goes to somebody who needs the same."""

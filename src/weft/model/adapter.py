@@ -123,6 +123,18 @@ class Adapter:
                 cache.step = -(-prompt_tokens // KVCache.step) * KVCache.step
         return caches
 
+    def regrown(self, caches: LayerCaches) -> LayerCaches:
+        """Caches of a prompt that was longer than expected: from now on they grow by little."""
+        for cache in _leaves(caches):
+            if type(cache) is KVCache:
+                cache.step = KVCache.step
+        return caches
+
+    @staticmethod
+    def bytes_of(caches: LayerCaches) -> int:
+        """Bytes that a row's own caches hold."""
+        return sum(array.nbytes for cache in _leaves(caches) for array in _arrays(cache))
+
     def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
         """Build the forward of a prompt chunk for one row; its logits (1, T, V) are not computed unless they are used."""
         logits = self.model(mx.array([tokens], mx.int32), cache=caches)
@@ -143,7 +155,7 @@ class Adapter:
             caches = self.new_caches(tokens)
             for _ in range(tokens // PROBE_CHUNK):
                 self.prefill([1] * PROBE_CHUNK, caches)[0].finish()
-            found.append((tokens, sum(array.nbytes for cache in _leaves(caches) for array in _arrays(cache))))
+            found.append((tokens, self.bytes_of(caches)))
         return found
 
     @property
