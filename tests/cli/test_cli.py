@@ -90,7 +90,10 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
     assert min(times) < 0.6  # 0.15 s on a quiet machine; test processes share the cores
 
 
-@pytest.mark.parametrize("command", ["serve", "run", "ls", "pull", "ps", "launch", "cache ls", "cache clear", "cache why"])
+COMMANDS = ["serve", "run", "ls", "pull", "ps", "launch", "cache ls", "cache clear", "cache why", "doctor", "bench serve", "top"]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "service install", "service status", "service uninstall", "completion"])
 def test_every_command_has_an_example_in_its_help(tmp_path: Path, command: str) -> None:
     assert f"For example:\n  weft {command}" in weft(tmp_path, *command.split(), "--help").stdout
 

@@ -14,6 +14,7 @@ import pytest
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.cache.disk import DiskTier
 from weft.engine.canary import Canary
+from weft.engine.faults import Rule
 from weft.engine.sequence import Sequence
 from weft.engine.sharing import Sharing
 from weft.model.adapter import Adapter
@@ -335,3 +336,15 @@ def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter)
     assert second.num_cached == 0
     assert counts == [0]
     assert second.output == answers(adapter, [TRUNK + TAIL], 4)[0]
+
+
+def test_of_an_answer_that_can_not_go_on_from_what_is_there_the_others_to_the_same_prompt_do(adapter: Adapter) -> None:
+    run = Run(adapter, LOOSE)
+    run.submit(TRUNK, 2)
+    run.finish()
+    run.engine.faults.rules = [Rule("restore", TRUNK[0], times=1)]
+    first, second = run.engine.take(Submit((90, 91), TRUNK, (Sampling(max_tokens=4, ignore_eos=True),) * 2))
+    run.finish()
+
+    assert first.finish == "error"
+    assert second.output == answers(adapter, [TRUNK], 4)[0]

@@ -247,18 +247,17 @@ def harmless(number: int) -> Any:
     return {"enum": [f"branch {number}", "another"]}
 
 
-def calmest(ratio: Callable[[], float]) -> float:
-    """The least of up to three medians of three ratios, no more than are needed: other tests run on the same cores."""
+def test_a_schema_that_is_refused_after_hard_work_costs_its_neighbour_no_time(smollm2: Server) -> None:
+    """On a quiet machine it is 1.4 to 1.5, and other tests run on the same cores: so up to three medians are taken."""
     medians: list[float] = []
     while len(medians) < 3 and not any(median <= 1.5 for median in medians):
-        medians.append(statistics.median(ratio() for _ in range(3)))
-    return min(medians)
+        medians.append(statistics.median(gap_beside(smollm2, too_wide, 400) / gap_beside(smollm2, None) for _ in range(3)))
 
-
-def test_a_schema_that_is_refused_after_hard_work_costs_its_neighbour_no_time(smollm2: Server) -> None:
-    assert calmest(lambda: gap_beside(smollm2, too_wide, 400) / gap_beside(smollm2, None)) <= 1.5
+    assert min(medians) <= 1.5, medians
 
 
 def test_a_hostile_schema_costs_its_neighbour_no_more_than_a_harmless_one(smollm2: Server) -> None:
     """Both are computed beside the neighbour, which it feels; what is compared is the hostility."""
-    assert calmest(lambda: gap_beside(smollm2, many_branches) / gap_beside(smollm2, harmless)) <= 1.5
+    ratios = sorted(gap_beside(smollm2, many_branches) / gap_beside(smollm2, harmless) for _ in range(3))
+
+    assert ratios[1] <= 1.5, ratios

@@ -118,7 +118,7 @@ class Sharing(NoSharing):
         for sequence in done:
             try:
                 self.begin(sequence)
-            except Exception as error:  # the same
+            except Exception as error:  # a border: the same
                 self.failures.append((sequence, error))
         self._choose_first()
         return done
