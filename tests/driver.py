@@ -24,7 +24,7 @@ from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
 from weft.wire import Sampling
 
-SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, whole_tokens=0)
+SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, whole_tokens=0, tells_first=True)
 
 
 class Clock:

@@ -32,7 +32,8 @@ class EngineConfig:
     max_replayed: int = 256  # tokens of an answer that is gone on with are stepped through again; more are computed as a prompt
     memory_bytes: int | None = None  # for weights, rows and kept prompts; None: without end
     cache_bytes: int = 0  # for prompts computed before; 0: nothing is kept
-    pipelined: bool = True  # settle a step while the next one runs; the plain turn is the oracle
+    pipelined: bool = True  # build a step while the last one runs; the plain turn is the oracle
+    tells_first: bool = False  # settle the last step before the next is started: where starting takes as long as the step
 
     def __post_init__(self) -> None:
         if self.width is not None and self.width < self.max_rows:
@@ -46,7 +47,8 @@ class EngineConfig:
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
         """
         if device == "cpu":
-            config = EngineConfig(max_rows=16, slab_tokens=2048, chunk_tokens=128)
+            # MLX's CPU queue holds ten operations; whoever adds more waits, so a step is nearly over when it is started.
+            config = EngineConfig(max_rows=16, slab_tokens=2048, chunk_tokens=128, tells_first=True)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         width = config.max_rows if exact and not row_invariant else None

@@ -69,7 +69,7 @@ def test_more_requests_than_rows_all_get_their_answers(adapter: Adapter) -> None
 def test_cancelling_frees_the_row_before_the_next_step(adapter: Adapter) -> None:
     run = Run(adapter)
     doomed, kept = run.submit(PROMPTS[0], 100), run.submit(PROMPTS[2], 10)
-    while len(doomed.output) < 3:
+    while not (doomed.output and kept.output):
         run.turn()
     run.engine.cancel(doomed)
     run.turn()
@@ -217,3 +217,21 @@ def test_timings_are_in_order(adapter: Adapter) -> None:
 
     times = sequence.timings
     assert times.submitted <= times.admitted <= times.first_token <= times.finished  # type: ignore[operator]
+
+
+def test_a_row_that_joins_holds_back_no_token_of_another(adapter: Adapter) -> None:
+    run = Run(adapter, dataclasses.replace(SMALL, cache_bytes=1 << 24))
+    run.submit(PROMPTS[0], 2)
+    run.finish()
+    talking = run.submit(PROMPTS[2], 30)
+    while len(talking.output) < 2:
+        run.turn()
+
+    joining = run.submit(PROMPTS[0], 2)
+    told = []
+    while not joining.is_finished:
+        before = len(talking.output)
+        run.turn()
+        told.append(len(talking.output) - before)
+
+    assert set(told) == {1}

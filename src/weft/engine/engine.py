@@ -1,7 +1,7 @@
 """The loop: hear, plan, forward, settle, choose.
 
-While the device runs this step the host settles the last one. `plain_step` does the same verbs without overlap and is
-the oracle. One thread drives it; whoever asks gets `TokenEvent`s out of `take_events`.
+While the device runs a step the host builds the next and settles the last. `plain_step` does the same verbs without overlap
+and is the oracle. One thread drives it; whoever asks gets `TokenEvent`s out of `take_events`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Engine:
         self.limits = self._limits()
         self.events: deque[TokenEvent] = deque()
         self.prompt_events: deque[PromptEvent] = deque()
+        self.on_settled: Callable[[], None] = lambda: None  # called when there are tokens to be told and a turn goes on
         self._numbers = itertools.count()
 
     def _sharing(self, disk: DiskTier | None) -> NoSharing:
@@ -150,6 +151,8 @@ class Engine:
                 self.pipelined_step(plan)
             else:
                 self.plain_step(plan)
+            if plan.chunk is not None and self.config.tells_first:
+                self._settle_pending()
         except RowBroken as broken:
             self._fail(broken.sequence, "restoring its states", broken)
         except Exception as error:  # a border: whatever the model or the device raise, nobody may pay for another
@@ -164,32 +167,41 @@ class Engine:
 
     def _chunk_before_steps(self, plan: Plan) -> Plan:
         """Compute the chunk, when all tokens are told that are there; the steps are planned anew, its row perhaps among them."""
-        last, self.pending = self.pending, None
-        if last is not None:
-            self.settle(last)
+        self._settle_pending()
         assert plan.chunk is not None
         if not plan.chunk.sequence.has_gone:
             self.prefill(plan.chunk, None)
         return replace(self.scheduler.plan(self.trial.may_step), chunk=None)
 
+    def _settle_pending(self) -> None:
+        """Tell the tokens that are under way before anything else is begun."""
+        last, self.pending = self.pending, None
+        if last is not None:
+            self.settle(last)
+            self.on_settled()
+
     def pipelined_step(self, plan: Plan) -> None:
-        """Start this step, settle the last one while it runs. First tokens are told at once: somebody looks at an empty page."""
+        """Build this step while the last one runs, and settle that while this one runs, or before where starting waits."""
         last, self.pending = self.pending, None
         try:
             self.pending = self.runner.forward(plan, last)
+            if self.pending is not None and not self.config.tells_first:
+                self.runner.start(self.pending)
         finally:
             if last is not None:
                 self.settle(last)
-        if self.pending is not None:
-            self.choose(self.pending)
-            if self.pending.has_first_tokens:
-                last, self.pending = self.pending, None
-                self.settle(last)
+        if self.pending is None:
+            return
+        if self.config.tells_first:
+            self.on_settled()
+            self.runner.start(self.pending)
+        self.choose(self.pending)
 
     def plain_step(self, plan: Plan) -> None:
         """The same verbs without overlap."""
         step = self.runner.forward(plan, None)
         if step is not None:
+            self.runner.start(step)
             self.choose(step)
             self.settle(step)
 

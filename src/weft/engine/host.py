@@ -53,6 +53,7 @@ class Host:
         self.compiling: list[Compiling] = []
         self.verdicts: list[Verdict] = []
         self.live: dict[int, Sequence] = {}
+        engine.on_settled = self.tell
         self.canary: Canary | None = None
         self.running = True
         self._told: tuple[tuple[int, int], tuple[int, ...]] | None = None

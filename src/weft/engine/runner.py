@@ -54,11 +54,6 @@ class Step:
         self.is_new = [new and one is not sequence for one, new in zip(self.sequences, self.is_new, strict=True)]
 
     @property
-    def has_first_tokens(self) -> bool:
-        """Whether an answer begins with it."""
-        return any(new and not sequence.output for sequence, new in zip(self.sequences, self.is_new, strict=True))
-
-    @property
     def tokens(self) -> mx.array:
         """(rows,) the chosen tokens, lazy."""
         assert self.choice is not None
@@ -85,7 +80,7 @@ class Runner:
         self.pool = self._new_pool()
 
     def forward(self, plan: Plan, last: Step | None) -> Step | None:
-        """Start the steps of a plan; returns at once. `last` holds tokens that are not read yet."""
+        """Build the steps of a plan; nothing runs yet. `last` holds tokens that are not read yet."""
         if not plan.steps:
             return None
         sequences = [row.sequence for row in plan.steps]
@@ -104,10 +99,12 @@ class Runner:
         for sequence, new in zip(order, is_new, strict=True):
             sequence.num_computed += 1
             sequence.num_in_flight += new
-        step = Step(order, self._poisoned(logits[0] if len(logits) == 1 else mx.concatenate(logits), order), is_new)
+        return Step(order, self._poisoned(logits[0] if len(logits) == 1 else mx.concatenate(logits), order), is_new)
+
+    def start(self, step: Step) -> None:
+        """Run a step that was built."""
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
         mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
-        return step
 
     def _poisoned(self, logits: mx.array, sequences: list[Sequence]) -> mx.array:
         if places := self.faults.struck("logits", sequences):

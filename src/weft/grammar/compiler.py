@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from weft.wire import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 MAX_CACHED = 64
 WORKERS = 4  # so that a slow compile is its owner's trouble alone
+QUICK_SECONDS = 0.03  # most compiles are over by then; one that is not has all others go before it
 STACK_BYTES = 256 << 20  # llguidance recurses over chains of references; the usual stack ends at a thousand of them
 MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
@@ -37,7 +39,7 @@ class Compiler:
         self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and its uses
         self._known_shunned: dict[str, Shunned] = {}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(WORKERS, "compile", initializer=_step_back)
+        self._pool = ThreadPoolExecutor(WORKERS, "compile")
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -49,12 +51,29 @@ class Compiler:
 
     def start(self, spec: ConstraintSpec) -> Future[Constraint]:
         """Compile in the background."""
+        return self._pool.submit(self._aside, spec)
+
+    def _aside(self, spec: ConstraintSpec) -> Constraint:
+        """A constraint, made in a thread with a deep stack. It steps back when it takes long, which can not be taken back."""
+        made: Future[Constraint] = Future()
+
+        def make() -> None:
+            try:
+                made.set_result(self.constraint(spec))
+            except Exception as error:  # told to who asked for it
+                made.set_exception(error)
+
+        thread = threading.Thread(target=make, name="compiling", daemon=True)
         with self._lock:
             before = threading.stack_size(STACK_BYTES)
             try:
-                return self._pool.submit(self.constraint, spec)
+                thread.start()
             finally:
                 threading.stack_size(before)
+        thread.join(QUICK_SECONDS)
+        if thread.is_alive():
+            _step_back(thread)
+        return made.result()
 
     def constraint(self, spec: ConstraintSpec) -> Constraint:
         """A fresh constraint. Raises GrammarRejected."""
@@ -158,7 +177,8 @@ def _first_lines(words: str) -> str:
     return " ".join(line.strip() for line in words.strip().splitlines()[:4])[:500]
 
 
-def _step_back() -> None:
-    """Let compiling yield to the engine's own threads: they wait for each other, and one that is held up holds up all."""
-    if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+def _step_back(thread: threading.Thread) -> None:
+    """Let a compile yield to the engine's own threads: they wait for each other, and one that is held up holds up all."""
+    if sys.platform == "linux" and thread.native_id is not None:
+        with suppress(ProcessLookupError):  # it has just ended
+            os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))
