@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 from mlx_lm.models import activations, base, gated_delta
 
 from weft.cache.disk import DiskTier
@@ -110,6 +111,8 @@ def stock_mlx_lm(model: Any) -> Iterator[None]:
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "gated_delta_update": gated_delta.gated_delta_update,
         "swiglu": activations.swiglu,
+        "precise_swiglu": activations.precise_swiglu,
+        "nn": nn,
     }
     modules = {sys.modules[kind.__module__] for layer in model.modules() for kind in type(layer).__mro__}
     ours = [(module, name, getattr(module, name)) for module in modules for name in stock if hasattr(module, name)]

@@ -142,6 +142,79 @@ def test_masked_positions_at_the_end_do_not_change_the_bits_of_attention(
         assert multiply(library, probabilities, values, turned=False).tobytes() == short.tobytes()
 
 
+def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens: int, bias: Array | None = None) -> Array:
+    """The softmax of queries by keys, asked for as `weft.cache.attention` does."""
+    (m, k), n = queries.shape, keys.shape[0]
+    weights = np.full((m, n), np.nan, np.float32) if bias is None else bias.copy()
+    (alpha,) = np.array([0x1B58 << 16 | tokens], np.uint32).view(np.float32)
+    sgemm_of(library)(ROW_MAJOR, NO_TRANS, TRANS, m, n, k, alpha, queries.ctypes.data, k, keys.ctypes.data, k,
+                      0 if bias is None else 1, weights.ctypes.data, n)  # fmt: skip
+    return weights
+
+
+def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_weights_of_attention_are_right_and_a_row_has_them_in_any_company(
+    library: ctypes.CDLL, random: np.random.Generator, kernel: str
+) -> None:
+    if not library.weft_blas_kernels(kernel.encode()):
+        pytest.skip(f"this machine can not run {kernel}")
+    for m, n, k in [(1, 1, 4), (1, 16, 8), (3, 5, 7), (12, 33, 64), (6, 700, 64), (100, 333, 80)]:
+        queries, keys = matrices(random, m, n, k, turned=True)
+        queries *= 3
+        scores = queries.astype(np.float64) @ keys.T
+        bias = np.where(random.random((m, n)) < 0.5, 0, -1e30).astype(np.float32)
+        bias[:, 0] = 0
+
+        together = attention_weights(library, queries, keys, 0)
+        masked = attention_weights(library, queries, keys, 0, bias)
+
+        np.testing.assert_allclose(together, softmax(scores), atol=3e-6)
+        np.testing.assert_allclose(masked, softmax(scores + bias), atol=3e-6)
+        assert not masked[bias < 0].any()
+        for row in range(m):
+            assert attention_weights(library, queries[row : row + 1], keys, 0).tobytes() == together[row : row + 1].tobytes()
+
+
+def test_a_token_sees_up_to_itself_in_whichever_chunk_it_comes(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    heads, tokens, span = 3, 20, 150
+    queries, keys = matrices(random, heads * tokens, span, 64, turned=True)
+    whole = attention_weights(library, queries, keys, tokens).reshape(heads, tokens, span)
+
+    for chunk in (1, 7, 19):
+        seen = span - tokens + chunk
+        some = np.ascontiguousarray(queries.reshape(heads, tokens, 64)[:, :chunk].reshape(-1, 64))
+        found = attention_weights(library, some, keys[:seen], chunk).reshape(heads, chunk, seen)
+        assert found.tobytes() == np.ascontiguousarray(whole[:, :chunk, :seen]).tobytes()
+    assert not whole[:, 0, span - tokens + 1 :].any()
+    np.testing.assert_allclose(whole.sum(axis=-1), 1, atol=1e-5)
+
+
+def test_kernels_agree_on_the_weights_of_attention_and_threads_do_not_matter(
+    library: ctypes.CDLL, random: np.random.Generator
+) -> None:
+    queries, keys = matrices(random, 48, 700, 64, turned=True)
+    results = set()
+    for name in available(library)[:-1]:  # all but the plain one
+        library.weft_blas_kernels(name.encode())
+        for threads in (1, 2, 3):
+            library.weft_blas_threads(threads)
+            results.add(attention_weights(library, queries, keys, 16).tobytes())
+
+    assert len(results) <= 1
+
+
+def test_a_number_that_is_none_is_not_hidden_by_the_softmax(library: ctypes.CDLL, random: np.random.Generator) -> None:
+    queries, keys = matrices(random, 2, 40, 64, turned=True)
+    keys[17, 3] = np.nan
+
+    assert np.isnan(attention_weights(library, queries, keys, 0)).all()
+
+
 def test_scales_strides_and_turned_rows_are_honoured(library: ctypes.CDLL, random: np.random.Generator) -> None:
     m, n, k = 5, 21, 37
     sgemm = sgemm_of(library)

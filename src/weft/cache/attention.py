@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from weft.cache import cuda
+from weft.cache import cuda, fused
 from weft.cache.views import FORBIDDEN, Handle, KeyValueView, Part, StepMask
 from weft.errors import InternalError
 
@@ -29,7 +29,7 @@ def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
         if isinstance(keys, Handle):
             return attend(queries, keys.view, scale, mask, sinks)
         if ON_CPU and sinks is None and queries.shape[2] > 1 and queries.dtype == mx.float32 and not hasattr(cache, "bits"):
-            return grouped_attention(queries, keys, values, scale, _bias(mask, queries.shape[2], keys.shape[2]))
+            return grouped_attention(queries, keys, values, scale, mask if isinstance(mask, str) else _bias(mask))
         return original(queries, keys, values, cache, scale, mask, sinks)
 
     scaled_dot_product_attention.weft_seam = True  # type: ignore[attr-defined]
@@ -82,28 +82,41 @@ def _attend_ragged(
     return cuda.attend_ragged(own, keys, values, slots=part.slots, bounds=bounds, longest=longest, constants=constants)
 
 
-def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, bias: mx.array | None) -> mx.array:
+def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
     """Attention for CPU: the query heads of a key head form one matrix, so each head's keys are read once.
 
-    MLX's exp takes 12 ns a number there, its power 4.4, its where as long again as either; so the softmax is written out.
+    `mask` is "causal", or numbers to add to the scores. The softmax is our product's where that is bound.
     """
     n, num_heads, tokens, dim = queries.shape
     groups = keys.shape[1]
-    stacked = (n, groups, num_heads // groups * tokens)
-    scores = (queries * scale).reshape(*stacked, dim) @ keys.swapaxes(-1, -2)
-    if bias is not None and tokens == 1:
-        scores = scores + bias
-    elif bias is not None:
-        scores = (scores.reshape(n, num_heads, tokens, -1) + bias).reshape(*stacked, -1)
+    together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)
+    is_fused = fused.is_bound(queries.dtype) and tokens <= fused.MOST_TOKENS
+    if isinstance(mask, str) and not is_fused:
+        mask = _causal(tokens, keys.shape[2])
+    if tokens > 1 and isinstance(mask, mx.array):
+        together = (n, groups, num_heads // groups, tokens)
+        keys, values = keys[:, :, None], values[:, :, None]
+        if mask.ndim == 4 and mask.shape[1] > 1:  # each head has its own
+            mask = mask.reshape(mask.shape[0], *together[1:3], *mask.shape[2:])
+        elif mask.ndim == 4:
+            mask = mask[:, :, None]
+    scaled, turned = (queries * scale).reshape(*together, dim), keys.swapaxes(-1, -2)
+    weights = fused.attention_weights(scaled, turned, mask, tokens) if is_fused else _weights(scaled, turned, mask)
+    return (weights @ values).reshape(n, num_heads, tokens, values.shape[-1])
+
+
+def _weights(queries: mx.array, keys: mx.array, bias: mx.array | str | None) -> mx.array:
+    """MLX's exp takes 12 ns a number, its power 4.4, its where as long again as either; so the softmax is written out."""
+    scores = queries @ keys + bias if isinstance(bias, mx.array) else queries @ keys
     weights = mx.power(math.e, scores - mx.max(scores, axis=-1, keepdims=True))
-    total = mx.sum(weights, axis=-1, keepdims=True)
-    return ((weights @ values) / total).reshape(n, num_heads, tokens, values.shape[-1])
+    return weights / mx.sum(weights, axis=-1, keepdims=True)
 
 
-def _bias(mask: Any, tokens: int, span: int) -> mx.array | None:
-    """A mask of any of MLX's kinds as numbers to add to the scores."""
-    if isinstance(mask, str):
-        mask = mx.arange(span)[None] <= mx.arange(span - tokens, span)[:, None]  # "causal"
-    if mask is None or mask.dtype != mx.bool_:
-        return mask  # type: ignore[no-any-return]
-    return mx.where(mask, 0.0, FORBIDDEN)
+def _bias(mask: mx.array | None) -> mx.array | None:
+    """A mask of either kind as numbers to add to the scores."""
+    return mask if mask is None or mask.dtype != mx.bool_ else mx.where(mask, 0.0, FORBIDDEN)
+
+
+def _causal(tokens: int, span: int) -> mx.array:
+    """What the last tokens of a prompt add to their scores."""
+    return mx.where(mx.arange(span)[None] <= mx.arange(span - tokens, span)[:, None], 0.0, FORBIDDEN)

@@ -174,6 +174,95 @@ static void NAME(axpy_block)(const struct product *p, size_t begin, size_t end) 
     free(copy);
 }
 
+typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
+typedef int NAME(bits) __attribute__((vector_size(WIDTH * 4)));
+
+/* e^x for x <= 0: 2^n times a polynomial over what is left; zero where that is too small for a float, NaN for NaN.
+ * Adding 1.5 * 2^23 rounds to a whole number and leaves it in the lowest bits, from where it is moved to the exponent. */
+INLINE VECTOR NAME(exponential)(VECTOR x) {
+    const VECTOR whole = FMA(x, SPREAD(1.44269504f), SPREAD(12582912.0f));
+    const VECTOR n = (VECTOR)((NAME(floats))whole - (NAME(floats))SPREAD(12582912.0f));
+    const VECTOR rest = FMA(n, SPREAD(-1.42860677e-6f), FMA(n, SPREAD(-0.693145752f), x));
+    VECTOR sum = SPREAD(1.0f / 720);
+    sum = FMA(sum, rest, SPREAD(1.0f / 120));
+    sum = FMA(sum, rest, SPREAD(1.0f / 24));
+    sum = FMA(sum, rest, SPREAD(1.0f / 6));
+    sum = FMA(sum, rest, SPREAD(0.5f));
+    sum = FMA(sum, rest, SPREAD(1.0f));
+    sum = FMA(sum, rest, SPREAD(1.0f));
+    const NAME(bits) power = (NAME(bits))sum + ((NAME(bits))whole << 23);
+    return (VECTOR)(power & ~((NAME(floats))x < (NAME(floats))SPREAD(-87.0f)));
+}
+
+/* x / (1 + e^-x), written so that the exponent is never above zero. */
+INLINE VECTOR NAME(silu)(VECTOR x) {
+    const NAME(floats) zero = (NAME(floats))SPREAD(0.0f), one = (NAME(floats))SPREAD(1.0f), value = (NAME(floats))x;
+    const NAME(bits) is_negative = value < zero, sign = (NAME(bits))(NAME(floats))SPREAD(-0.0f);
+    const NAME(floats) small = (NAME(floats))NAME(exponential)((VECTOR)((NAME(bits))value | sign));
+    const NAME(floats) top = (NAME(floats))(((NAME(bits))small & is_negative) | ((NAME(bits))one & ~is_negative));
+    return (VECTOR)(value * top / (one + small));
+}
+
+/* The gate of an MLP, in place. */
+TARGET static void NAME(silu_block)(float *numbers, size_t count) {
+    const size_t whole = count / WIDTH * WIDTH;
+    float last[WIDTH] = {0};
+    for (size_t i = 0; i < whole; i += WIDTH) {
+        const VECTOR found = NAME(silu)(LOAD(numbers + i));
+        STORE(numbers + i, found);
+    }
+    memcpy(last, numbers + whole, (count - whole) * sizeof(float));
+    const VECTOR found = NAME(silu)(LOAD(last));
+    STORE(last, found);
+    memcpy(numbers + whole, last, (count - whole) * sizeof(float));
+}
+
+/* One row of scores becomes weights that sum to one. The sum has sixteen lanes, folded 8, 4, 2, 1; zeros behind a row's
+ * end change nothing. */
+INLINE void NAME(softmax_row)(float *row, size_t count) {
+    float last[LANES], most = row[0];
+    const size_t whole = count / LANES * LANES;
+    NAME(floats) high[PARTS], sums[PARTS];
+    for (int part = 0; part < PARTS; part++) high[part] = (NAME(floats))SPREAD(most), sums[part] = (NAME(floats))SPREAD(0.0f);
+    for (size_t i = 0; i < count - whole; i++) last[i] = row[whole + i];
+    for (size_t i = count - whole; i < LANES; i++) last[i] = row[0];
+    for (size_t at = 0; at <= whole; at += LANES)
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            const NAME(floats) found = (NAME(floats))LOAD((at < whole ? row + at : last) + part * WIDTH);
+            const NAME(bits) is_higher = found > high[part];
+            high[part] = (NAME(floats))(((NAME(bits))found & is_higher) | ((NAME(bits))high[part] & ~is_higher));
+        }
+    for (int part = 0; part < PARTS; part++)
+        for (int lane = 0; lane < WIDTH; lane++) most = high[part][lane] > most ? high[part][lane] : most;
+    for (size_t i = count - whole; i < LANES; i++) last[i] = most - 1e3f;
+    for (size_t at = 0; at <= whole; at += LANES)
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            float *place = (at < whole ? row + at : last) + part * WIDTH;
+            const VECTOR weight = NAME(exponential)((VECTOR)((NAME(floats))LOAD(place) - (NAME(floats))SPREAD(most)));
+            sums[part] += (NAME(floats))weight;
+            STORE(place, weight);
+        }
+    float lanes[LANES];
+    for (int part = 0; part < PARTS; part++) STORE(lanes + part * WIDTH, sums[part]);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+    const float share = 1.0f / lanes[0];
+    for (size_t at = 0; at < whole; at += WIDTH) {
+        const NAME(floats) weight = (NAME(floats))LOAD(row + at) * (NAME(floats))SPREAD(share);
+        STORE(row + at, weight);
+    }
+    for (size_t i = 0; i < count - whole; i++) row[whole + i] = last[i] * share;
+}
+
+/* Rows `begin` to `end` of c. With `tokens` they are those of a prompt's last tokens, each of which sees up to itself. */
+TARGET static void NAME(softmax_block)(const struct product *p, size_t tokens, size_t begin, size_t end) {
+    for (size_t m = begin; m < end; m++) {
+        const size_t seen = tokens > 0 ? p->n - tokens + m % tokens + 1 : p->n;
+        NAME(softmax_row)(p->c + m * p->ldc, seen);
+        memset(p->c + m * p->ldc + seen, 0, (p->n - seen) * sizeof(float));
+    }
+}
+
 #undef PARTS
 #undef STRETCH
 #undef AXPY_STRIP

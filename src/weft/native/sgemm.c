@@ -176,15 +176,17 @@ struct kernels {
     const char *name;
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
+    void (*softmax)(const struct product *, size_t tokens, size_t begin, size_t end);
+    void (*silu)(float *, size_t count);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_dot_block, avx512_axpy_block, SIZE_MAX},
-    {"avx2", avx2_dot_block, avx2_axpy_block, 12},
+    {"avx512", avx512_dot_block, avx512_axpy_block, avx512_softmax_block, avx512_silu_block, SIZE_MAX},
+    {"avx2", avx2_dot_block, avx2_axpy_block, avx2_softmax_block, avx2_silu_block, 12},
 #endif
-    {"plain", plain_dot_block, plain_axpy_block, 8},
+    {"plain", plain_dot_block, plain_axpy_block, plain_softmax_block, plain_silu_block, 8},
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
@@ -311,11 +313,67 @@ static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {
            (trans_b == NO_TRANS || trans_b == TRANS) && m > 0 && n > 0 && k > 0;
 }
 
+/* ---- what MLX has only slow operations for: a product and then something else, asked for by an alpha that no product has
+ *
+ * SOFTMAX, attention's weights: the upper half of alpha's bits says so, the lower half how many tokens the rows are: of a
+ * prompt's last tokens each sees the columns up to itself. 0: all see all; what they should not see has its bias in c, and
+ * beta is 1. SILU, the gate of an MLP: nothing is multiplied, c is what goes in and comes out. */
+
+enum { SOFTMAX = 0x1B58, SILU = 0x1B59 };
+
+struct softmax {
+    struct product product;
+    size_t tokens;
+};
+
+static uint32_t bits_of(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
+static void softmax_rows(const void *subject, size_t begin, size_t end) {
+    const struct softmax *s = subject;
+    bound.kernels->softmax(&s->product, s->tokens, begin, end);
+}
+
+static void softmax(const struct softmax *s) {
+    const size_t m = s->product.m, size = m * s->product.n, pieces = 4 * (size_t)pool_threads();
+    if (8 * size < SHARED_WORK)
+        softmax_rows(s, 0, m);
+    else
+        pool_run(softmax_rows, s, m, (m + pieces - 1) / pieces, 8 * size >= WAKING_WORK);
+}
+
+static void silu_numbers(const void *c, size_t begin, size_t end) {
+    bound.kernels->silu((float *)(uintptr_t)c + begin, end - begin);
+}
+
+static void silu(const struct product *p) {
+    const size_t size = p->m * p->n, pieces = 4 * (size_t)pool_threads();
+    if (p->ldc != p->n)
+        for (size_t m = 0; m < p->m; m++) bound.kernels->silu(p->c + m * p->ldc, p->n);
+    else if (8 * size < SHARED_WORK)
+        silu_numbers(p->c, 0, size);
+    else
+        pool_run(silu_numbers, p->c, size, (size / pieces / LANES + 1) * LANES, 8 * size >= WAKING_WORK);
+}
+
 EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                         const float *b, int ldb, float beta, float *c, int ldc) {
     const size_t a_row = trans_a == TRANS ? 1 : (size_t)lda, a_column = trans_a == TRANS ? (size_t)lda : 1;
     const struct product p = {(size_t)m, (size_t)n, (size_t)k, alpha,    beta,        a,
                               b,         c,         a_row,     a_column, (size_t)ldb, (size_t)ldc};
+    if (bits_of(alpha) >> 16 == SILU) {
+        silu(&p);
+        return;
+    }
+    if (bits_of(alpha) >> 16 == SOFTMAX && is_plain(order, trans_a, trans_b, m, n, k)) {
+        const struct softmax weights = {p, bits_of(alpha) & 0xFFFF};
+        cblas_sgemm(order, trans_a, trans_b, m, n, k, 1.0f, a, lda, b, ldb, beta, c, ldc);
+        softmax(&weights);
+        return;
+    }
     if (!is_plain(order, trans_a, trans_b, m, n, k) || !computed_here(p, trans_b == TRANS))
         bound.sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }

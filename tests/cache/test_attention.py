@@ -1,0 +1,62 @@
+"""Attention on CPU: our fused softmax and the one written out give what the definition gives, whatever the mask."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+import weft.blas
+from weft.cache import attention, fused
+from weft.model.activations import swiglu
+
+MASKS = ["causal", "none", "numbers", "one for each head"]
+
+
+def by_definition(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = mx.repeat(keys, repeats, axis=1), mx.repeat(values, repeats, axis=1)
+    scores = queries @ keys.swapaxes(-1, -2)
+    return mx.softmax(scores if mask is None else scores + mask, axis=-1) @ values
+
+
+@pytest.fixture(params=["fused", "written out"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways, where there are both."""
+    is_fused = request.param == "fused"
+    if is_fused and not fused.is_bound(mx.float32):
+        pytest.skip("the product that MLX calls here is not ours")
+    monkeypatch.setattr(fused, "is_bound", lambda _: is_fused)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("kind", MASKS)
+def test_attention_is_what_its_definition_says(kind: str) -> None:
+    for heads, groups, tokens, span in [(6, 2, 5, 40), (4, 4, 3, 3), (8, 1, 1, 17)]:
+        queries, keys = mx.random.normal((1, heads, tokens, 16)), mx.random.normal((1, groups, span, 16))
+        values = mx.random.normal((1, groups, span, 8))
+        causal = mx.where(mx.arange(span)[None] <= mx.arange(span - tokens, span)[:, None], 0.0, -1e30)
+        shape = (1, heads, tokens, span) if kind == "one for each head" else (1, 1, tokens, span)
+        numbers = {"causal": causal, "none": None}.get(kind, mx.random.normal(shape))
+        if tokens == 1 and kind == "one for each head":
+            continue  # a step's rows have no mask of their own for each head
+
+        found = attention.grouped_attention(queries, keys, values, 0.5, "causal" if kind == "causal" else numbers)
+
+        assert mx.allclose(found, by_definition(queries * 0.5, keys, values, numbers), atol=1e-4)
+
+
+@pytest.mark.usefixtures("way")
+def test_the_gate_of_an_mlp_is_what_its_definition_says() -> None:
+    gate = mx.concatenate([mx.random.normal((1, 3, 21)) * 20, mx.array([[[0.0, -0.0, 300.0, -300.0]] * 3])], axis=-1)
+    x = mx.random.normal(gate.shape)
+
+    assert mx.allclose(swiglu(gate, x), gate * mx.sigmoid(gate) * x, atol=1e-4)
+    assert mx.isnan(swiglu(mx.array([[mx.nan, 1.0]]), mx.ones((1, 2)))).tolist() == [[True, False]]
+
+
+def test_what_our_product_can_do_is_used_where_it_is_bound() -> None:
+    if weft.blas.already_bound().name != "weft+openblas":
+        pytest.skip("the product that MLX calls here is not ours")
+
+    assert fused.is_bound(mx.float32)
+    assert not fused.is_bound(mx.bfloat16)
