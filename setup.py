@@ -14,7 +14,7 @@ blas = Extension(
     depends=["src/weft/native/kernels.h", "src/weft/native/pool.h"],
     # No contraction, no fast math: the order of the additions is ours, and a row's bits depend on it.
     extra_compile_args=["-O3", "-g0", "-std=gnu11", "-ffp-contract=off", "-fno-fast-math", "-fvisibility=hidden"],
-    libraries=["dl", "pthread"],
+    libraries=["dl", "m", "pthread"],
     optional=True,
 )
 

@@ -21,6 +21,7 @@ from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowBroken, Step
 from weft.engine.sequence import Sequence
+from weft.model import layers
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
 from weft.wire import Sampling
@@ -118,9 +119,15 @@ def stock_mlx_lm(model: Any) -> Iterator[None]:
     ours = [(module, name, getattr(module, name)) for module in modules for name in stock if hasattr(module, name)]
     for module, name, _ in ours:
         setattr(module, name, stock[name])
+    theirs = {own: kind for kind, own in layers.OURS.items()}
+    swapped = [(layer, type(layer)) for layer in model.modules() if type(layer) in theirs]
+    for layer, kind in swapped:
+        layer.__class__ = theirs[kind]
     try:
         yield
     finally:
+        for layer, kind in swapped:
+            layer.__class__ = kind
         for module, name, function in ours:
             setattr(module, name, function)
 

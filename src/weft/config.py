@@ -24,6 +24,7 @@ class EngineConfig:
 
     max_rows: int  # sequences that decode together; the others wait
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
+    coarse_tokens: int | None = None  # up to here capacities are far apart, so that many rows share a slab; None: a quarter
     chunk_tokens: int  # prompt tokens of one prefill chunk; boundaries are multiples of it from zero
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     whole_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again, and streams wait two steps longer
@@ -48,7 +49,7 @@ class EngineConfig:
         """
         if device == "cpu":
             # MLX's CPU queue holds ten operations; whoever adds more waits, so a step is nearly over when it is started.
-            config = EngineConfig(max_rows=16, slab_tokens=2048, chunk_tokens=128, tells_first=True)
+            config = EngineConfig(max_rows=16, slab_tokens=16384, coarse_tokens=512, chunk_tokens=128, tells_first=True)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         width = config.max_rows if exact and not row_invariant else None

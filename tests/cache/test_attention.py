@@ -1,13 +1,15 @@
-"""Attention on CPU: our fused softmax and the one written out give what the definition gives, whatever the mask."""
+"""What models are made of on CPU: our product's way and the one written out give what the definition gives."""
 
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 import weft.blas
 from weft.cache import attention, fused
-from weft.model.activations import swiglu
+from weft.model import layers
+from weft.model.layers import swiglu
 
 MASKS = ["causal", "none", "numbers", "one for each head"]
 
@@ -60,3 +62,17 @@ def test_what_our_product_can_do_is_used_where_it_is_bound() -> None:
 
     assert fused.is_bound(mx.float32)
     assert not fused.is_bound(mx.bfloat16)
+
+
+@pytest.mark.usefixtures("way")
+def test_norms_and_positions_are_what_mlx_says() -> None:
+    norm, plain = layers.Norm(40, eps=1e-3), nn.RMSNorm(40, eps=1e-3)
+    norm.weight = plain.weight = mx.random.normal((40,))
+    x = mx.random.normal((2, 3, 40))
+    assert mx.allclose(norm(x), plain(x), atol=1e-5)
+
+    for traditional in (True, False):
+        ours, theirs = layers.Positions(16, traditional, 500.0, 0.5), nn.RoPE(16, traditional, 500.0, 0.5)
+        for rows, tokens, offset in [(1, 5, 0), (1, 5, 1000), (3, 1, mx.array([7, 0, 300])), (3, 1, mx.array([8, 1, 301]))]:
+            heads = mx.random.normal((rows, 4, tokens, 24))  # of which eight are left as they are
+            assert mx.allclose(ours(heads, offset), theirs(heads, offset), atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -85,6 +87,20 @@ def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
         scheduler.chunk_done()
     assert plan.chunk is not None
     assert plan.slice_seconds is None  # a short one is done at once
+
+
+def test_short_chunks_go_before_the_steps_while_several_wait_but_not_for_ever() -> None:
+    scheduler = Scheduler(dataclasses.replace(CONFIG, max_rows=9), Ledger(lambda tokens: tokens, 0))
+    scheduler.add(sequence(0, 1, tokens=100))
+    for number in range(1, 8):
+        scheduler.add(sequence(number, 4))
+    has_steps = []
+    while (plan := plan_of(scheduler)).chunk is not None:
+        has_steps.append(bool(plan.steps))
+        plan.chunk.sequence.num_computed += plan.chunk.count
+        scheduler.chunk_done()
+
+    assert has_steps == [False, False, False, True, False, False, True]
 
 
 def test_a_sequence_whose_last_token_is_in_flight_is_not_asked_again() -> None:

@@ -15,6 +15,7 @@ from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, 
 from weft.errors import InternalError
 
 SMALLEST_CAPACITY = 32
+SEAT_ROOM = 32  # a row is seated with room for one in so many of its tokens
 
 
 class RowState:
@@ -160,9 +161,18 @@ def _newcomer(row: RowState | None, layer: int, part: int, geometry: tuple[tuple
 class Pool:
     """All slabs and tables of one model. `seat`, `grow`, `leave` are the only ways in, up and out."""
 
-    def __init__(self, specs: Sequence[LayerSpec], *, slab_tokens: int, max_rows: int, constant_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        specs: Sequence[LayerSpec],
+        *,
+        slab_tokens: int,
+        max_rows: int,
+        coarse_tokens: int | None = None,
+        constant_shapes: bool = False,
+    ) -> None:
         self.specs = list(specs)
         self.slab_tokens = slab_tokens
+        self.coarse_tokens = slab_tokens // 4 if coarse_tokens is None else coarse_tokens  # up to here classes are wide
         self.max_rows = max_rows
         self.constant_shapes = constant_shapes  # a slab's slots depend on its class alone, not on who is there
         self.slabs: list[Slab] = []
@@ -179,8 +189,8 @@ class Pool:
     def seat(self, row: RowState, contents: Sequence[LayerContents | None], length: int, coming: Sequence[int] = ()) -> None:
         """Copy a row's own states into a free slot. Ask `refusal` first. `coming`: lengths of rows that will follow soon."""
         row.length = length
-        capacity = self.capacity_for(length + 1)
-        self._place(row, 1 + sum(self.capacity_for(other + 1) == capacity for other in coming))
+        capacity = self._first_capacity(length)
+        self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in coming))
         assert row.slab is not None
         loose: list[tuple[mx.array | None, ...]] = []
         for layer, content in enumerate(contents):
@@ -199,7 +209,7 @@ class Pool:
             row.loose = table.extract(row)
         peers = sum(len(other.occupied) for other in self.slabs if other.capacity == slab.capacity)  # they follow soon
         slab.rows[slot] = None
-        self._place(row, peers)
+        self._place(row, self.capacity_for(row.length + 1), peers)
         assert row.slab is not None
         for layer, spec in enumerate(self.specs):
             keys, values = slab.keys[layer], slab.values[layer]
@@ -224,13 +234,13 @@ class Pool:
     def capacity_for(self, tokens: int) -> int:
         """The capacity class for a row of `tokens` tokens.
 
-        Classes grow by a third or a half while many rows may share a slab, by an eighth or less for rows that are nearly
-        alone in theirs: the first want company, the second waste little.
+        Classes grow by a third or a half while rows are short, by an eighth or less when they are long: the first want company,
+        the second waste little.
         """
         if not self.has_positions:
             return 1
         double = max(SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
-        step = double // (4 if 4 * double <= self.slab_tokens else 16)
+        step = double // (4 if double <= self.coarse_tokens else 16)
         return max(SMALLEST_CAPACITY, -(-tokens // step) * step)
 
     def slots_for(self, capacity: int, wanted: int) -> int:
@@ -263,8 +273,11 @@ class Pool:
         """Every recurrent state."""
         return [array for table in self.tables.values() for array in table.arrays()]
 
-    def _place(self, row: RowState, wanted: int) -> None:
-        capacity = self.capacity_for(row.length + 1)
+    def _first_capacity(self, length: int) -> int:
+        """With some room, so that a long row does not move up a class with its first tokens."""
+        return self.capacity_for(length + 1 + length // SEAT_ROOM)
+
+    def _place(self, row: RowState, capacity: int, wanted: int) -> None:
         for slab in self.slabs:
             if slab.capacity == capacity and None in slab.rows:
                 break

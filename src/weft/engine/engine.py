@@ -171,7 +171,7 @@ class Engine:
         assert plan.chunk is not None
         if not plan.chunk.sequence.has_gone:
             self.prefill(plan.chunk, None)
-        return replace(self.scheduler.plan(self.trial.may_step), chunk=None)
+        return replace(self.scheduler.plan(self.trial.may_step, may_hold_back=False), chunk=None)
 
     def _settle_pending(self) -> None:
         """Tell the tokens that are under way before anything else is begun."""
@@ -190,12 +190,12 @@ class Engine:
         finally:
             if last is not None:
                 self.settle(last)
-        if self.pending is None:
-            return
         if self.config.tells_first:
             self.on_settled()
-            self.runner.start(self.pending)
-        self.choose(self.pending)
+        if self.pending is not None:
+            if self.config.tells_first:
+                self.runner.start(self.pending)
+            self.choose(self.pending)
 
     def plain_step(self, plan: Plan) -> None:
         """The same verbs without overlap."""

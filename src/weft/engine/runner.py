@@ -120,6 +120,7 @@ class Runner:
             self.adapter.specs,
             slab_tokens=self.config.slab_tokens,
             max_rows=self.config.max_rows,
+            coarse_tokens=self.config.coarse_tokens,
             constant_shapes=self.config.width is not None,
         )
 

@@ -16,6 +16,7 @@ from weft.engine.plan import Plan, Row
 from weft.engine.sequence import Sequence
 
 COMING_CHUNKS = 8
+MOST_HELD_BACK = 3  # plans in a row: so long, at the most, do rows that speak wait for those that do not yet
 FIRST_GUESS_SECONDS = 0.05  # how long a decode step takes, until one was measured
 
 
@@ -30,6 +31,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.prompts: deque[Sequence] = deque()  # running, prompt not yet in memory; the first has the turn
         self.step_seconds = FIRST_GUESS_SECONDS
+        self._num_held_back = 0  # plans in a row whose steps were left out
 
     @property
     def idle(self) -> bool:
@@ -65,12 +67,16 @@ class Scheduler:
             self.waiting = deque(_living(self.waiting, heirs))
         return gone
 
-    def plan(self, may_step: Callable[[Sequence], bool]) -> Plan:
-        """Say who runs."""
+    def plan(self, may_step: Callable[[Sequence], bool], *, may_hold_back: bool = True) -> Plan:
+        """Say who runs. A few short chunks may come before the steps, as long as others wait for a first token, too."""
         ready = (one for one in self.running if one.is_prefilled and one.wants_token and may_step(one))
         steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
         chunk = self._next_chunk()
         is_short = chunk is not None and chunk.count <= self.config.whole_tokens
+        if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MOST_HELD_BACK:
+            self._num_held_back += 1
+            return Plan((), chunk, None, self._coming())
+        self._num_held_back = 0
         slice_seconds = self.config.gap_factor * self.step_seconds if steps and not is_short else None
         return Plan(steps, chunk, slice_seconds, self._coming())
 

@@ -23,8 +23,8 @@ from weft.cache.slabs import Pool, RowState
 from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.cache.views import Batch, CompositeView, KeyValueView, StateView, make_batches
 from weft.errors import UnsupportedModel, WeftError
-from weft.model.activations import bind as bind_activations
 from weft.model.gated_delta import bind as bind_gated_delta
+from weft.model.layers import bind as bind_layers
 from weft.model.loader import LoadedModel
 
 Way = Literal["seam", "plain", "alone"]
@@ -109,7 +109,7 @@ class Adapter:
         self.eos_token_ids = frozenset(loaded.eos_token_ids)
         self.weights_bytes = loaded.weights_bytes
         self.gated_delta_modules = bind_gated_delta(loaded.model)
-        bind_activations(loaded.model)
+        bind_layers(loaded.model)
         _bind_seam(loaded.model)
         self.specs, self.layout = self._read_specs()
         self.refused: dict[Way, str] = {}

@@ -254,6 +254,48 @@ INLINE void NAME(softmax_row)(float *row, size_t count) {
     for (size_t i = 0; i < count - whole; i++) row[whole + i] = last[i] * share;
 }
 
+/* Rows of c, each brought to a mean square of one and weighed, in place. */
+TARGET static void NAME(norm_block)(const struct product *p, size_t begin, size_t end) {
+    const size_t whole = p->n / LANES * LANES;
+    for (size_t m = begin; m < end; m++) {
+        float *row = p->c + m * p->ldc, lanes[LANES];
+        NAME(floats) sums[PARTS];
+        for (int part = 0; part < PARTS; part++) sums[part] = (NAME(floats))SPREAD(0.0f);
+        for (size_t at = 0; at < whole; at += LANES)
+            UNROLL for (int part = 0; part < PARTS; part++) {
+                const VECTOR found = LOAD(row + at + part * WIDTH);
+                sums[part] = (NAME(floats))FMA(found, found, (VECTOR)sums[part]);
+            }
+        for (int part = 0; part < PARTS; part++) STORE(lanes + part * WIDTH, sums[part]);
+        for (size_t i = whole; i < p->n; i++) lanes[i - whole] += row[i] * row[i];
+        for (int half = LANES / 2; half > 0; half /= 2)
+            for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+        const float scale = 1.0f / sqrtf(lanes[0] / (float)p->n + p->a[0]);
+        for (size_t i = 0; i < p->n; i++) row[i] = row[i] * scale * p->b[i];
+    }
+}
+
+/* Rows of c turned by their angles, of which the row of a has the cosines and then the sines: of neighbours, or of halves. */
+TARGET static void NAME(turn_block)(const struct product *p, int of_neighbours, size_t begin, size_t end) {
+    const size_t half = p->k / 2;
+    for (size_t m = begin; m < end; m++) {
+        float *row = p->c + m * p->ldc;
+        const float *cosines = p->a + m * p->a_row, *sines = cosines + half;
+        if (!of_neighbours)
+            for (size_t i = 0; i < half; i++) {
+                const float x = row[i], y = row[i + half];
+                row[i] = x * cosines[i] - y * sines[i];
+                row[i + half] = x * sines[i] + y * cosines[i];
+            }
+        else
+            for (size_t i = 0; i < half; i++) {
+                const float x = row[2 * i], y = row[2 * i + 1];
+                row[2 * i] = x * cosines[i] - y * sines[i];
+                row[2 * i + 1] = x * sines[i] + y * cosines[i];
+            }
+    }
+}
+
 /* Rows `begin` to `end` of c. With `tokens` they are those of a prompt's last tokens, each of which sees up to itself. */
 TARGET static void NAME(softmax_block)(const struct product *p, size_t tokens, size_t begin, size_t end) {
     for (size_t m = begin; m < end; m++) {

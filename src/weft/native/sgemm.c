@@ -7,6 +7,7 @@
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -178,15 +179,17 @@ struct kernels {
     void (*axpy)(const struct product *, size_t begin, size_t end);
     void (*softmax)(const struct product *, size_t tokens, size_t begin, size_t end);
     void (*silu)(float *, size_t count);
+    void (*norm)(const struct product *, size_t begin, size_t end);
+    void (*turn)(const struct product *, int of_neighbours, size_t begin, size_t end);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_dot_block, avx512_axpy_block, avx512_softmax_block, avx512_silu_block, SIZE_MAX},
-    {"avx2", avx2_dot_block, avx2_axpy_block, avx2_softmax_block, avx2_silu_block, 12},
+    {"avx512", avx512_dot_block, avx512_axpy_block, avx512_softmax_block, avx512_silu_block, avx512_norm_block, avx512_turn_block, SIZE_MAX},
+    {"avx2", avx2_dot_block, avx2_axpy_block, avx2_softmax_block, avx2_silu_block, avx2_norm_block, avx2_turn_block, 12},
 #endif
-    {"plain", plain_dot_block, plain_axpy_block, plain_softmax_block, plain_silu_block, 8},
+    {"plain", plain_dot_block, plain_axpy_block, plain_softmax_block, plain_silu_block, plain_norm_block, plain_turn_block, 8},
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
@@ -317,13 +320,15 @@ static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {
  *
  * SOFTMAX, attention's weights: the upper half of alpha's bits says so, the lower half how many tokens the rows are: of a
  * prompt's last tokens each sees the columns up to itself. 0: all see all; what they should not see has its bias in c, and
- * beta is 1. SILU, the gate of an MLP: nothing is multiplied, c is what goes in and comes out. */
+ * beta is 1. In the others nothing is multiplied: c is what goes in and comes out. SILU, the gate of an MLP. NORM: rows
+ * of mean square one, b has the weights and a the epsilon. TURN, rotary positions: a has each row's cosines and sines; 1 in the
+ * lower half of alpha's bits says that neighbours are turned, not halves. */
 
-enum { SOFTMAX = 0x1B58, SILU = 0x1B59 };
+enum { SOFTMAX = 0x1B58, SILU = 0x1B59, NORM = 0x1B5A, TURN = 0x1B5B };
 
-struct softmax {
+struct extra {
     struct product product;
-    size_t tokens;
+    size_t detail; /* the lower half of alpha's bits */
 };
 
 static uint32_t bits_of(float number) {
@@ -333,16 +338,25 @@ static uint32_t bits_of(float number) {
 }
 
 static void softmax_rows(const void *subject, size_t begin, size_t end) {
-    const struct softmax *s = subject;
-    bound.kernels->softmax(&s->product, s->tokens, begin, end);
+    const struct extra *extra = subject;
+    bound.kernels->softmax(&extra->product, extra->detail, begin, end);
 }
 
-static void softmax(const struct softmax *s) {
-    const size_t m = s->product.m, size = m * s->product.n, pieces = 4 * (size_t)pool_threads();
+static void norm_rows(const void *subject, size_t begin, size_t end) {
+    bound.kernels->norm(&((const struct extra *)subject)->product, begin, end);
+}
+
+static void turn_rows(const void *subject, size_t begin, size_t end) {
+    const struct extra *extra = subject;
+    bound.kernels->turn(&extra->product, extra->detail & 1, begin, end);
+}
+
+static void share_rows(work_function *work, const struct extra *extra) {
+    const size_t m = extra->product.m, size = m * extra->product.n, pieces = 4 * (size_t)pool_threads();
     if (8 * size < SHARED_WORK)
-        softmax_rows(s, 0, m);
+        work(extra, 0, m);
     else
-        pool_run(softmax_rows, s, m, (m + pieces - 1) / pieces, 8 * size >= WAKING_WORK);
+        pool_run(work, extra, m, (m + pieces - 1) / pieces, 8 * size >= WAKING_WORK);
 }
 
 static void silu_numbers(const void *c, size_t begin, size_t end) {
@@ -364,15 +378,16 @@ EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k
     const size_t a_row = trans_a == TRANS ? 1 : (size_t)lda, a_column = trans_a == TRANS ? (size_t)lda : 1;
     const struct product p = {(size_t)m, (size_t)n, (size_t)k, alpha,    beta,        a,
                               b,         c,         a_row,     a_column, (size_t)ldb, (size_t)ldc};
-    if (bits_of(alpha) >> 16 == SILU) {
-        silu(&p);
-        return;
-    }
-    if (bits_of(alpha) >> 16 == SOFTMAX && is_plain(order, trans_a, trans_b, m, n, k)) {
-        const struct softmax weights = {p, bits_of(alpha) & 0xFFFF};
-        cblas_sgemm(order, trans_a, trans_b, m, n, k, 1.0f, a, lda, b, ldb, beta, c, ldc);
-        softmax(&weights);
-        return;
+    const struct extra extra = {p, bits_of(alpha) & 0xFFFF};
+    switch (bits_of(alpha) >> 16) {
+        case SOFTMAX:
+            cblas_sgemm(order, trans_a, trans_b, m, n, k, 1.0f, a, lda, b, ldb, beta, c, ldc);
+            share_rows(softmax_rows, &extra);
+            return;
+        case SILU: silu(&p); return;
+        case NORM: share_rows(norm_rows, &extra); return;
+        case TURN: share_rows(turn_rows, &extra); return;
+        default: break;
     }
     if (!is_plain(order, trans_a, trans_b, m, n, k) || !computed_here(p, trans_b == TRANS))
         bound.sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);

@@ -1,6 +1,7 @@
-"""The gates of most models on CPU, where MLX's exp costs 12 ns a number (docs/log.md): our product's, or written with power.
+"""What most models are made of, on CPU: gates, norms and rotary positions as one operation each, where our product is bound.
 
-Bound at load in the modules a model is made of, as the gated delta rule is. On GPUs mlx-lm's own stay.
+MLX has up to twenty small operations for each there, and an exp of 12 ns a number. Bound at load into this model's layers and
+modules, as the gated delta rule is. On GPUs mlx-lm's own stay.
 """
 
 from __future__ import annotations
@@ -13,10 +14,48 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
+from mlx_lm.models.rope_utils import Llama3RoPE
 
 from weft.cache import fused
 
 COMPILED = type(activations.swiglu)
+ANGLES = fused.Angles()
+
+
+class Norm(nn.RMSNorm):  # type: ignore[misc]
+    """An RMSNorm in one operation."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x over the root of its mean square, weighed."""
+        weight = self["weight"]
+        if x.ndim > 1 and weight.dtype == mx.float32 and fused.is_bound(x.dtype):
+            return fused.norm(x, weight, self.eps)
+        return super().__call__(x)  # type: ignore[no-any-return]
+
+
+class Positions(nn.RoPE):  # type: ignore[misc]
+    """A RoPE in one operation, its angles made once a step."""
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """x (B, heads, T, dim), turned by its places."""
+        if x.ndim != 4 or not fused.is_bound(x.dtype):
+            return super().__call__(x, offset)  # type: ignore[no-any-return]
+        angles = ANGLES.at(offset, x.shape[2], self.dims, self.base, self.scale, None)
+        return fused.turned(x, angles, of_neighbours=self.traditional)
+
+
+class Llama3Positions(Llama3RoPE):  # type: ignore[misc]
+    """The same for those with rates of their own."""
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """x (B, heads, T, dim), turned by its places."""
+        if x.ndim != 4 or not fused.is_bound(x.dtype):
+            return super().__call__(x, offset)  # type: ignore[no-any-return]
+        angles = ANGLES.at(offset, x.shape[2], self.dims, None, 1.0, self._freqs)
+        return fused.turned(x, angles, of_neighbours=self.traditional)
+
+
+OURS = {nn.RMSNorm: Norm, nn.RoPE: Positions, Llama3RoPE: Llama3Positions}
 
 
 def silu(x: mx.array) -> mx.array:
@@ -47,6 +86,8 @@ def bind(model: Any) -> list[str]:
     """Put ours into this model's modules when it runs on a CPU; the names of those changed."""
     if mx.default_device() == mx.gpu:
         return []
+    for layer in model.modules():
+        layer.__class__ = OURS.get(type(layer), type(layer))
     modules = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
     return [name for name in sorted(modules) if _bind(sys.modules[name])]
 
