@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
 
-.PHONY: serve test browser pictures conformance check bench soak tools exact-gpu bench-gpu clean
+.PHONY: serve test browser pictures conformance check bench compare compare-quick soak tools exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -37,6 +37,12 @@ check: test  ## what CI does, and the formatting
 
 bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 9 minutes on two cores)
 	$(BIN)/python -m bench
+
+compare: $(READY)  ## weft and other servers on the same work in one run (within an hour, installing them included); writes docs/log.md
+	$(BIN)/python -m bench.compare --log
+
+compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.cpp (where `make compare` has built it), no log
+	$(BIN)/python -m bench.compare --quick
 
 soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds; CI runs a short one
 	$(BIN)/python tests/soak.py $(MINUTES)
