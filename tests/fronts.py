@@ -57,11 +57,16 @@ class Front:
 
 
 @contextmanager
-def front(engines: dict[str, list[str]], *, wait: bool = True, **settings: Any) -> Iterator[Front]:
-    """Models by name, each with its fake engine's words; ready when `wait`."""
+def front(
+    engines: dict[str, list[str]], *, wait: bool = True, spare: dict[str, list[str]] | None = None, **settings: Any
+) -> Iterator[Front]:
+    """Models by name, each with its fake engine's words; ready when `wait`. Those to `spare` may be loaded later."""
     config = ServerConfig(**settings)
-    models = [Served(name, Supervisor([sys.executable, str(FAKE_ENGINE), *words, name])) for name, words in engines.items()]
-    service, screen = Service(models, Metrics(), config.max_queue), Quiet()
+
+    def make(name: str) -> Served:
+        return Served(name, Supervisor([sys.executable, str(FAKE_ENGINE), *(engines | (spare or {})).get(name, ()), name]))
+
+    service, screen = Service([make(name) for name in engines], Metrics(), config.max_queue, make), Quiet()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(make_app(service, config), log_config=None, access_log=False, lifespan="off"))

@@ -31,10 +31,12 @@ MAY_USE: dict[str, set[str]] = {
     "link": SHARED | {"channel"},
     "answer": SHARED | {"chat", "link", "metrics"},
     "service": SHARED | {"answer", "chat", "link", "metrics"},
-    "api": SHARED | {"__init__", "answer", "chat", "log", "metrics", "service"},
+    "shelf": SHARED | {"blas", "model"},
+    "stock": SHARED | {"model", "service", "shelf"},
+    "api": SHARED | {"__init__", "answer", "chat", "log", "metrics", "service", "shelf", "stock"},
     "server": SHARED | {"__init__", "api", "link", "log", "metrics", "service"},
     "llm": SHARED | {"blas", "chat", "engine", "model"},
-    "cli": SHARED | {"__init__", "chat", "engine", "llm", "model", "server"},
+    "cli": SHARED | {"__init__", "chat", "engine", "llm", "model", "server", "shelf"},
     "__init__": {"wire", "llm"},
     "__main__": {"cli"},
 }
@@ -55,6 +57,7 @@ WITHOUT_MLX = [
     "weft.engine.sequence",
     "weft.grammar.compiler",
     "weft.model.resolve",
+    "weft.shelf",
     "weft.server",  # the whole front: api, service, chat, link
 ]
 

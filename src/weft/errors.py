@@ -2,8 +2,8 @@
 
     WeftError
     ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
-    │                    GrammarRejected · ContextTooLong(limit, got) · InsufficientMemory · UnknownModel · RequestCancelled ·
-    │                    RequestTimedOut
+    │                    GrammarRejected · ContextTooLong(limit, got) · InsufficientMemory · UnknownModel · ModelConflict ·
+    │                    RequestCancelled · RequestTimedOut
     ├── BusyError        try again later (429, 503): QueueFull · EngineStarting · ServerStopping
     ├── EngineError      ours (500): RowFailed, that row only · EngineDied
     ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
@@ -58,6 +58,10 @@ class InsufficientMemory(RequestError):
 
 class UnknownModel(RequestError):
     """No model of this name is served; the message lists those that are."""
+
+
+class ModelConflict(RequestError):
+    """A model can not be loaded beside what is there now."""
 
 
 class RequestCancelled(RequestError):

@@ -129,6 +129,11 @@ class Metrics(Collector):
         for instrument in (self._prompt_tokens, self._cached_tokens, self._generated_tokens):
             instrument.labels(model)
 
+    def unloaded(self, model: str) -> None:
+        """There is no engine any more. What it did stays counted; how it is does not."""
+        for instrument in (self._running, self._waiting, self._engine_up, self._restarts, self._memory, self._prefixes):
+            instrument.remove_by_labels({"model": model})
+
     def http(self, status: int) -> None:
         """A response left."""
         self._http.labels(str(status)).inc()

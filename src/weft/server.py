@@ -51,7 +51,7 @@ def serve(config: ServerConfig, screen: ServerScreen) -> int:
     screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(service, config, screen, listener))
-    return 1 if all(served.failed for served in service.models) else 0
+    return 1 if service.has_failed else 0
 
 
 async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket) -> None:
@@ -104,13 +104,14 @@ class Uvicorn(uvicorn.Server):
 
 
 def make_service(config: ServerConfig) -> Service:
-    """The models of a configuration, not yet started."""
+    """The models of a configuration, not yet started; those that are loaded later have no fallback."""
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
-    models = [
-        Served(name, Supervisor(_command(name, fallback, config), config.hang_seconds), config.late_system) for name in names
-    ]
-    return Service(models, Metrics(), config.max_queue)
+
+    def make(name: str, fallback: str | None = None) -> Served:
+        return Served(name, Supervisor(_command(name, fallback, config), config.hang_seconds), config.late_system)
+
+    return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 
 
 def _command(name: str, fallback: str | None, config: ServerConfig) -> list[str]:

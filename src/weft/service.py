@@ -31,6 +31,7 @@ from weft.wire import ConstraintSpec, Limits, Ready, Sampling
 
 log = logging.getLogger("weft.service")
 
+LOAD_IT = "what `weft ls` lists can be loaded with `weft load NAME` or POST /v1/models/load"
 STOPPED = "the server was stopped before this answer was complete; come again"
 LONG_TEXT = 4096  # characters from which writing a prompt is left to a thread, so that streams do not wait for it
 KNOWN_ENDS = 8  # answers that must have come to their ends before one can say how fast they do
@@ -85,6 +86,8 @@ class Served:
         self._late_system = late_system
         self._folder: str | None = None  # whose files the scribe has read
         self.is_stopping = False
+        self.is_guest = False  # loaded on request: its troubles are not the server's
+        self.is_leaving = False  # being unloaded
         self.num_opening = 0  # answers asked for whose prompts are being written
         self.pace = Pace()
         self._settled = asyncio.Event()  # it is up, or never will be
@@ -120,10 +123,15 @@ class Served:
             screen.ready(self.name, ready.limits.context_length, ready.device, ready.memory, self.notice)
         elif loading is not None:
             screen.loading(self.name, loading.what, loading.done, loading.total)
-        if self.is_ready or self.failed is not None:
+        if self.is_ready or self.failed is not None or self.is_leaving:
             self._settled.set()
         else:
             self._settled.clear()
+
+    def leave(self) -> None:
+        """Take nothing new from now on; who waits for it to be up waits no longer."""
+        self.is_leaving = True
+        self._settled.set()
 
     async def until_settled(self) -> None:
         """Return when it is up, or never will be."""
@@ -133,7 +141,8 @@ class Served:
     def is_ready(self) -> bool:
         """Whether it answers."""
         condition = self.supervisor.condition
-        return self.failed is None and self.scribe is not None and condition.ready is not None and not condition.is_sick
+        is_up = self.scribe is not None and condition.ready is not None and not condition.is_sick
+        return is_up and self.failed is None and not self.is_leaving
 
     @property
     def notice(self) -> str | None:
@@ -143,13 +152,21 @@ class Served:
         return "; ".join(filter(None, notices)) or None
 
     @property
+    def memory(self) -> dict[str, int]:
+        """The engine's bytes by kind, as last told."""
+        ready = self.supervisor.condition.ready
+        return self.supervisor.status.memory or (ready.memory if ready is not None else {})
+
+    @property
     def is_loading(self) -> bool:
         """Whether it will answer if one waits."""
-        return not self.is_ready and self.failed is None and not self.is_stopping
+        return not self.is_ready and self.failed is None and not self.is_stopping and not self.is_leaving
 
     def require(self) -> tuple[Scribe, Ready]:
         """What is needed to answer. Raises EngineStarting, or EngineDied when it never will be up."""
         condition = self.supervisor.condition
+        if self.is_leaving:
+            raise UnknownModel(f"{self.name} is not loaded any more; {LOAD_IT}", "model")
         if self.failed is not None:
             raise EngineDied(f"{self.name} can not be served: {self.failed}")
         if self.is_stopping:
@@ -163,8 +180,10 @@ class Served:
 class Service:
     """Everything that is served, and who is being answered."""
 
-    def __init__(self, models: Sequence[Served], metrics: Metrics, max_queue: int) -> None:
+    def __init__(self, models: Sequence[Served], metrics: Metrics, max_queue: int, make: Callable[[str], Served]) -> None:
         self.models = list(models)
+        self.make = make  # one more model of this name, not yet started
+        self.is_stopping = False
         self.metrics = metrics
         self.max_queue = max_queue
         self.answers: dict[str, list[Answer]] = {}
@@ -172,35 +191,61 @@ class Service:
         self.waiting: list[Waiting] = []
         self.reports = Reports()
         self.memory = Memory()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[Served, asyncio.Task[None]] = {}
+        self._screen: Screen | None = None
 
     async def start(self, screen: Screen, on_failure: Callable[[], None]) -> None:
         """Bring all models up in the background; `on_failure` is called when none is left."""
 
         def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and all(served.failed is not None for served in self.models):
+            if not task.cancelled() and self.has_failed:
                 on_failure()
 
+        self._screen = screen
         for served in self.models:
-            task = asyncio.create_task(served.run(screen))
-            task.add_done_callback(ended)
-            self._tasks.append(task)
+            self._run(served).add_done_callback(ended)
+
+    def add(self, served: Served) -> None:
+        """Bring one more model up in the background."""
+        self.models.append(served)
+        self._run(served)
+
+    async def remove(self, served: Served) -> None:
+        """End a model's engine; nothing is known of it afterwards."""
+        if (task := self._tasks.pop(served, None)) is None:  # somebody else is about it
+            return
+        task.cancel()
+        await served.supervisor.stop()
+        self.models.remove(served)
+        self.metrics.unloaded(served.name)
+
+    def _run(self, served: Served) -> asyncio.Task[None]:
+        assert self._screen is not None
+        self._tasks[served] = asyncio.create_task(served.run(self._screen))
+        return self._tasks[served]
 
     async def stop(self) -> None:
         """End all engines."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*(served.supervisor.stop() for served in self.models))
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether what the server was started for can not be served, nor anything else."""
+        return any(not served.is_guest for served in self.models) and all(served.failed for served in self.models)
+
     def find(self, name: str | None) -> Served:
         """The model that goes by this name; the only one may go unnamed."""
-        if not name and len(self.models) == 1:
-            return self.models[0]
-        for served in self.models:
+        models = [served for served in self.models if not served.is_leaving]
+        if not name and len(models) == 1:
+            return models[0]
+        for served in models:
             if name == served.name:
                 return served
-        names = ", ".join(served.name for served in self.models)
-        raise UnknownModel(f"no model {name!r} is served here; there is {names}", "model")
+        names = ", ".join(served.name for served in models) or "none"
+        wanted = f"no model {name!r} is" if name else "the request names no model, and not one alone is"
+        raise UnknownModel(f"{wanted} loaded here; loaded: {names}; {LOAD_IT}", "model")
 
     async def open(self, generation: Generation, request_id: str) -> Answer:
         """Write the prompts down, check everything, and ask the engine. Raises whatever is wrong with the request."""
@@ -292,8 +337,13 @@ class Service:
         """Whether nobody is being answered, or waits to be."""
         return not self.answers and not self.waiting
 
+    def answers_of(self, served: Served) -> list[Answer]:
+        """Those that a model is giving."""
+        return [answer for answers in self.answers.values() for answer in answers if answer.model == served.name]
+
     def take_nothing_new(self) -> None:
         """From now on requests are refused; those that run go on."""
+        self.is_stopping = True
         for served in self.models:
             served.is_stopping = True
 

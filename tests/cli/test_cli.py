@@ -50,6 +50,8 @@ def test_what_is_piped_in_is_the_prompt_where_there_is_none(tmp_path: Path) -> N
         (("pull", "no-such-model"), "no model 'no-such-model'"),
         (("ps", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("ps", "--url", "localhost"), "'localhost' is no server's address"),
+        (("load", "tiny-hybrid", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+        (("unload", "tiny-hybrid", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("cache", "ls", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("cache", "clear", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("cache", "why", "x", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
@@ -90,7 +92,22 @@ def test_help_is_there_at_once(tmp_path: Path) -> None:
     assert min(times) < 0.6  # 0.15 s on a quiet machine; test processes share the cores
 
 
-COMMANDS = ["serve", "run", "ls", "pull", "ps", "launch", "cache ls", "cache clear", "cache why", "doctor", "bench serve", "top"]
+COMMANDS = [
+    "serve",
+    "run",
+    "ls",
+    "pull",
+    "ps",
+    "load",
+    "unload",
+    "launch",
+    "cache ls",
+    "cache clear",
+    "cache why",
+    "doctor",
+    "bench serve",
+    "top",
+]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "service install", "service status", "service uninstall", "completion"])

@@ -1,4 +1,4 @@
-"""`weft ls`, `weft pull`, `weft ps`."""
+"""`weft ls`, `weft pull`, `weft ps`, `weft load`, `weft unload`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from cli_command import weft
 from cli_server import STATUS, running
 
+from fronts import front
 from weft.model.resolve import TINY_HYBRID
 
 
@@ -36,7 +37,9 @@ def test_a_fresh_machine_has_what_comes_with_weft(tmp_path: Path) -> None:
     assert set(rows) == {"tiny-hybrid", "smollm2"}
     assert rows["tiny-hybrid"]["folder"] == str(TINY_HYBRID)
     assert rows["tiny-hybrid"]["size_bytes"] > 1_000_000
-    assert rows["smollm2"] == {"name": "smollm2", "kind": "built-in", "folder": None, "size_bytes": 0}
+    fit = {"needed_bytes": None, "free_bytes": rows["tiny-hybrid"]["free_bytes"], "verdict": "unknown"}
+    assert rows["smollm2"] == {"name": "smollm2", "kind": "built-in", "folder": None, "size_bytes": 0, **fit}
+    assert rows["tiny-hybrid"]["needed_bytes"] > rows["tiny-hybrid"]["size_bytes"]
 
 
 def test_whole_models_of_the_caches_are_listed_and_nothing_else(tmp_path: Path) -> None:
@@ -52,7 +55,7 @@ def test_whole_models_of_the_caches_are_listed_and_nothing_else(tmp_path: Path) 
     rows = listed(tmp_path)
 
     assert set(rows) == {"tiny-hybrid", "smollm2", "org/whole", str(converted)}
-    assert rows["org/whole"] == {"name": "org/whole", "kind": "hub", "folder": str(folder), "size_bytes": 3000}
+    assert rows["org/whole"].items() >= {"name": "org/whole", "kind": "hub", "folder": str(folder), "size_bytes": 3000}.items()
     assert (rows[str(converted)]["kind"], rows[str(converted)]["size_bytes"]) == ("converted", 1000)
 
 
@@ -62,6 +65,8 @@ def test_the_list_for_people_has_the_same_names(tmp_path: Path) -> None:
 
     assert [line.split()[0] for line in lines] == ["NAME", "tiny-hybrid", "smollm2", "org/whole"]
     assert "2.0 kB" in lines[3]
+    assert lines[0].split() == ["NAME", "SIZE", "FITS", "KIND", "FOLDER"]
+    assert "unknown" in lines[2]
 
 
 def test_pulling_the_shipped_model_prints_its_folder(tmp_path: Path) -> None:
@@ -93,3 +98,30 @@ def test_ps_says_when_the_key_is_wrong_and_uses_the_right_one(tmp_path: Path) ->
 
     assert (without.returncode, without.stderr) == (1, "weft: the API key is missing or wrong\n")
     assert right.returncode == 0
+
+
+def test_a_running_server_loads_and_unloads_what_it_is_told(tmp_path: Path) -> None:
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / name / file).write_bytes(bytes(10))
+    good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
+    with front({"m": []}, spare={bad: ["--fail", "weights are missing"], good: ["--load-seconds", "0.3"]}) as server:
+        told = [
+            weft(tmp_path, *words, "--url", server.url)
+            for words in (
+                ("load", "./good"),
+                ("load", good),
+                ("load", "./bad"),
+                ("unload", "./good"),
+                ("unload", "good"),
+                ("unload", "m"),
+            )
+        ]
+        left = [model["id"] for model in server.get("/v1/models").json()["data"]]
+
+    assert [done.returncode for done in told] == [0, 0, 1, 0, 1, 0]
+    assert (told[0].stdout, told[3].stdout) == (f"{good} is loaded\n", f"{good} is unloaded\n")
+    assert told[2].stderr.endswith(f"weft: {bad} is not loaded: weights are missing\n")
+    assert "is loaded here" in told[4].stderr
+    assert left == [bad]

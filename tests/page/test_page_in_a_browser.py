@@ -259,3 +259,52 @@ def test_a_server_with_a_key_is_asked_with_the_key(open_page: Any) -> None:
 
         assert page.inner_text("#pulse") == "ready"
         page.goto("about:blank")
+
+
+def pictured(page: Any, name: str) -> None:
+    """A picture of each size and colour; nothing may stick out."""
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 860})
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            page.screenshot(path=PICTURES / f"{name}-{width}-{scheme}.png")
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+def test_models_are_loaded_and_unloaded_on_the_page(open_page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = tmp_path / "story-0123456789ab-1-float32", tmp_path / "torn-0123456789ab-1-float32"
+    for file in ("config.json", "model.safetensors"):
+        for folder in (good, bad):
+            folder.mkdir(exist_ok=True)
+            (folder / file).write_bytes(bytes(2_000_000))
+    monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
+    spare = {str(good): ["--load-seconds", "1"], str(bad): ["--fail", "weights are missing"]}
+    with front({"m": []}, spare=spare) as models:
+        page = open_page(url=f"{models.url}/#models")
+        row = page.locator(f"#choices li:has-text('{good.name}')")
+        row.wait_for()
+        offered = row.inner_text()
+        page.focus(f"[aria-label='Load {good}']")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("progress")
+        pictured(page, "models-loading")
+        page.wait_for_selector(f".model:has-text('{good.name}') .dot.loaded")
+        until(page, "document.querySelectorAll('#model option').length === 2")
+        page.click(f"[aria-label='Load {bad}']")
+        page.wait_for_selector(".problem:has-text('weights are missing')")
+        pictured(page, "models-failed")
+        page.click(f"[aria-label='Remove {bad}']")
+        page.wait_for_selector(f"[aria-label='Load {bad}']")
+        page.click(f"[aria-label='Unload {good}']")
+        page.click("text=Cancel")
+        assert page.is_visible(f"[aria-label='Unload {good}']")
+        page.click(f"[aria-label='Unload {good}']")
+        pictured(page, "models-ask")
+        page.click("#ask-yes")
+        page.wait_for_selector(f"[aria-label='Load {good}']")
+        until(page, "document.querySelectorAll('#model option').length === 1")
+
+        assert "fits: it needs at least" in offered
+        assert "4.0 MB on disk" in offered
+        assert [served.name for served in models.service.models] == ["m"]
+        page.goto("about:blank")

@@ -40,7 +40,7 @@ class Cache:
     async def clear(self, request: Request) -> Response:
         """Forget what no running request stands on: of one model, or of all."""
         asked = converted(await self._body(request), ClearRequest)
-        models = [served for served in self.service.models if served.failed is None]
+        models = [served for served in self.service.models if served.failed is None and not served.is_leaving]
         models = models if asked.model is None else [self.service.find(asked.model)]
         for served in models:
             served.require()

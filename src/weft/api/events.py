@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from weft.answer import Answer
 from weft.api.problems import status_of
 from weft.api.sse import STREAM_HEADERS, gone
-from weft.api.status import condition_of, memory_of
+from weft.api.status import condition_of
 from weft.service import Served, Service
 
 TICK_SECONDS = 0.25
@@ -53,7 +53,7 @@ class Watching:
         try:
             headers = [*STREAM_HEADERS, (b"content-type", b"text/event-stream; charset=utf-8")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            while not left.done() and not any(served.is_stopping for served in self.service.models):
+            while not left.done() and not self.service.is_stopping:
                 if (news := watch.tick(time.monotonic())) is not None:
                     body = b"data: " + msgspec.json.encode(news) + b"\n\n"
                     await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -161,8 +161,8 @@ class Watch:
         return row
 
     def _state(self, answer: Answer) -> str:
-        engine = self.service.find(answer.model).supervisor
-        if engine.condition.ready is None:
+        engine = next((served.supervisor for served in self.service.models if served.name == answer.model), None)
+        if engine is None or engine.condition.ready is None:
             return "queued"
         if any(choice.num_tokens for choice in answer.choices):
             return "decode"
@@ -183,7 +183,7 @@ class Watch:
             "rows_waiting": status.waiting,
             "max_rows": ready.max_rows if ready is not None else 0,
             "restarts": served.supervisor.restarts,
-            "memory": memory_of(served),
+            "memory": served.memory,
             "tokens_per_second": round(work.tokens / seconds, 1) if seconds else 0,
             "prompt_tokens_per_second": round(work.read / seconds, 1) if seconds else 0,
             "gaps": percentiles(before, gaps),

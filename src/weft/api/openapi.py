@@ -18,8 +18,11 @@ from weft.api.openai.schema import (
     ClearRequest,
     CompletionRequest,
     DetokenizeRequest,
+    LoadRequest,
     TokenizeRequest,
+    UnloadRequest,
 )
+from weft.shelf import Verdict
 from weft.wire import MissCause
 
 Schema = dict[str, Any]
@@ -30,6 +33,7 @@ ERRORS = {
     "403": "The Host or Origin header is not one of this server's.",
     "404": "No such model, request or path.",
     "408": "The body did not arrive in time.",
+    "409": "The model can not be loaded beside what is there now.",
     "413": "The body is too large.",
     "415": "The body is not plain JSON.",
     "429": "Too many requests wait; come again after Retry-After seconds.",
@@ -78,6 +82,9 @@ def _paths() -> Schema:
         "/api/ps": _ollama(_get("The models that are loaded.", "OllamaModels")),
         "/api/show": _ollama(_post("One model.", "OllamaModel", "ShowRequest")),
         "/v1/models": _get("The models served.", "ModelList"),
+        "/v1/models/available": _get("The models on this machine, and whether they would fit.", "AvailableModels"),
+        "/v1/models/load": _begun(_post("Bring a model up.", "Model", "LoadRequest")),
+        "/v1/models/unload": _post("Take a model out; done when its memory is free.", "UnloadedModel", "UnloadRequest"),
         "/v1/models/{id}": _get("One model.", "Model", path_id=True),
         "/health": _get("Whether requests are answered: 200, or 503 while a model is loaded.", "Health", "Health"),
         "/metrics": _get("Figures for Prometheus.", None),
@@ -103,6 +110,12 @@ def _post(
     events: Schema = {"text/event-stream": {"schema": {}}} if streams else {}
     body = {"requestBody": {"required": needs_body, "content": _json(request)}} if request else {}
     return {"post": {"summary": summary, **body, "responses": _responses(_json(reply) | events), **_parameters(path_id)}}
+
+
+def _begun(item: Schema) -> Schema:
+    """The same for what may be answered before it is done."""
+    item["post"]["responses"]["202"] = {"description": "Begun.", "content": item["post"]["responses"]["200"]["content"]}
+    return item
 
 
 def _ollama(item: Schema) -> Schema:
@@ -153,7 +166,7 @@ def _ref(name: str) -> Schema:
 
 
 def _request_schemas() -> Schema:
-    kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ClearRequest]
+    kinds = [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, ClearRequest, LoadRequest, UnloadRequest]
     kinds += [ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.ShowRequest]
     kinds += [anthropic.MessagesRequest, anthropic.CountRequest, responses.ResponseRequest]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -207,6 +220,9 @@ def _reply_schemas() -> Schema:
     choice = _object(index=count, text=text, logprobs=maybe_object, **end)
     for one in (chat_choice, choice):  # where a schema was asked for without strict
         one["properties"]["schema_validation"] = _object(valid={"type": "boolean"}, errors=_list(text))
+    verdict, flag = {"enum": [*get_args(Verdict)]}, {"type": "boolean"}
+    fit: Schema = {"needed_bytes": maybe_count, "verdict": verdict}
+    available = _object(id=text, kind=text, size_bytes=count, is_here=flag, is_loaded=flag, **fit)
     return {
         "Error": _object(error=_object(message=text, type=text, param=maybe_text, code=maybe_text)),
         "ChatCompletion": _object(**heading, object={"const": "chat.completion"}, choices=_list(chat_choice), **footing),
@@ -221,6 +237,8 @@ def _reply_schemas() -> Schema:
         "Timings": timings,
         "Model": _object(id=text, object={"const": "model"}, created=count, owned_by=text),
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "AvailableModels": _object(object={"const": "list"}, data=_list(available), free_bytes=maybe_count),
+        "UnloadedModel": _object(id=text, object={"const": "model"}, status=some_object),
         "Health": _object(status=text),
         "Status": some_object,
         "Tokenized": _object(count=count, max_model_len=count, tokens=ids),

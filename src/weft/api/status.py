@@ -14,7 +14,7 @@ from starlette.responses import Response
 from weft import __version__
 from weft.api.body import read_json
 from weft.api.openai.chat import messages_of
-from weft.api.openai.schema import DetokenizeRequest, TokenizeRequest, converted
+from weft.api.openai.schema import DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest, converted
 from weft.api.openapi import document
 from weft.api.problems import BorderError
 from weft.api.reply import request_ids
@@ -23,6 +23,7 @@ from weft.config import ServerConfig
 from weft.errors import InvalidRequest
 from weft.metrics import CONTENT_TYPE
 from weft.service import Served, Service
+from weft.stock import Choice, Stock
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -37,11 +38,13 @@ class Status:
         self.service = service
         self.config = config
         self.started = time.time()
+        self.stock = Stock(service, config.memory and config.memory * 2**20, config.drain_seconds)
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002 - the endpoints' signature
-        """200 when every model answers, else 503 and how far each is."""
+        """200 when every model the server was started with answers, else 503 and how far each is."""
         models = {served.name: condition_of(served) for served in self.service.models}
-        states = {model["status"] for model in models.values()}
+        states = {condition_of(served)["status"] for served in self.service.models if not served.is_guest}
+        states |= {"stopping"} if self.service.is_stopping else set()
         status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
         return json_response({"status": status, "models": models}, code, headers)
@@ -51,28 +54,52 @@ class Status:
         rows = [self._model(served) for served in sorted(self.service.models, key=lambda served: not served.is_ready)]
         ids = [row["id"] for row in rows]
         return json_response(
-            {"object": "list", "data": rows, "has_more": False, "first_id": ids[0], "last_id": ids[-1]},
+            {
+                "object": "list",
+                "data": rows,
+                "has_more": False,
+                "first_id": next(iter(ids), None),
+                "last_id": next(reversed(ids), None),
+            },
         )
 
     async def model(self, request: Request) -> Response:
         """One of them."""
         return json_response(self._model(self.service.find(request.path_params["id"])))
 
+    async def available(self, request: Request) -> Response:  # noqa: ARG002
+        """The models on this machine, and whether each would fit beside those that are loaded."""
+        choices = await self.stock.choices()
+        return json_response(
+            {"object": "list", "data": [_choice(choice) for choice in choices], "free_bytes": self.stock.free_bytes}
+        )
+
+    async def load(self, request: Request) -> Response:
+        """Bring a model up: 202 when that has begun, 200 when it is there already."""
+        asked = converted(await self._body(request), LoadRequest)
+        served, is_new = await self.stock.load(asked.model, fetch=bool(asked.fetch), force=bool(asked.force))
+        return json_response(self._model_status(served), 202 if is_new else 200)
+
+    async def unload(self, request: Request) -> Response:
+        """Take a model out. Its answers may end first; the reply comes when its memory is free."""
+        asked = converted(await self._body(request), UnloadRequest)
+        await self.stock.unload(asked.model)
+        return json_response({"id": asked.model, "object": "model", "status": {"value": "unloaded"}})
+
     async def status(self, request: Request) -> Response:  # noqa: ARG002
         """The state of the house, for tools and for the curious."""
         engines = [served.supervisor for served in self.service.models]
-        first = engines[0]
         return json_response(
             {
                 "version": __version__,
                 "uptime_seconds": round(time.time() - self.started, 1),
                 "pid": os.getpid(),
-                "engine_pid": first.pid,
+                "engine_pid": engines[0].pid if engines else None,
                 "engine_restarts": sum(engine.restarts for engine in engines),
                 "rows_running": sum(engine.status.running for engine in engines),
                 "rows_waiting": sum(engine.status.waiting for engine in engines),
                 "requests": sum(map(len, self.service.answers.values())),
-                "memory": _sum([memory_of(served) for served in self.service.models]),
+                "memory": _sum([served.memory for served in self.service.models]),
                 "models": [self._model_status(served) for served in self.service.models],
             }
         )
@@ -83,7 +110,7 @@ class Status:
         for served in self.service.models:
             metrics.engine(served.name, served.is_ready, served.supervisor.restarts)
             metrics.rows(served.name, served.supervisor.status.running, served.supervisor.status.waiting)
-            metrics.memory(served.name, memory_of(served))
+            metrics.memory(served.name, served.memory)
             metrics.prefixes(served.name, served.supervisor.status.prefixes)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
@@ -128,11 +155,15 @@ class Status:
         """A model as OpenAI's and Anthropic's clients, and those who look for a context length, read it."""
         row: dict[str, Any] = {"id": served.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
         row |= {"type": "model", "display_name": served.name, "created_at": _iso(self.started), "root": served.name}
-        row["status"] = {"value": "loaded" if served.is_ready else "failed" if served.failed else "loading"}
+        condition = condition_of(served)
+        value = (
+            condition["status"] if condition["status"] in ("failed", "unloading") else "loaded" if served.is_ready else "loading"
+        )
+        row["status"] = {"value": value} | ({"message": served.failed} if served.failed else {})
         if served.supervisor.condition.ready is not None:
             context = served.supervisor.condition.ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
-            row["meta"] = {"context_length": context, "size_bytes": memory_of(served).get("weights", 0)}
+            row["meta"] = {"context_length": context, "size_bytes": served.memory.get("weights", 0)}
             scribe = served.scribe
             found = {} if scribe is None else {"tools": scribe.calls, "thinking": scribe.markers}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
@@ -143,17 +174,20 @@ class Status:
     def _model_status(self, served: Served) -> dict[str, Any]:
         engine = served.supervisor
         return self._model(served) | {
+            "condition": condition_of(served),
             "engine_pid": engine.pid,
             "engine_restarts": engine.restarts,
             "rows_running": engine.status.running,
             "rows_waiting": engine.status.waiting,
-            "memory": memory_of(served),
+            "memory": served.memory,
         }
 
 
 def condition_of(served: Served) -> dict[str, Any]:
     """How a model is: ready, loading and how far, or what is wrong."""
     condition = served.supervisor.condition
+    if served.is_leaving:
+        return {"status": "unloading"}
     if served.failed is not None:
         return {"status": "failed", "message": served.failed}
     if served.is_stopping:
@@ -169,10 +203,18 @@ def condition_of(served: Served) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def memory_of(served: Served) -> dict[str, int]:
-    """The engine's bytes by kind, as last told."""
-    ready = served.supervisor.condition.ready
-    return served.supervisor.status.memory or (ready.memory if ready is not None else {})
+def _choice(choice: Choice) -> dict[str, Any]:
+    model, fit = choice.model, choice.fit
+    return {
+        "id": model.name,
+        "object": "model",
+        "kind": model.kind,
+        "size_bytes": model.size_bytes,
+        "is_here": model.folder is not None,
+        "is_loaded": choice.is_loaded,
+        "needed_bytes": fit.needed_bytes,
+        "verdict": fit.verdict,
+    }
 
 
 def _sum(ledgers: list[dict[str, int]]) -> dict[str, int]:

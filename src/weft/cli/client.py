@@ -99,7 +99,7 @@ class Client:
         content = None if body is None else json.dumps(body)
         connection.request(method, urlsplit(self.url).path + path, content, self._headers)
         response = connection.getresponse()
-        if response.status != 200:
+        if response.status not in (200, 202):
             raise _problem(response.status, response.read())
         return response
 

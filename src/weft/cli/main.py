@@ -137,6 +137,9 @@ def run(
 def ls(*, as_json: AsJson = False) -> None:
     """List the models on this machine: built in, converted by weft, and in the Hugging Face cache.
 
+    FITS says whether a server's engine would fit into the memory that is free
+    now: the least it needs, and what it could have.
+
     For example:
       weft ls
       weft ls --json
@@ -144,7 +147,7 @@ def ls(*, as_json: AsJson = False) -> None:
     Parameters
     ----------
     as_json
-        Print a JSON list with name, kind, size_bytes and folder.
+        Print a JSON list with name, kind, size_bytes, folder, needed_bytes, free_bytes and verdict.
     """
     from weft.cli.models import ls_command
 
@@ -187,6 +190,53 @@ def ps(*, url: str | None = None, as_json: AsJson = False) -> None:
     from weft.cli.models import ps_command
 
     ps_command(url, as_json)
+
+
+@app.command
+def load(model: str, /, *, fetch: Switch = False, force: Switch = False, url: str | None = None) -> None:
+    """Have a running server load one more model, and wait until it answers.
+
+    For example:
+      weft load tiny-hybrid
+      weft load mlx-community/Qwen3-4B-4bit --fetch
+
+    Parameters
+    ----------
+    model
+        A built-in name (smollm2, tiny-hybrid), a folder, a .gguf file, or a Hugging Face id.
+    fetch
+        Let the server download it where it is not on its machine.
+    force
+        Try it even if it does not seem to fit into memory.
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    """
+    from weft.cli.models import load_command
+
+    load_command(model, url, fetch, force)
+
+
+@app.command
+def unload(model: str, /, *, url: str | None = None) -> None:
+    """Have a running server end a model, and wait until its memory is free.
+
+    Answers that it is giving may end first, for as long as the server's
+    --drain-seconds.
+
+    For example:
+      weft unload tiny-hybrid
+      weft unload smollm2 --url http://127.0.0.1:9000
+
+    Parameters
+    ----------
+    model
+        Its name, as `weft ps` has it.
+    url
+        The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.
+    """
+    from weft.cli.models import unload_command
+
+    unload_command(model, url)
 
 
 @app.command

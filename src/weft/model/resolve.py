@@ -51,20 +51,24 @@ def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bo
             return path.absolute()
         if path.is_file():
             return _converted_file(path, report, quantized)
-        if not HUB_ID.fullmatch(name):
-            raise ModelNotFound(
-                f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at "
-                f"{path.absolute()}, and a hub id has the form organisation/name; give one of these"
-            )
+        _check_hub_id(name)
         return _from_hub(name, report)
+
+
+def _check_hub_id(name: str) -> None:
+    if not HUB_ID.fullmatch(name):
+        raise ModelNotFound(
+            f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at "
+            f"{Path(name).expanduser().absolute()}, and a hub id has the form organisation/name; give one of these"
+        )
 
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model that `resolve` would find by this name without fetching anything; a built-in one may have no folder yet."""
+    """A model that `resolve` knows by this name. Without a folder it must be fetched; of kind `file`, that is the file."""
 
     name: str
-    kind: Literal["built-in", "converted", "hub"]
+    kind: Literal["built-in", "converted", "hub", "folder", "file"]
     folder: Path | None
     size_bytes: int = 0
 
@@ -81,6 +85,23 @@ def local_models() -> list[LocalModel]:
     found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
     found += [LocalModel(name, "hub", folder) for name, folder in _whole_in_hub_cache()]
     return [replace(model, size_bytes=_size(model.folder)) if model.folder else model for model in found]
+
+
+def locate(name: str) -> LocalModel:
+    """What `resolve` would take, without fetching or converting anything. Raises ModelError where it could take nothing."""
+    if name in ALIASES:
+        return next(model for model in local_models() if model.name == name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        if not _is_whole(path):
+            raise BadModel(f"{path.absolute()} lacks config.json or some model*.safetensors; give the folder of a model")
+        return LocalModel(name, "folder", path.absolute(), _size(path))
+    if path.is_file():
+        gguf.read(path)
+        return LocalModel(name, "file", path.absolute(), path.stat().st_size)
+    _check_hub_id(name)
+    folder = _in_hub_cache(name)
+    return LocalModel(name, "hub", folder, _size(folder)) if folder and _is_whole(folder) else LocalModel(name, "hub", None)
 
 
 def _size(folder: Path) -> int:

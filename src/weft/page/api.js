@@ -40,6 +40,10 @@ export async function get(path) {
   return (await request(path)).json();
 }
 
+export async function post(path, body) {
+  return (await request(path, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) })).json();
+}
+
 /** The events of a streamed response, each parsed. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

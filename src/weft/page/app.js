@@ -47,9 +47,9 @@ function pulse(served) {
   const worst = served?.find((model) => model.status !== "ready");
   const rows = served?.reduce((sum, model) => sum + model.rows_running, 0);
   const waiting = served?.reduce((sum, model) => sum + model.rows_waiting, 0);
-  const loading = worst?.progress ? `loading ${worst.name}` : worst && `${worst.name}: ${worst.status}`;
-  const words = !served ? "not reachable" : loading ?? (rows || waiting ? `${rows} running${waiting ? `, ${waiting} waiting` : ""}` : "ready");
-  const state = !served ? "failed" : worst ? "loading" : rows ? "busy" : "ready";
+  const loading = worst?.progress ? `loading ${worst.name}` : worst && `${worst.status}: ${worst.name}`;
+  const words = !served ? "not reachable" : !served.length ? "no model loaded" : loading ?? (rows || waiting ? `${rows} running${waiting ? `, ${waiting} waiting` : ""}` : "ready");
+  const state = !served || worst?.status === "failed" ? "failed" : worst ? "loading" : rows ? "busy" : served.length ? "ready" : "none";
   find("pulse").replaceChildren(h("i", { class: `dot ${state}` }), h("span", {}, words));
   if (served) chat.offer(served);
   if (served && !find("models").hidden) slowly();

@@ -406,7 +406,7 @@ function grow() {
 export function offer(models) {
   const select = find("model");
   const before = select.value || memory.get("model", "");
-  const names = models.map((model) => model.name);
+  const names = models.filter((model) => !["failed", "unloading"].includes(model.status)).map((model) => model.name);
   if ([...select.options].map((one) => one.value).join() === names.join()) return;
   select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (names.includes(before)) select.value = before;

@@ -46,7 +46,7 @@ class Models:
         return json_response({"models": [self._row(served) for served in models]})
 
     async def ps(self, request: Request) -> Response:  # noqa: ARG002
-        """What is loaded. Nothing is unloaded while the server runs."""
+        """What is loaded. Nothing is unloaded by itself."""
         loaded = [served for served in self.service.models if served.is_ready]
         return json_response({"models": [{**self._row(served), **_place(served)} for served in loaded]})
 

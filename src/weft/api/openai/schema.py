@@ -228,6 +228,20 @@ class ClearRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/models/load."""
+
+    model: SomeText
+    fetch: bool | None = None  # download it where it is not on this machine
+    force: bool | None = None  # try it even if it does not fit
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/models/unload. The name is never left out: it ends answers."""
+
+    model: SomeText
+
+
 # Known and not done, or not on this wire: refused, unless null or one of these values, with which it would not act.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "tools": ([],),

@@ -1,0 +1,94 @@
+"""What a model needs and what is free, reckoned without mlx and at one with the engine's own reckoning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft import blas, shelf
+from weft.engine import bring_up, ledger
+from weft.model.loader import load
+from weft.model.resolve import TINY_HYBRID, LocalModel
+from weft.shelf import Fit
+
+
+def folder_with(folder: Path, **tensors: tuple[str, list[int]]) -> LocalModel:
+    """A model whose one file has these tensors, by dtype and shape."""
+    header = json.dumps({name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return LocalModel("m", "folder", folder)
+
+
+def least(weights: int) -> int:
+    return int((weights + shelf.ROW_BYTES) / 0.9)
+
+
+@pytest.mark.parametrize(
+    ("needed", "free", "verdict"),
+    [
+        (75, 100, "fits"),
+        (76, 100, "tight"),
+        (100, 100, "tight"),
+        (101, 100, "does not fit"),
+        (None, 100, "unknown"),
+        (1, None, "unknown"),
+    ],
+)
+def test_the_verdict_follows_from_the_two_numbers(needed: int | None, free: int | None, verdict: str) -> None:
+    assert Fit(needed, free).verdict == verdict
+
+
+def test_half_precision_is_held_in_float32_on_a_cpu_and_packed_weights_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder_with(tmp_path, half=("BF16", [1000, 1000]), packed=("U32", [1000, 1000]))
+    size = (tmp_path / "model.safetensors").stat().st_size
+    needed = []
+    for is_cpu in (True, False):
+        monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda is_cpu=is_cpu: is_cpu)
+        needed.append(shelf.needed_bytes(model))
+
+    assert needed[0] == pytest.approx(least(size + 2_000_000), abs=1)
+    assert needed[1] == pytest.approx(least(size), abs=1)
+
+
+def test_a_damaged_file_counts_with_its_size_and_a_missing_model_not_at_all(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(5000))
+
+    assert shelf.needed_bytes(LocalModel("m", "folder", tmp_path)) == pytest.approx(least(5000), abs=1)
+    assert shelf.needed_bytes(LocalModel("m", "hub", None)) is None
+
+
+def test_what_a_model_really_takes_is_never_more_than_reckoned() -> None:
+    reckoned = shelf.needed_bytes(LocalModel("tiny-hybrid", "built-in", TINY_HYBRID))
+    weights = load(TINY_HYBRID).weights_bytes
+
+    assert reckoned is not None
+    assert least(weights) <= reckoned < 1.2 * least(weights)
+
+
+def test_shares_are_those_of_the_engine() -> None:
+    assert shelf.SAFE_SHARE == bring_up.SAFE_SHARE
+    assert shelf.RESERVE_SHARE == ledger.RESERVE_SHARE
+
+
+def test_on_a_cpu_one_more_engine_may_have_what_the_engine_itself_would_take() -> None:
+    there, safe = shelf.free_bytes(), bring_up.safe_memory()
+    if not blas.is_mlx_on_cpu():
+        pytest.skip("MLX computes on a GPU here")
+
+    assert there == pytest.approx(safe, rel=0.1)
+    assert shelf.free_bytes(limit=5 << 20) == 5 << 20
+
+
+def test_engines_on_a_gpu_share_what_each_of_them_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda: False)
+    monkeypatch.setattr("sys.platform", "linux")
+    engines = [{"budget": 1000, "active": 300}, {"budget": 1000, "active": 100}, {}]
+
+    assert shelf.free_bytes(None, engines) == 600
+    assert shelf.free_bytes(None, []) is None
+    assert shelf.free_bytes(500, engines) == 500
+    assert shelf.free_bytes(None, [{"budget": 100, "active": 300}]) == 0
