@@ -152,6 +152,42 @@ def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens:
     return weights
 
 
+def changed(library: ctypes.CDLL, what: int, c: Array, a: Array, b: Array) -> Array:
+    """c after an operation that multiplies nothing, asked for as `weft.cache.fused` does."""
+    c = c.copy()
+    (alpha,) = np.array([what], np.uint32).view(np.float32)
+    sgemm_of(library)(ROW_MAJOR, NO_TRANS, NO_TRANS, *c.shape, a.shape[1], alpha, a.ctypes.data, a.shape[1],
+                      b.ctypes.data, b.shape[1], 1, c.ctypes.data, c.shape[1])  # fmt: skip
+    return c
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("shape", [(1, 5), (3, 16), (2, 576), (70, 130)])
+def test_gates_norms_and_turns_are_right_on_every_machine(
+    library: ctypes.CDLL, random: np.random.Generator, kernel: str, shape: tuple[int, int]
+) -> None:
+    if not library.weft_blas_kernels(kernel.encode()):
+        pytest.skip(f"this machine can not run {kernel}")
+    x = (random.standard_normal(shape, np.float32) * 9).astype(np.float32)
+    exact = x.astype(np.float64)
+
+    column, row = np.full((shape[0], 1), 0.25, np.float32), random.standard_normal((1, shape[1]), np.float32)
+    np.testing.assert_allclose(changed(library, 0x1B59 << 16, x, column, row), exact / (1 + np.exp(-exact)), rtol=2e-5, atol=1e-6)
+    root = np.sqrt((exact**2).mean(axis=1, keepdims=True) + 0.25)
+    np.testing.assert_allclose(changed(library, 0x1B5A << 16, x, column, row), exact / root * row, rtol=2e-5, atol=1e-6)
+
+    half = shape[1] // 3  # the last numbers are left as they are
+    turns = random.standard_normal((shape[0], half))
+    angles = np.concatenate([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+    for of_neighbours in (0, 1):
+        right = exact.copy()
+        first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if of_neighbours else (slice(half), slice(half, 2 * half))
+        right[:, first] = exact[:, first] * np.cos(turns) - exact[:, second] * np.sin(turns)
+        right[:, second] = exact[:, first] * np.sin(turns) + exact[:, second] * np.cos(turns)
+        found = changed(library, 0x1B5B << 16 | of_neighbours, x, angles, np.zeros((2 * half, shape[1]), np.float32))
+        np.testing.assert_allclose(found, right, atol=1e-5)
+
+
 def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]

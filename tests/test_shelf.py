@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weft import blas, shelf
-from weft.engine import bring_up, ledger
+from weft.engine import bring_up
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID, LocalModel
 from weft.shelf import Fit
@@ -67,11 +67,6 @@ def test_what_a_model_really_takes_is_never_more_than_reckoned() -> None:
 
     assert reckoned is not None
     assert least(weights) <= reckoned < 1.2 * least(weights)
-
-
-def test_shares_are_those_of_the_engine() -> None:
-    assert shelf.SAFE_SHARE == bring_up.SAFE_SHARE
-    assert shelf.RESERVE_SHARE == ledger.RESERVE_SHARE
 
 
 def test_on_a_cpu_one_more_engine_may_have_what_the_engine_itself_would_take() -> None:

@@ -17,6 +17,9 @@ from weft.errors import WeftError
 
 Device = Literal["cpu", "cuda", "metal"]
 
+SAFE_SHARE = 0.8  # of the memory there is an engine takes
+RESERVE_SHARE = 0.1  # of its budget, for what a forward needs beside weights and rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -49,7 +52,7 @@ class EngineConfig:
         """
         if device == "cpu":
             # MLX's CPU queue holds ten operations; whoever adds more waits, so a step is nearly over when it is started.
-            config = EngineConfig(max_rows=16, slab_tokens=16384, coarse_tokens=512, chunk_tokens=128, tells_first=True)
+            config = EngineConfig(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, tells_first=True)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         width = config.max_rows if exact and not row_invariant else None

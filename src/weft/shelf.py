@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from weft import blas
+from weft.config import RESERVE_SHARE, SAFE_SHARE
 
 if TYPE_CHECKING:
     from weft.model.resolve import LocalModel
 
-SAFE_SHARE = 0.8  # of the memory there is an engine takes; `engine.bring_up` has the same
-RESERVE_SHARE = 0.1  # of its budget an engine keeps for forwards; `engine.ledger` has the same
 ROW_BYTES = 128 << 20  # for the least one wants to ask: a thousand tokens of a model of eight billion weights, in half precision
 TIGHT_SHARE = 0.75  # of what is free; a model that needs more leaves little for rows and kept prompts
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, by its format

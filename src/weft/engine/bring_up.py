@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from weft.blas import BlasReport
 from weft.cache.disk import DiskTier, identity_of
-from weft.config import Device, EngineConfig
+from weft.config import SAFE_SHARE, Device, EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import Faults
 from weft.model.adapter import Adapter
@@ -24,8 +24,6 @@ from weft.model.loader import LoadedModel, load
 from weft.model.resolve import resolve
 
 log = logging.getLogger("weft.engine")
-
-SAFE_SHARE = 0.8  # of the memory there is
 
 Progress = Callable[[str, int, int | None], None]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from weft.config import RESERVE_SHARE
 from weft.engine.sequence import Sequence
 
 EXPECTED_TOKENS = 256  # of an answer are reserved ahead, and again whenever a row has used them up
 SLACK = 1.3  # slabs have free slots and rounded capacities; a row that is seated stands twice for a moment
-RESERVE_SHARE = 0.1  # of the budget, for what a forward needs beside weights and rows
 
 
 class Ledger:
