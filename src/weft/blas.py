@@ -1,4 +1,4 @@
-"""Binds a fast matrix product into the process before MLX is loaded.
+"""Binds a fast matrix product into the process before MLX is loaded, and has the heap keep what MLX frees.
 
 MLX's CPU wheel for Linux is linked against the reference BLAS, thirty to sixty times slower than OpenBLAS; the dynamic
 linker takes the three functions MLX needs from whatever was loaded first, so we load ours. This file knows the linker
@@ -7,6 +7,7 @@ and ctypes, never MLX; whoever imports `mlx.core` calls `bind()` once before.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import importlib.machinery
@@ -20,6 +21,9 @@ MISSING = (
     "float32 matrix products run on MLX's reference BLAS, thirty to sixty times slower than they could: "
     "install scipy-openblas32 and reinstall weft with a C compiler present, or install your system's libopenblas"
 )
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h has them
+LARGEST_KEPT_BYTES = 32 << 20  # glibc's own limit
+MOST_KEPT_BYTES = 512 << 20
 TOO_LATE = "mlx.core was imported before weft.blas.bind(): its BLAS is bound already and stays as it is"
 
 
@@ -44,6 +48,7 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
         return BlasReport("none")
     if "mlx.core" in sys.modules:
         return already_bound()
+    keep_freed_memory()
     threads = max(1, threads or default_threads())
     for find in (packaged_openblas, system_openblas):
         backend = find()
@@ -51,6 +56,14 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
         if report:
             return report
     return BlasReport("stock", warning=MISSING)
+
+
+def keep_freed_memory() -> None:
+    """Let the C library hold on to what MLX frees: pages had anew from the system take three times as long to fill."""
+    with contextlib.suppress(AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, MOST_KEPT_BYTES)
 
 
 def is_mlx_on_cpu() -> bool:
