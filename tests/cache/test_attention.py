@@ -76,3 +76,12 @@ def test_norms_and_positions_are_what_mlx_says() -> None:
         for rows, tokens, offset in [(1, 5, 0), (1, 5, 1000), (3, 1, mx.array([7, 0, 300])), (3, 1, mx.array([8, 1, 301]))]:
             heads = mx.random.normal((rows, 4, tokens, 24))  # of which eight are left as they are
             assert mx.allclose(ours(heads, offset), theirs(heads, offset), atol=1e-5)
+
+
+def test_angles_of_one_model_are_not_given_to_another() -> None:
+    angles, slow, fast = fused.Angles(), mx.array([10.0, 100.0]), mx.array([1.0, 2.0])
+
+    first, second = (angles.at(3, 2, 4, None, 1.0, freqs) for freqs in (slow, fast))
+
+    assert not mx.allclose(first, second)
+    assert angles.at(3, 2, 4, None, 1.0, slow) is first

@@ -17,9 +17,9 @@ from hostile import ATTACKS, Attack
 import weft.model
 from weft.chat import constraints
 from weft.chat.enforcement import MAX_TEXT
-from weft.errors import InvalidRequest, RowFailed
+from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
-from weft.grammar.constraint import Matcher
+from weft.grammar.constraint import Constraint, Matcher
 from weft.wire import ConstraintSpec, GrammarSpec
 
 VOCABULARY, END = 4096, 4082
@@ -152,3 +152,17 @@ def test_other_threads_run_while_a_grammar_compiles() -> None:
         done.set()
         beside.join()
     assert ticks[0] >= 10  # the compile takes a fifth of a second; with the interpreter's lock held there would be one
+
+
+class Panicking(Compiler):
+    """llguidance is Rust: what panics there comes as an exception that is no Exception."""
+
+    def constraint(self, spec: ConstraintSpec) -> Constraint:
+        raise KeyboardInterrupt(f"a panic over {spec}")
+
+
+def test_a_panic_while_compiling_is_a_refusal_and_nobody_waits_for_ever() -> None:
+    future = Panicking(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None))
+
+    with pytest.raises(GrammarRejected, match="a panic"):
+        future.result(timeout=10)

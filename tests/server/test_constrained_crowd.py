@@ -253,7 +253,7 @@ def harmless(number: int) -> Any:
 
 
 def test_a_schema_that_is_refused_after_hard_work_costs_its_neighbour_no_time(smollm2: Server) -> None:
-    """On a quiet machine it is 1.4 to 1.5, and other tests run on the same cores: so up to three medians are taken."""
+    """On a quiet machine it is 1.1 to 1.3; other tests run on the same cores, so up to three medians are taken."""
     medians: list[float] = []
     while len(medians) < 3 and not any(median <= 1.5 for median in medians):
         medians.append(statistics.median(gap_beside(smollm2, too_wide, 400) / gap_beside(smollm2, None) for _ in range(3)))

@@ -47,21 +47,23 @@ class Angles:
     """Cosines and sines of rotary positions, made once for all layers of a step."""
 
     def __init__(self) -> None:
-        self._known: deque[tuple[int | mx.array, tuple[object, ...], mx.array]] = deque(maxlen=KNOWN_ANGLES)
+        self._known: deque[tuple[int | mx.array, mx.array | None, tuple[object, ...], mx.array]] = deque(maxlen=KNOWN_ANGLES)
 
     def at(
         self, offset: int | mx.array, tokens: int, dims: int, base: float | None, scale: float, freqs: mx.array | None
     ) -> mx.array:
         """(B or 1, 1, T, dims) for the tokens behind each row's offset."""
-        kind = (tokens, dims, base, scale, id(freqs))
-        for known, its_kind, angles in self._known:
-            if its_kind == kind and (known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)):
+        kind = (tokens, dims, base, scale)
+        for known, its_freqs, its_kind, angles in self._known:
+            if its_freqs is not freqs or its_kind != kind:
+                continue
+            if known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset):
                 return angles
         rates = mx.exp(mx.arange(0, -(dims // 2), -1) * (math.log(base or 1.0) / (dims // 2))) if freqs is None else 1.0 / freqs
         places = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1)
         turns = places * scale * rates
         found = mx.concatenate([mx.cos(turns), mx.sin(turns)], axis=-1)
-        self._known.appendleft((offset, kind, found))
+        self._known.appendleft((offset, freqs, kind, found))
         return found
 
 

@@ -64,6 +64,8 @@ class Compiler:
                 made.set_result(self.constraint(spec))
             except Exception as error:  # told to who asked for it
                 made.set_exception(error)
+            except BaseException as error:  # so a panic of llguidance's comes: it must end neither the wait nor the engine
+                made.set_exception(GrammarRejected(f"the constraint could not be compiled: {error}"))
 
         thread = threading.Thread(target=make, name="compiling", daemon=True)
         with self._lock:
