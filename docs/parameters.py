@@ -50,7 +50,6 @@ WORDS = {
     "chat_template_kwargs": "Handed to the model's chat template.",
     "add_generation_prompt": "false: the prompt ends after the last message, without the opening of an answer.",
     "continue_final_message": "true: the last message, an assistant's, is gone on with.",
-    "recall_reasoning": "false: what earlier answers thought is not added where the messages lack it.",
     # How it is told
     "stream": "Server-sent events as the answer is made.",
     "stream_options": "`include_usage`: a last chunk with usage (Chat, Completions).",

@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -20,8 +19,7 @@ from typing import Protocol
 import msgspec
 
 from weft.answer import Answer
-from weft.chat.conversation import Conversation, Effort, Generation, LateSystem, Prompt
-from weft.chat.memory import Memory
+from weft.chat.conversation import Effort, Generation, LateSystem, Prompt
 from weft.chat.reuse import Report, Reports
 from weft.chat.scribe import Scribe, Written
 from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
@@ -190,7 +188,6 @@ class Service:
         self.watchers: list[Callable[[Answer], None]] = []  # hear of every answer that is over
         self.waiting: list[Waiting] = []
         self.reports = Reports()
-        self.memory = Memory()
         self._tasks: dict[Served, asyncio.Task[None]] = {}
         self._screen: Screen | None = None
 
@@ -254,7 +251,7 @@ class Service:
         forget = partial(self._forget, served)
         with self._place(served, generation):
             scribe, ready = served.require()
-            generation = await self._recalled(served, scribe, scribe.fitted(generation))
+            generation = scribe.fitted(generation)
             written = [await _write(scribe, prompt, generation.effort) for prompt in generation.prompts]
             constraints = [await _constraint(scribe, generation, prompt) for prompt in written]
             sampling = scribe.sampling(generation.sampling)
@@ -289,17 +286,8 @@ class Service:
         """How many tokens the prompts of a request have. Raises what is wrong with them."""
         served = self.find(generation.model)
         scribe, _ = served.require()
-        generation = await self._recalled(served, scribe, scribe.fitted(generation))
+        generation = scribe.fitted(generation)
         return sum([len((await _write(scribe, prompt, generation.effort)).ids) for prompt in generation.prompts])
-
-    async def _recalled(self, served: Served, scribe: Scribe, generation: Generation) -> Generation:
-        """The same with what earlier answers thought, where the client left it out and the template takes it."""
-        if not generation.recalls or not self.memory or scribe.writer is None:
-            return generation
-        beside_text = scribe.writer.capabilities.text_and_reasoning
-        recall = partial(self.memory.recalled, _owner(served, generation), beside_text=beside_text)
-        prompts = [await asyncio.to_thread(recall, one) if isinstance(one, Conversation) else one for one in generation.prompts]
-        return replace(generation, prompts=tuple(prompts))
 
     def open_later(self, generation: Generation, request_id: str) -> Waiting:
         """The same for a model that is still on its way: something to wait with, for a stream that has time."""
@@ -362,10 +350,6 @@ class Service:
             self.reports.add(report)
         for watcher in self.watchers:
             watcher(answer)
-        for index, choice in enumerate(answer.choices):
-            prompt = answer.generation.prompts[index // answer.generation.n]
-            if choice.finish is not None and isinstance(prompt, Conversation) and (said := choice.turn.message) is not None:
-                self.memory.keep(_owner(served, answer.generation), prompt.messages[-1], said)
         with suppress(KeyError, ValueError):
             self.answers[answer.request_id].remove(answer)
             if not self.answers[answer.request_id]:
@@ -431,11 +415,6 @@ def _shortened(sampling: Sampling, limits: Limits, written: Sequence[Written]) -
     unbounded = msgspec.structs.replace(sampling, max_tokens=None)
     room = min(limits.check(prompt.ids, unbounded) for prompt in written)
     return msgspec.structs.replace(sampling, max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens))
-
-
-def _owner(served: Served, generation: Generation) -> str:
-    """Whose thoughts an answer's are."""
-    return "\0".join((served.name, generation.client, generation.cache_salt))
 
 
 def _forked(sampling: Sampling, index: int) -> Sampling:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from weft.chat.conversation import CallOpened, Conversation, Generation, Message, Reasoning, Text
-from weft.chat.memory import Memory, Turn
+from weft.chat.conversation import CallArguments, CallOpened, Conversation, Generation, Message, Reasoning, Text, ToolCall
 from weft.chat.scribe import Scribe
 from weft.chat.tools import read_choice, read_tools
 from weft.errors import InvalidRequest, UnsupportedParameter
@@ -82,25 +81,25 @@ def test_triggers_are_kept_out_of_the_thinking_where_there_are_tools(tmp_path: P
     assert budgeted.thinking.shunned == ""
 
 
-def test_with_what_was_thought_the_next_prompt_begins_as_the_answer_went_on() -> None:
-    one, generation, memory = Scribe(TINY_HYBRID), asked(), Memory()
+def test_a_client_that_sends_the_reasoning_back_gets_a_prompt_that_begins_as_the_answer_went_on() -> None:
+    one, generation = Scribe(TINY_HYBRID), asked()
     conversation = generation.prompts[0]
     assert isinstance(conversation, Conversation)
     before = one.write(conversation)
     given = one.tokenizer.encode("I look.\n</think>\n\n" + CALL, add_special_tokens=False)
-    reader, turn = one.reader(generation, before), Turn()
-    for token in given:
-        turn.take(reader.feed(token))
-    turn.take(reader.finish())
-    said = turn.message
-    assert said is not None
-    memory.keep("me", conversation.messages[-1], said)
-    sent = (replace(said, reasoning=None), Message("tool", "sunny", tool_call_id=said.tool_calls[0].id))
-    later = replace(conversation, messages=(*conversation.messages, *sent))
+    reader = one.reader(generation, before)
+    deltas = [delta for token in given for delta in reader.feed(token)] + reader.finish()
+    (opened,) = [delta for delta in deltas if isinstance(delta, CallOpened)]
+    arguments = "".join(delta.text for delta in deltas if isinstance(delta, CallArguments))
+    call = ToolCall(opened.name, arguments, opened.id)
+    result = Message("tool", "sunny", tool_call_id=call.id)
 
-    recalled = one.write(memory.recalled("me", later, beside_text=True)).ids
-    assert recalled[: len(before.ids) + len(given)] == before.ids + given
-    assert one.write(later).ids[: len(before.ids) + 1] != recalled[: len(before.ids) + 1]
+    def next_prompt(reasoning: str | None) -> list[int]:
+        answer = Message("assistant", None, reasoning, (call,))
+        return one.write(replace(conversation, messages=(*conversation.messages, answer, result))).ids
+
+    assert next_prompt("I look.")[: len(before.ids) + len(given)] == before.ids + given
+    assert next_prompt(None)[: len(before.ids) + 1] != next_prompt("I look.")[: len(before.ids) + 1]
 
 
 def test_a_model_without_a_place_for_tools_refuses_them_by_name(tmp_path: Path) -> None:

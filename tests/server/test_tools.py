@@ -232,35 +232,22 @@ def test_a_template_that_writes_calls_in_no_known_way_is_told_with_the_model(tmp
         assert "in no way that weft knows" in one.get("/v1/models/odd").json()["notice"]
 
 
-def test_what_was_thought_is_kept_for_a_client_that_drops_it(client: openai.OpenAI) -> None:
-    def usage(*messages: Any, **more: Any) -> tuple[int, int]:
+def test_a_prompt_depends_on_its_request_alone_and_not_on_what_was_answered_before(client: openai.OpenAI) -> None:
+    def prompt_tokens(*messages: Any, **more: Any) -> int:
         fields: Any = {"model": "tiny-hybrid", "temperature": 0, "tools": [WEATHER], "max_tokens": 1, "extra_body": more}
-        told = client.chat.completions.create(messages=list(messages), **fields).usage
-        assert told is not None
-        assert told.prompt_tokens_details is not None
-        return told.prompt_tokens, told.prompt_tokens_details.cached_tokens or 0
+        usage = client.chat.completions.create(messages=list(messages), **fields).usage
+        assert usage is not None
+        return usage.prompt_tokens
 
     salt = {"cache_salt": "kept"}
     called = ask(client, QUESTION, tools=[WEATHER], extra_body=salt).message
-    call = called.tool_calls[0].model_dump()
-    bare = {"role": "assistant", "content": None, "tool_calls": [call]}
-    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
-    again = [{**bare, "tool_calls": [{**call, "id": "call_2"}]}, {**result, "tool_call_id": "call_2"}]
+    bare = {"role": "assistant", "content": None, "tool_calls": [called.tool_calls[0].model_dump()]}
+    result = {"role": "tool", "tool_call_id": called.tool_calls[0].id, "content": "sunny"}
+    complete = {**bare, "reasoning_content": called.reasoning_content}
 
-    first, _ = usage(QUESTION, **salt)
-    recalled, cached = usage(QUESTION, bare, result, **salt)
-    assert cached >= first - 1
-    # A client that sends what was thought has the same prompt to the last token.
-    assert usage(QUESTION, {**bare, "reasoning_content": called.reasoning_content}, result, **salt) == (recalled, recalled - 1)
-    # And so the turns after it stand on the whole of it.
-    assert usage(QUESTION, bare, result, *again, **salt)[1] >= recalled - 4
-    # Nobody gets it who does not want it, or who did not have it.
-    assert usage(QUESTION, bare, result, recall_reasoning=False, **salt)[0] < recalled
-    assert usage(QUESTION, bare, result)[0] < recalled
-    assert (
-        usage(QUESTION, {**bare, "tool_calls": [{**call, "id": "call_2"}]}, {**result, "tool_call_id": "call_2"}, **salt)[0]
-        < recalled
-    )
+    assert called.reasoning_content
+    assert prompt_tokens(QUESTION, bare, result, **salt) == prompt_tokens(QUESTION, bare, result)
+    assert prompt_tokens(QUESTION, complete, result, **salt) > prompt_tokens(QUESTION, bare, result, **salt)
 
 
 def bad(**function: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from weft.chat.constraints import SchemaCheck
 from weft.chat.conversation import CallOpened, Delta, Ending, Finish, Generation, Reused, Text, Usage
-from weft.chat.memory import Turn
 from weft.chat.reuse import explained
 from weft.chat.scribe import Scribe, Written
 from weft.wire import Timings, TokenEvent
@@ -25,7 +24,6 @@ class Choice:
         self.check = check
         self._told: list[str] = []  # the answer so far, where it will be checked
         self.opening: Callable[[], Delta] | None = None  # the echo of the prompt, told before anything else
-        self.turn = Turn()
         self.has_calls = False
         self.num_tokens = 0
         self.timings: Timings | None = None
@@ -49,7 +47,6 @@ class Choice:
             deltas += self.reader.feed(event.token, event.logprob)
         if event.finish is not None:
             deltas += self.reader.finish()
-        self.turn.take(deltas)
         self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in deltas)
         if self.check is not None:
             self._told += [delta.text for delta in deltas[is_echoed:] if isinstance(delta, Text)]

@@ -77,7 +77,6 @@ class Generation:
     session: str = ""  # in the client's words: it will come again with more of the same
     client: str = ""  # who asks; clients take turns
     wire: str = ""  # by which it came
-    recalls: bool = True  # what earlier answers thought is given to the template where the client left it out
     priority: int = 0  # higher ones go first
     is_flexible: bool = False  # thinking that a model has not, or more tokens than there is room for, is no error but left out
 

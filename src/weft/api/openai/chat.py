@@ -54,7 +54,6 @@ def translate(body: dict[str, Any]) -> Asked:
         tool_choice=choice if tools else None,
         thinking_budget=thinking_budget_of(request),
         effort=request.reasoning_effort,
-        recalls=request.recall_reasoning is not False,
     )
     shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
     custom = frozenset(tool.name for tool in tools if tool.is_custom)

@@ -178,7 +178,6 @@ class ConversationRequest(CommonRequest, kw_only=True):
     reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # the same; -1: no limit
     tool_choice: ToolMode | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    recall_reasoning: bool | None = None  # false: what earlier answers thought is not added where the messages lack it
     chat_template_kwargs: dict[str, Any] | None = None
 
 
