@@ -15,9 +15,7 @@ from weft import blas
 
 BLAS = blas.bind()
 
-import msgspec  # noqa: E402 - after the binding
-
-from weft.chat.template import ChatTemplate, Message  # noqa: E402
+from weft.chat.template import ChatTemplate, Message  # noqa: E402 - after the binding
 from weft.chat.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 from weft.config import EngineConfig  # noqa: E402
 from weft.engine.bring_up import bring_up, device_in_use  # noqa: E402
@@ -97,7 +95,7 @@ class LLM:
                 if sequence.is_finished:
                     if sequence.error:
                         raise WeftError(sequence.error)
-                    yield Piece(text + detokenizer.finish(), new, sequence.finish)
+                    yield Piece(text, new, sequence.finish)
                     return
                 if new:
                     yield Piece(text, new)
@@ -137,12 +135,6 @@ class LLM:
             text = "\n".join(str(message["content"]) for message in messages)
             return self.tokenizer.encode(text, add_special_tokens=True)
         return self.tokenizer.encode(self.template.render(messages, **template), add_special_tokens=False)
-
-    def recommended(self, sampling: Sampling, given: dict[str, Any] | None = None) -> Sampling:
-        """`sampling` with temperature, top_p, top_k and min_p as `given`, else as the model's makers recommend."""
-        advice = self.loaded.generation_config
-        known = {name: advice[name] for name in ("temperature", "top_p", "top_k", "min_p") if advice.get(name) is not None}
-        return msgspec.structs.replace(sampling, **{**known, **(given or {})})
 
     def _try_submit(self, prompt: Prompt, sampling: Sampling) -> EngineSequence | RequestError:
         try:

@@ -55,7 +55,6 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = T
     for token in ids:
         pieces.append(detokenizer.feed(token))
         assert len(detokenizer.unfinished) <= 3
-    pieces.append(detokenizer.finish())
     assert detokenizer.told == "".join(pieces)
     return pieces
 

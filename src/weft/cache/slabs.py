@@ -258,11 +258,6 @@ class Pool:
         """Bytes of slabs and tables, free slots included."""
         return sum(slab.nbytes for slab in self.slabs) + sum(array.nbytes for array in self.states())
 
-    @property
-    def bytes_needed(self) -> int:
-        """Bytes the tokens of the seated rows need."""
-        return sum(spec.bytes_at(row.length) for row in self.rows for spec in self.specs)
-
     def table_for(self, slab: Slab | None) -> StateTable:
         """The recurrent states of the rows that step together with this slab (None: with all)."""
         if slab not in self.tables:

@@ -99,11 +99,6 @@ def validator(text: str) -> jsonschema_rs.Validator:
     return jsonschema_rs.validator_for(msgspec.json.decode(text), validate_formats=True, offline=True)
 
 
-def unenforceable(schema: Node) -> list[Problem]:
-    """The places and keywords of a valid schema that llguidance can not hold exactly."""
-    return _Schema(schema).unenforceable()
-
-
 def path_of(steps: list[str | int]) -> str:
     """A place as it is written: .properties.x.anyOf[0]."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)

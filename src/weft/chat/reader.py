@@ -60,7 +60,7 @@ class Reader:
         else:
             self.num_reasoning_tokens += splitter.thinking
             if token in self._marks:
-                self._detokenizer.finish()  # a marker ends a character as the end of the answer does
+                self._detokenizer.drop_unfinished()  # a marker ends a character as the end of the answer does
                 text = mark = self._marks[token]
                 pieces = splitter.mark(mark)
             elif text := self._detokenizer.feed(token):

@@ -158,10 +158,9 @@ class Detokenizer:
         self._pieces.append(piece)
         return piece
 
-    def finish(self) -> str:
-        """Drop the bytes of a character that will not be completed. Nothing else is held back, so no text is left to tell."""
+    def drop_unfinished(self) -> None:
+        """Forget the bytes of a character that will not be completed."""
         self.unfinished = b""
-        return ""
 
     @property
     def told(self) -> str:

@@ -58,7 +58,6 @@ class Engine:
         self.trial = Trial()
         self.num_failed_turns = 0  # in a row
         self.last_failure: Exception | None = None
-        self.num_poisoned = 0  # rows whose numbers were no numbers
         self.pending: Step | None = None
         self.sharing = self._sharing(disk)
         self.masks = Masks(adapter.vocab_size)
@@ -310,7 +309,6 @@ class Engine:
             if sequence.is_finished:
                 continue
             if index in problems:
-                self.num_poisoned += 1
                 self.sharing.expel(sequence)
                 self._finish(sequence, "error", problems[index])
             elif step.is_new[index]:

@@ -16,11 +16,6 @@ class Trial:
         self.groups: list[list[Sequence]] = []
         self._had: dict[int, int] = {}  # tokens each had when its group failed
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anybody is under suspicion."""
-        return bool(self.groups)
-
     def may_step(self, sequence: Sequence) -> bool:
         """Whether a row may take part in the next step."""
         return not self.groups or any(one is sequence for one in self.groups[0])

@@ -43,8 +43,6 @@ class LoadedModel:
 
     model: nn.Module
     config: Json  # config.json as mlx-lm took it
-    text_config: Json  # the same, with a wrapper's text_config laid over it
-    generation_config: Json  # the makers' advice on sampling; empty when there is none
     folder: Path
     extra_tensors: dict[str, Path]  # names in the files that the model itself does not take (mtp.*, vision), and where
     eos_token_ids: tuple[int, ...]
@@ -68,8 +66,6 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
     return LoadedModel(
         model=model,
         config=config,
-        text_config=text_config,
-        generation_config=generation,
         folder=folder,
         extra_tensors={name: file for name, file in files.items() if name in watch.extra or not _is_loaded(file)},
         eos_token_ids=_eos_token_ids(folder, generation, written, _text_config(written)),
