@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from cli_server import running
 
 from weft.cli.bench import Asked, Options, bench_serve_command, summarised
 from weft.cli.client import Client
-from weft.cli.picture import drawn
 from weft.errors import WeftError
 
 
@@ -20,12 +18,11 @@ from weft.errors import WeftError
 def test_a_crowd_has_prompts_of_the_length_asked_for_that_share_a_beginning(
     served: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files = {"json_file": tmp_path / "load.json", "picture_file": tmp_path / "load.svg"}
-    options = Options(clients=3, requests=7, prompt_tokens=200, max_tokens=5, shared_prefix=128, url=served.url, **files)
+    file = tmp_path / "load.json"
+    options = Options(clients=3, requests=7, prompt_tokens=200, max_tokens=5, shared_prefix=128, url=served.url, json_file=file)
     status = bench_serve_command(options)
     told = capsys.readouterr().out
-    document = json.loads(files["json_file"].read_text())
-    picture = ElementTree.fromstring(files["picture_file"].read_text())
+    document = json.loads(file.read_text())
 
     assert status == 0
     assert told.splitlines()[0].split("  ")[:2] == ["tiny-hybrid", "7 requests"]
@@ -35,7 +32,6 @@ def test_a_crowd_has_prompts_of_the_length_asked_for_that_share_a_beginning(
     assert sorted(request["cached_tokens"] for request in document["requests"])[3:] == [128] * 4  # the first three come at once
     assert all(request["start"] < request["first"] <= request["end"] for request in document["requests"])
     assert {request["client"] for request in document["requests"]} == {0, 1, 2}
-    assert sum(box.get("height") == "14.0" for box in picture.iter("{http://www.w3.org/2000/svg}rect")) == 14
 
 
 def test_an_agent_s_turns_grow_one_conversation() -> None:
@@ -95,20 +91,3 @@ def test_figures_are_those_of_the_requests_that_succeeded() -> None:
     assert summary.gap is not None
     assert (summary.gap.p50, summary.gap.p95, summary.gap.max) == (0.2, 0.2, 0.5)
     assert summary.errors == {"broke off": 1}
-
-
-def test_a_picture_has_a_box_for_each_span_and_names_are_escaped() -> None:
-    spread = {"p50": 0.1, "p95": 0.2, "max": 0.4}
-    summary = {"model": "<m>", "clients": 2, "requests": 2, "seconds": 2.0, "prefill_per_second": 1.0, "decode_per_second": 1.0}
-    requests = [
-        {"client": 0, "start": 0.0, "first": 1.0, "end": 2.0, "error": None},
-        {"client": 1, "start": 0.0, "first": None, "end": 0.5, "error": "no"},
-    ]
-    picture = drawn(summary | {"errors": {"no": 1}, "first_token": spread, "gap": None}, requests)
-    boxes = [box.attrib for box in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}rect")]
-    lanes = [box for box in boxes if box.get("height") == "14.0"]
-
-    assert "&lt;m&gt;: 2 requests" in picture
-    assert [(box["x"], box["width"]) for box in lanes] == [("80.0", "430.0"), ("510.0", "430.0"), ("80.0", "215.0")]
-    assert len({box["fill"] for box in lanes}) == 3
-    assert [box["width"] for box in boxes if box.get("height") == "13"] == ["192.5", "385.0", "770.0"]

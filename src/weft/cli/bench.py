@@ -1,7 +1,7 @@
 """`weft bench serve`: load on a running server from clients of its own, and what they saw of it.
 
 A client is a thread with a connection for each request, as other programs have them; it notes when every piece of text came.
-Figures are what clients feel, waiting included; `picture` draws them.
+Figures are what clients feel, waiting included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from weft.cli.client import Client
 from weft.cli.models import write_columns
-from weft.cli.picture import drawn
 from weft.errors import WeftError
 
 ASK_SECONDS = 30.0
@@ -49,7 +48,6 @@ class Options:
     url: str | None = None
     api_key: str | None = None
     json_file: Path | None = None
-    picture_file: Path | None = None
 
     def check(self) -> None:
         """Raise WeftError naming the first that can not be."""
@@ -140,8 +138,6 @@ def bench_serve_command(options: Options) -> int:
     if options.json_file is not None:
         document = {"summary": asdict(summary), "requests": [asdict(each) for each in asked]}
         _write(options.json_file, json.dumps(document, indent=2) + "\n")
-    if options.picture_file is not None:
-        _write(options.picture_file, drawn(asdict(summary), [asdict(each) for each in asked]))
     return 1 if summary.errors else 0
 
 

@@ -362,7 +362,6 @@ def bench_serve(
     url: str | None = None,
     api_key: str | None = None,
     json_file: Annotated[Path | None, Parameter(name="--json")] = None,
-    picture_file: Annotated[Path | None, Parameter(name="--picture")] = None,
 ) -> int:
     """Load a running server from several clients at once and say what they saw: speeds, waits, gaps, errors.
 
@@ -373,7 +372,7 @@ def bench_serve(
     For example:
       weft bench serve
       weft bench serve --clients 32 --requests 200 --shared-prefix 128
-      weft bench serve --replay --clients 4 --requests 80 --json load.json --picture load.svg
+      weft bench serve --replay --clients 4 --requests 80 --json load.json
 
     Parameters
     ----------
@@ -397,13 +396,11 @@ def bench_serve(
         The server's key. Default: WEFT_API_KEY.
     json_file
         Write all figures, those of every request too, to this file.
-    picture_file
-        Draw them into this SVG file.
     """
     from weft.cli.bench import Options, bench_serve_command
 
     return bench_serve_command(
-        Options(clients, requests, prompt_tokens, max_tokens, shared_prefix, replay, model, url, api_key, json_file, picture_file)
+        Options(clients, requests, prompt_tokens, max_tokens, shared_prefix, replay, model, url, api_key, json_file)
     )
 
 

@@ -1,11 +1,14 @@
-"""A load as an SVG picture: a lane for each client with its requests over time, and the percentiles beside it.
+"""Draw the figures of `weft bench serve --json FILE` as an SVG: one lane of requests per client, and the percentiles.
 
-Knows only the numbers `bench` gives it, as JSON has them; written by hand, so that nothing has to be installed for it.
+Run as `python -m bench.load_picture load.json load.svg`.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from html import escape
+from pathlib import Path
 from typing import Any
 
 WIDTH, LEFT, RIGHT, TOP = 960, 80, 20, 96
@@ -84,3 +87,9 @@ def _bars(spread: dict[str, float], title: str, top: float) -> list[str]:
 def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     of_kind = f' class="{kind}"' if kind else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{of_kind} text-anchor="{anchor}">{escape(words)}</text>'
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    load = json.loads(source.read_text(encoding="utf-8"))
+    target.write_text(drawn(load["summary"], load["requests"]), encoding="utf-8")
