@@ -15,12 +15,12 @@ import numpy as np
 from mlx import nn
 from mlx_lm.models import activations, base, gated_delta
 
-from weft.cache.disk import DiskTier
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowBroken, Step
 from weft.engine.sequence import Sequence
+from weft.memory.disk import DiskTier
 from weft.model import layers
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load

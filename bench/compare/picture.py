@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.compare.results import Results
 from weft.cli.picture import _text as text
+
+from bench.compare.results import Results
 
 FILE = Path(__file__).parents[2] / "docs" / "pictures" / "compare.svg"
 WIDTH, LEFT, RIGHT, TOP, GUTTER = 960, 232, 64, 118, 72

@@ -12,11 +12,11 @@ import mlx.core as mx
 import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
-from weft.cache.disk import DiskTier
 from weft.engine.canary import Canary
 from weft.engine.faults import Rule
 from weft.engine.sequence import Sequence
 from weft.engine.sharing import Sharing
+from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 from weft.wire import Reuse, Sampling, Submit
 

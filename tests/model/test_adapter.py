@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from driver import adapter_for
-from weft.cache.spec import FullAttention, Recurrent, SlidingWindow
 from weft.errors import UnsupportedModel
+from weft.memory.spec import FullAttention, Recurrent, SlidingWindow
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from driver import adapter_for, random_prompts
-from weft.cache.disk import Packed, Plane
-from weft.cache.entry import Damaged, Entry, encode, read, write
 from weft.errors import UnsupportedModel
+from weft.memory.disk import Packed, Plane
+from weft.memory.disk_entry import Damaged, Entry, encode, read, write
 from weft.model.adapter import Adapter, Saved
 from weft.model.packing import NAMES, TYPES, pack, unpack
 from zoo import VOCABULARY

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
-from weft.cache.disk import DiskTier
-from weft.cache.spec import KeyValues
 from weft.engine.sequence import Sequence
+from weft.memory.disk import DiskTier
+from weft.memory.spec import KeyValues
 from weft.model.adapter import Adapter, LayerCaches, _arrays, _leaves
 from zoo import ARCHITECTURES, EXAMINED, VOCABULARY
 

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_rows import _adapter
 
 from driver import SMALL, Run, answers, random_prompts
-from weft.cache.prefix import Node, PrefixTree
 from weft.engine.faults import Point, Rule
 from weft.engine.sequence import Sequence
+from weft.memory.prefix_tree import Node, PrefixTree
 from weft.wire import Sampling, Submit
 from zoo import VOCABULARY
 

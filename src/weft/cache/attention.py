@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from weft.cache import cuda, fused
-from weft.cache.views import FORBIDDEN, Handle, KeyValueView, Part, StepMask
 from weft.errors import InternalError
+from weft.memory.views import FORBIDDEN, Handle, KeyValueView, Part, StepMask
 
 ON_CPU = mx.default_device() != mx.gpu
 ON_CUDA = not ON_CPU and not mx.metal.is_available()

@@ -15,10 +15,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from weft.blas import BlasReport
-from weft.cache.disk import DiskTier, identity_of
 from weft.config import SAFE_SHARE, Device, EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import Faults
+from weft.memory.disk import DiskTier, identity_of
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
 from weft.model.resolve import resolve

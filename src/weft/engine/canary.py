@@ -12,9 +12,9 @@ import random
 
 import mlx.core as mx
 
-from weft.cache.prefix import Node
 from weft.engine.runner import Runner
 from weft.engine.sharing import Sharing
+from weft.memory.prefix_tree import Node
 from weft.model.adapter import LayerCaches, Saved
 
 log = logging.getLogger("weft.engine")

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from weft.cache.disk import DiskTier
-from weft.cache.prefix import PrefixTree
 from weft.config import EngineConfig
 from weft.engine.fairness import OUTPUT_WEIGHT
 from weft.engine.faults import Faults
@@ -29,6 +27,8 @@ from weft.engine.trial import Trial
 from weft.errors import InternalError, RowFailed
 from weft.grammar.constraint import Constraint, Demand
 from weft.grammar.masks import Masks
+from weft.memory.disk import DiskTier
+from weft.memory.prefix_tree import PrefixTree
 from weft.model.adapter import Adapter
 from weft.wire import FinishReason, Limits, PromptEvent, Sampling, Submit, TokenEvent, TokenLogprob
 

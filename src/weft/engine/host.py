@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from weft.cache.disk import DiskTier
-from weft.cache.prefix import Node
 from weft.channel import EngineEnd
 from weft.engine.canary import Canary
 from weft.engine.engine import Engine
@@ -22,6 +20,8 @@ from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
+from weft.memory.disk import DiskTier
+from weft.memory.prefix_tree import Node
 from weft.wire import AskPrefixes, Cancel, EngineStatus, Events, Prefixes, PrefixNode, Shutdown, Submit, Verdict
 
 log = logging.getLogger("weft.engine")

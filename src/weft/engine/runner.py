@@ -15,15 +15,15 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.cache.disk import Loaded, Packed
-from weft.cache.slabs import Pool, RowState
-from weft.cache.views import make_batches
 from weft.config import EngineConfig
 from weft.engine.faults import Faults
 from weft.engine.plan import Plan, Row
 from weft.engine.sampler import Choice, Logprobs, choose, logprobs_of
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
+from weft.memory.disk import Loaded, Packed
+from weft.memory.slabs import Pool, RowState
+from weft.memory.views import make_batches
 from weft.model.adapter import Adapter, Chunk, LayerCaches, Saved
 from weft.model.packing import pack, unpack
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future
 
-from weft.cache.disk import DiskTier, Loaded
-from weft.cache.prefix import Node, PrefixTree, key_of
 from weft.engine.plan import Row
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.spares import Spares
 from weft.errors import WeftError
+from weft.memory.disk import DiskTier, Loaded
+from weft.memory.prefix_tree import Node, PrefixTree, key_of
 from weft.wire import Reuse
 
 log = logging.getLogger("weft.engine")

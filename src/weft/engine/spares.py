@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from weft.cache.prefix import Node
+from weft.memory.prefix_tree import Node
 from weft.model.adapter import LayerCaches
 
 SHARE = 8  # of the bytes for kept prompts spares may have one in so many

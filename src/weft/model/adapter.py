@@ -19,10 +19,10 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from weft.cache.attention import seam_over
-from weft.cache.slabs import Pool, RowState
-from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
-from weft.cache.views import Batch, CompositeView, KeyValueView, StateView, make_batches
 from weft.errors import UnsupportedModel, WeftError
+from weft.memory.slabs import Pool, RowState
+from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
+from weft.memory.views import Batch, CompositeView, KeyValueView, StateView, make_batches
 from weft.model.gated_delta import bind as bind_gated_delta
 from weft.model.layers import bind as bind_layers
 from weft.model.loader import LoadedModel

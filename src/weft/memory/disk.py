@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from weft.cache import entry as file_format
-from weft.cache.entry import Damaged, Entry, Foreign, Packed, Plane
-from weft.cache.folder import Folder
-from weft.cache.identity import identity_of
+from weft.memory import disk_entry as file_format
+from weft.memory.disk_entry import Damaged, Entry, Foreign, Packed, Plane
+from weft.memory.disk_folder import Folder
+from weft.memory.disk_identity import identity_of
 
 __all__ = ["DiskTier", "Loaded", "Packed", "Plane", "identity_of"]
 
@@ -28,7 +28,7 @@ QUEUE_BYTES = 256 << 20
 WARNING_SECONDS = 60.0  # a disk that can not be written is mentioned once in so long
 
 Loaded = Entry
-log = logging.getLogger("weft.cache")
+log = logging.getLogger("weft.memory")
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.cache.slabs import Pool, RowState, StateTable
-from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.errors import InternalError
+from weft.memory.slabs import Pool, RowState, StateTable
+from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 
 FULL = FullAttention(Plane(2, 4, mx.float32), Plane(2, 6, mx.float32))
 WINDOW = SlidingWindow(Plane(1, 4, mx.float32), Plane(1, 4, mx.float32), window=10)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 
-from weft.cache.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Recurrent, mismatch
 from weft.errors import InternalError
+from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Recurrent, mismatch
 
 SMALLEST_CAPACITY = 32
 SEAT_ROOM = 32  # a row is seated with room for one in so many of its tokens

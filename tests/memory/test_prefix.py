@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from driver import Clock
-from weft.cache.prefix import MAX_GHOSTS, Node, PrefixTree
+from weft.memory.prefix_tree import MAX_GHOSTS, Node, PrefixTree
 from weft.wire import Reuse
 
 

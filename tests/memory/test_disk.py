@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.cache import entry as file_format
-from weft.cache.disk import QUEUE_BYTES, DiskTier, Packed, Plane, identity_of
-from weft.cache.entry import Damaged, Entry, Foreign
+from weft.memory import disk_entry as file_format
+from weft.memory.disk import QUEUE_BYTES, DiskTier, Packed, Plane, identity_of
+from weft.memory.disk_entry import Damaged, Entry, Foreign
 
 IDENTITY, OTHER = "0123456789abcdef" * 2, "f" * 32
 ROOT = bytes(16)
@@ -733,7 +733,7 @@ def test_a_folder_that_can_not_be_written_costs_only_the_entries(house: House, c
     house.folder.write_text("a file where the folder should be")
     tier = house.open()
 
-    with caplog.at_level(logging.WARNING, "weft.cache"):
+    with caplog.at_level(logging.WARNING, "weft.memory"):
         for number in range(5):
             assert store(tier, make_entry(number))
         tier.close(SECONDS)

@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from weft.cache.slabs import Pool, RowState, Slab, StateTable
-from weft.cache.spec import FullAttention, Recurrent, SlidingWindow
 from weft.errors import InternalError
+from weft.memory.slabs import Pool, RowState, Slab, StateTable
+from weft.memory.spec import FullAttention, Recurrent, SlidingWindow
 
 FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look nowhere stays a number
 

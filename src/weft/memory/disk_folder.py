@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from weft.cache.entry import remove_if_abandoned
+from weft.memory.disk_entry import remove_if_abandoned
 
 MARGIN = 16  # a full folder is emptied by one part in so many, so that it is not looked through at every write
 IDENTITY_NAME = re.compile(r"[0-9a-f]{32}")
