@@ -56,7 +56,7 @@ exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any
 bench-gpu:  ## on a machine with a CUDA GPU: steps and prefill against mlx-lm
 	PYTHONPATH=src $(PYTHON) -m bench.gpu
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/native/*)
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -64,4 +64,4 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/native/*)
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build src/weft/*.so src/*.egg-info
+	rm -rf $(VENV) build src/weft/kernels/*.so src/*.egg-info

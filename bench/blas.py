@@ -1,4 +1,4 @@
-"""The CPU matrix product: MLX with and without what `weft.blas` binds, and OpenBLAS against our product at decode shapes.
+"""The CPU matrix product: MLX with and without what `weft.kernels.blas` binds, and OpenBLAS against our product at decode shapes.
 
 Run `python bench/blas.py`. The weights of the second table are new to the caches at every call, as in decoding; the two
 sides take turns, with a pause in between because OpenBLAS's threads keep a core busy for a while after each call.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-import weft.blas
+import weft.kernels.blas
 
 SHAPES = [(192, 576), (576, 576), (1536, 576), (576, 1536), (49152, 576)]  # n, k of SmolLM2-135M
 BATCHES = [1, 2, 4, 8, 16]
@@ -24,9 +24,9 @@ PAUSE_SECONDS = 0.15
 
 GEMM = """
 import sys, time
-import weft.blas
+import weft.kernels.blas
 if sys.argv[1] == "bound":
-    report = weft.blas.bind()
+    report = weft.kernels.blas.bind()
     print(f"bound: {report.name}, {report.threads} threads", file=sys.stderr)
 import mlx.core as mx
 a, b = mx.random.normal((1024, 1024)), mx.random.normal((1024, 1024))
@@ -63,15 +63,15 @@ def gflops(kind: str, turns: int) -> list[float]:
 
 def decode_shapes() -> None:
     """Microseconds a call, x (m, k) by the weights (n, k) of a linear layer."""
-    library, backend = weft.blas.compiled_library(), weft.blas.packaged_openblas()
+    library, backend = weft.kernels.blas.compiled_library(), weft.kernels.blas.packaged_openblas()
     if library is None or backend is None:
         sys.exit("Our library or scipy-openblas32 is missing: reinstall weft with a C compiler present.")
     own, openblas = ctypes.CDLL(str(library)), ctypes.CDLL(backend)
     own.weft_blas_open(backend.encode())
-    own.weft_blas_threads(weft.blas.default_threads())
-    weft.blas.set_openblas_threads(openblas, weft.blas.default_threads())
+    own.weft_blas_threads(weft.kernels.blas.default_threads())
+    weft.kernels.blas.set_openblas_threads(openblas, weft.kernels.blas.default_threads())
     sides = [typed(openblas.scipy_cblas_sgemm), typed(own.cblas_sgemm)]
-    print(f"decode shapes, microseconds a call, {weft.blas.default_threads()} threads, best of {TURNS} turns")
+    print(f"decode shapes, microseconds a call, {weft.kernels.blas.default_threads()} threads, best of {TURNS} turns")
     for n, k in SHAPES:
         for m in BATCHES:
             theirs, ours = best_of_turns(sides, m, n, k)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from weft import blas
+from weft.kernels import blas
 
 blas.bind()  # before mlx is loaded
 
@@ -16,8 +16,8 @@ import mlx.core as mx  # noqa: E402
 from mlx_lm.models import activations, base, qwen3_5, qwen3_next  # noqa: E402
 from mlx_lm.models import gated_delta as stock  # noqa: E402
 
+from weft.kernels.gated_delta import gated_delta_rule  # noqa: E402
 from weft.model.adapter import Adapter  # noqa: E402
-from weft.model.gated_delta import gated_delta_rule  # noqa: E402
 from weft.model.loader import load  # noqa: E402
 from weft.model.resolve import TINY_HYBRID  # noqa: E402
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weft import blas
+from weft.kernels import blas
 
 # Compiled functions would call the C++ compiler for every new shape.
 os.environ["MLX_DISABLE_COMPILE"] = "1"

@@ -20,8 +20,8 @@ from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowBroken, Step
 from weft.engine.sequence import Sequence
+from weft.kernels import layers
 from weft.memory.disk import DiskTier
-from weft.model import layers
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
 from weft.wire import Sampling

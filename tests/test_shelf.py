@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weft import blas, shelf
+from weft import shelf
 from weft.engine import bring_up
+from weft.kernels import blas
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID, LocalModel
 from weft.shelf import Fit

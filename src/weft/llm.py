@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft import blas
+from weft.kernels import blas
 
 BLAS = blas.bind()
 

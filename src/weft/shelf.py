@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from weft import blas
 from weft.config import RESERVE_SHARE, SAFE_SHARE
+from weft.kernels import blas
 
 if TYPE_CHECKING:
     from weft.model.resolve import LocalModel

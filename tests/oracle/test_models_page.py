@@ -44,7 +44,7 @@ def test_the_page_says_how_each_architecture_is_held(checkpoint: Callable[[str],
 
 
 if __name__ == "__main__":
-    from weft import blas
+    from weft.kernels import blas
 
     blas.bind()
     from zoo import make_checkpoint

@@ -16,7 +16,8 @@ import pytest
 
 from fronts import Front, front
 from servers import Server, running
-from weft import blas, shelf
+from weft import shelf
+from weft.kernels import blas
 from weft.model.resolve import TINY_HYBRID
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/models/load", "/v1/models/unload", "/v1/completions"

@@ -8,7 +8,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
-source = Path(__file__).parents[3] / "src" / "weft" / "blas.py"
+source = Path(__file__).parents[3] / "src" / "weft" / "kernels" / "blas.py"
 loader = SourceFileLoader("weft_blas", str(source))
 spec = spec_from_loader(loader.name, loader)
 assert spec is not None

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from weft.blas import BlasReport
 from weft.config import SAFE_SHARE, Device, EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import Faults
+from weft.kernels.blas import BlasReport
 from weft.memory.disk import DiskTier, identity_of
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load

@@ -18,13 +18,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from weft.cache.attention import seam_over
 from weft.errors import UnsupportedModel, WeftError
+from weft.kernels.attention import seam_over
+from weft.kernels.gated_delta import bind as bind_gated_delta
+from weft.kernels.layers import bind as bind_layers
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.memory.views import Batch, CompositeView, KeyValueView, StateView, make_batches
-from weft.model.gated_delta import bind as bind_gated_delta
-from weft.model.layers import bind as bind_layers
 from weft.model.loader import LoadedModel
 
 Way = Literal["seam", "plain", "alone"]

@@ -1,6 +1,6 @@
 /* cblas_sgemm, cblas_dgemm and cblas_cgemm for MLX's CPU build: our own float32 product, OpenBLAS for the rest.
  *
- * Bound into the process by weft/blas.py before MLX is loaded; knows nothing of MLX or Python. float32 is computed here
+ * Bound into the process by weft/kernels/blas.py before MLX is loaded; knows nothing of MLX or Python. float32 is computed here
  * because OpenBLAS packs the weights anew for every call, which costs a small batch twice its time, and because here a
  * row's bits depend on that row and the weights alone, not on how many rows there are. What is not ours is forwarded to
  * a CBLAS opened at run time.
@@ -403,7 +403,7 @@ EXPORT void cblas_cgemm(int order, int trans_a, int trans_b, int m, int n, int k
     bound.cgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
-/* ---- what weft/blas.py calls */
+/* ---- what weft/kernels/blas.py calls */
 
 static void *find(void *library, const char *name) {
     char prefixed[64] = "scipy_"; /* as the OpenBLAS that PyPI carries spells them */

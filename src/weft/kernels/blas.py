@@ -24,7 +24,7 @@ MISSING = (
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h has them
 LARGEST_KEPT_BYTES = 32 << 20  # glibc's own limit
 MOST_KEPT_BYTES = 512 << 20
-TOO_LATE = "mlx.core was imported before weft.blas.bind(): its BLAS is bound already and stays as it is"
+TOO_LATE = "mlx.core was imported before weft.kernels.blas.bind(): its BLAS is bound already and stays as it is"
 
 
 @dataclass(frozen=True, slots=True)

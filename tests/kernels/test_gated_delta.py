@@ -17,8 +17,8 @@ from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from weft.model import gated_delta
-from weft.model.gated_delta import bind, gated_delta_rule, gated_delta_update
+from weft.kernels import gated_delta
+from weft.kernels.gated_delta import bind, gated_delta_rule, gated_delta_update
 
 # Largest error over the largest number of the right answer. mlx-lm's own loop in float32 is at 2e-7 for ordinary
 # numbers; keys that repeat while each write turns the state over (beta = 2, no fading) cost it 4e-6 and us 1e-4.

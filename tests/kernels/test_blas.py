@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import weft.blas
+import weft.kernels.blas
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on macOS MLX brings its own BLAS")
 
@@ -32,7 +32,7 @@ SHAPES = [  # m, n, k: around the tiles, the lanes, the panels, and the sizes fr
 @pytest.fixture
 def library() -> Iterator[ctypes.CDLL]:
     """Our library, opened; its settings are put back afterwards."""
-    path, backend = weft.blas.compiled_library(), weft.blas.packaged_openblas()
+    path, backend = weft.kernels.blas.compiled_library(), weft.kernels.blas.packaged_openblas()
     if path is None or backend is None:
         pytest.skip("weft was installed without a C compiler or without scipy-openblas32")
     own = ctypes.CDLL(str(path))
@@ -143,7 +143,7 @@ def test_masked_positions_at_the_end_do_not_change_the_bits_of_attention(
 
 
 def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens: int, bias: Array | None = None) -> Array:
-    """The softmax of queries by keys, asked for as `weft.cache.attention` does."""
+    """The softmax of queries by keys, asked for as `weft.kernels.attention` does."""
     (m, k), n = queries.shape, keys.shape[0]
     weights = np.full((m, n), np.nan, np.float32) if bias is None else bias.copy()
     (alpha,) = np.array([0x1B58 << 16 | tokens], np.uint32).view(np.float32)
@@ -153,7 +153,7 @@ def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens:
 
 
 def changed(library: ctypes.CDLL, what: int, c: Array, a: Array, b: Array) -> Array:
-    """c after an operation that multiplies nothing, asked for as `weft.cache.fused` does."""
+    """c after an operation that multiplies nothing, asked for as `weft.kernels.fused` does."""
     c = c.copy()
     (alpha,) = np.array([what], np.uint32).view(np.float32)
     sgemm_of(library)(ROW_MAJOR, NO_TRANS, NO_TRANS, *c.shape, a.shape[1], alpha, a.ctypes.data, a.shape[1],
@@ -299,7 +299,7 @@ def test_what_is_not_ours_is_forwarded(library: ctypes.CDLL, random: np.random.G
 
 def test_without_exactness_the_faster_library_is_asked(library: ctypes.CDLL, random: np.random.Generator) -> None:
     a, b = matrices(random, 100, 200, 64, turned=True)
-    openblas = ctypes.CDLL(weft.blas.packaged_openblas() or "")
+    openblas = ctypes.CDLL(weft.kernels.blas.packaged_openblas() or "")
     theirs = multiply(openblas, a, b, turned=True, name="scipy_cblas_sgemm")
     ours = multiply(library, a, b, turned=True)
     library.weft_blas_exact(0)
@@ -329,9 +329,9 @@ FORK = """
 import ctypes, os, sys
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-import test_blas, weft.blas
-library = ctypes.CDLL(str(weft.blas.compiled_library()))
-assert library.weft_blas_open(weft.blas.packaged_openblas().encode())
+import test_blas, weft.kernels.blas
+library = ctypes.CDLL(str(weft.kernels.blas.compiled_library()))
+assert library.weft_blas_open(weft.kernels.blas.packaged_openblas().encode())
 library.weft_blas_threads(3)
 a, b = test_blas.matrices(np.random.default_rng(1), 4, 1200, 600, True)
 before = test_blas.multiply(library, a, b, turned=True).tobytes()
@@ -351,7 +351,7 @@ def test_a_forked_child_computes_and_the_process_ends(library: ctypes.CDLL) -> N
 
 def run(code: str, *arguments: str, flags: list[str] | None = None, path: Path | None = None) -> list[str]:
     """The lines a fresh Python prints; fails if it fails or does not end."""
-    source = path or Path(weft.blas.__file__).parents[1]
+    source = path or Path(weft.kernels.blas.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     command = [sys.executable, *(flags or []), "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -361,8 +361,8 @@ def run(code: str, *arguments: str, flags: list[str] | None = None, path: Path |
 
 TIMED = """
 import sys, time
-import weft.blas
-report = weft.blas.bind() if sys.argv[1] == "bound" else None
+import weft.kernels.blas
+report = weft.kernels.blas.bind() if sys.argv[1] == "bound" else None
 import mlx.core as mx
 a, b = mx.random.normal((512, 512)), mx.random.normal((512, 512))
 mx.eval(a, b)
@@ -372,10 +372,10 @@ for _ in range(5):
     mx.eval(a @ b.T)
     seconds.append(time.perf_counter() - start)
 print(min(seconds))
-print(weft.blas.library_of("cblas_sgemm"))
+print(weft.kernels.blas.library_of("cblas_sgemm"))
 if report:
     print(report.path, report.skinny, report.warning)
-    print(weft.blas.bind().path)
+    print(weft.kernels.blas.bind().path)
     rows = [a[:size] @ b.T for size in (1, 2, 7, 33)]
     print(all(mx.array_equal(row[0], (a @ b.T)[0]).item() for row in rows))
 """
@@ -384,7 +384,7 @@ if report:
 def test_mlx_computes_with_what_was_bound(library: ctypes.CDLL) -> None:
     stock = run(TIMED, "stock")
     bound = run(TIMED, "bound")
-    path = str(weft.blas.compiled_library())
+    path = str(weft.kernels.blas.compiled_library())
 
     assert stock[1] == "None"
     assert bound[1:] == [path, f"{path} True None", path, "True"]
@@ -393,27 +393,29 @@ def test_mlx_computes_with_what_was_bound(library: ctypes.CDLL) -> None:
 
 
 def test_binding_after_mlx_does_nothing_and_says_so() -> None:
-    code = "import mlx.core, weft.blas; report = weft.blas.bind(); print(report.name, report.warning, report.path)"
+    code = (
+        "import mlx.core, weft.kernels.blas; report = weft.kernels.blas.bind(); print(report.name, report.warning, report.path)"
+    )
 
-    assert run(code) == [f"stock {weft.blas.TOO_LATE} None"]
+    assert run(code) == [f"stock {weft.kernels.blas.TOO_LATE} None"]
 
 
 def test_without_our_library_there_is_a_report_and_no_failure(tmp_path: Path) -> None:
     (tmp_path / "weft").mkdir()
     (tmp_path / "weft" / "__init__.py").touch()
-    shutil.copy(weft.blas.__file__, tmp_path / "weft" / "blas.py")
+    shutil.copy(weft.kernels.blas.__file__, tmp_path / "weft" / "blas.py")
     code = (
-        "import weft.blas; r = weft.blas.bind(); print(r.name); print(r.warning); "
+        "import weft.kernels.blas; r = weft.kernels.blas.bind(); print(r.name); print(r.warning); "
         "import mlx.core as mx; print(mx.ones((2, 2)) @ mx.ones((2, 2)))"
     )
 
     name, warning, *_ = run(code, path=tmp_path)
-    assert (name, warning) in {("stock", weft.blas.MISSING), ("openblas", "None")}
+    assert (name, warning) in {("stock", weft.kernels.blas.MISSING), ("openblas", "None")}
 
 
 def test_threads_come_from_the_environment_or_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
-    assert weft.blas.default_threads() == 3
+    assert weft.kernels.blas.default_threads() == 3
 
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
-    assert weft.blas.default_threads() == len(os.sched_getaffinity(0))
+    assert weft.kernels.blas.default_threads() == len(os.sched_getaffinity(0))

@@ -6,10 +6,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-import weft.blas
-from weft.cache import attention, fused
-from weft.model import layers
-from weft.model.layers import swiglu
+import weft.kernels.blas
+from weft.kernels import attention, fused, layers
+from weft.kernels.layers import swiglu
 
 MASKS = ["causal", "none", "numbers", "one for each head"]
 
@@ -57,7 +56,7 @@ def test_the_gate_of_an_mlp_is_what_its_definition_says() -> None:
 
 
 def test_what_our_product_can_do_is_used_where_it_is_bound() -> None:
-    if weft.blas.already_bound().name != "weft+openblas":
+    if weft.kernels.blas.already_bound().name != "weft+openblas":
         pytest.skip("the product that MLX calls here is not ours")
 
     assert fused.is_bound(mx.float32)

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx_lm.models import iquestloopcoder, qwen3_5, qwen3_next
 
-from weft.model import layers
+from weft.kernels import layers
 from weft.model.loader import load
 from zoo import make_checkpoint
 

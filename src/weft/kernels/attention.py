@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from weft.cache import cuda, fused
 from weft.errors import InternalError
+from weft.kernels import cuda, fused
 from weft.memory.views import FORBIDDEN, Handle, KeyValueView, Part, StepMask
 
 ON_CPU = mx.default_device() != mx.gpu

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from weft.cache import fused
+from weft.kernels import fused
 
 COMPILED = type(activations.swiglu)
 ANGLES = fused.Angles()

@@ -1,0 +1,1 @@
+"""How weft computes: CPU, CUDA and attention kernels, and the matrix product under MLX on Linux."""
