@@ -14,9 +14,9 @@ import numpy as np
 from bench import blas, front, gated_delta, grammar, overload, prefixes
 from bench.shapes import bare_step, dense_caches, engine_at, median_ms
 from weft.engine.engine import Engine
+from weft.ipc.messages import Sampling
 from weft.kernels.attention import grouped_attention
 from weft.model.adapter import Adapter
-from weft.wire import Sampling
 
 SHORT, LONG = 100, 2048
 ROUNDS = 15

@@ -13,9 +13,9 @@ import numpy as np
 from bench.shapes import QWEN35_4B, random_model
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.ipc.messages import Sampling
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
-from weft.wire import Sampling
 
 
 def logits_of(adapter: Adapter, config: EngineConfig, subject: list[int], crowd: list[list[int]], tokens: int) -> np.ndarray:

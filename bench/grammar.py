@@ -11,7 +11,7 @@ from bench.shapes import median_ms  # isort: skip
 from weft.engine.engine import Engine
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
-from weft.wire import ConstraintSpec, GrammarSpec, Sampling
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, Sampling
 
 ROWS, ROUNDS, STEPS = 8, 15, 6
 ORDER = {

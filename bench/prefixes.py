@@ -24,8 +24,8 @@ from bench.shapes import GEMMA3_SMALL, random_model
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import Sampling
 from weft.model.adapter import Adapter
-from weft.wire import Sampling
 
 PREFIX, TAIL, EIGHT = 1000, 24, 8
 ROUNDS = 5

@@ -16,9 +16,9 @@ from mlx_lm.utils import _get_classes
 
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
+from weft.ipc.messages import Sampling
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel
-from weft.wire import Sampling
 
 LLAMA_1B = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192,

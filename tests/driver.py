@@ -20,11 +20,11 @@ from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowBroken, Step
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import Sampling
 from weft.kernels import layers
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
-from weft.wire import Sampling
 
 SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, whole_tokens=0, tells_first=True)
 

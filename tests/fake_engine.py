@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import weft.model
-from weft.channel import EngineEnd
 from weft.engine.heartbeat import Heartbeat
-from weft.wire import (
+from weft.ipc.channel import EngineEnd
+from weft.ipc.messages import (
     AskPrefixes,
     Cancel,
     EngineStatus,

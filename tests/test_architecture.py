@@ -14,12 +14,11 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "weft"
 
 # The picture of docs/architecture.md: each room, and the rooms it may use. Nothing imports upward.
-SHARED = {"errors", "config", "wire"}
+SHARED = {"errors", "config", "ipc"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
-    "wire": {"errors"},
+    "ipc": {"errors"},
     "config": {"errors"},
-    "channel": {"wire"},
     "chat": SHARED,
     "log": {"chat"},
     "metrics": SHARED | {"chat"},
@@ -27,8 +26,8 @@ MAY_USE: dict[str, set[str]] = {
     "kernels": SHARED | {"memory"},
     "model": SHARED | {"kernels", "memory"},
     "grammar": SHARED,
-    "engine": SHARED | {"channel", "grammar", "kernels", "memory", "model"},
-    "link": SHARED | {"channel"},
+    "engine": SHARED | {"grammar", "kernels", "memory", "model"},
+    "link": SHARED,
     "answer": SHARED | {"chat", "link", "metrics"},
     "service": SHARED | {"answer", "chat", "link", "metrics"},
     "shelf": SHARED | {"kernels", "model"},
@@ -37,7 +36,7 @@ MAY_USE: dict[str, set[str]] = {
     "server": SHARED | {"__init__", "api", "link", "log", "metrics", "service"},
     "llm": SHARED | {"chat", "engine", "kernels", "model"},
     "cli": SHARED | {"__init__", "chat", "engine", "llm", "model", "server", "shelf"},
-    "__init__": {"wire", "llm"},
+    "__init__": {"ipc", "llm"},
     "__main__": {"cli"},
 }
 # Whoever is imported by the front, or must be testable without a device.

@@ -15,9 +15,9 @@ from weft.chat.conversation import Delta, Generation, Text, Usage
 from weft.chat.reuse import Report
 from weft.chat.scribe import Scribe, Written
 from weft.errors import RowFailed, WeftError
+from weft.ipc.messages import FinishReason, PromptEvent, TokenEvent, TokenLogprob
 from weft.link.ticket import Ticket
 from weft.metrics import Metrics
-from weft.wire import FinishReason, PromptEvent, TokenEvent, TokenLogprob
 
 Parts = list[tuple[int, list[Delta]]]
 

@@ -21,8 +21,8 @@ from weft.config import EngineConfig  # noqa: E402
 from weft.engine.bring_up import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
 from weft.errors import RequestError, WeftError  # noqa: E402
+from weft.ipc.messages import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.fetch import shown  # noqa: E402
-from weft.wire import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
 
 Prompt = str | Sequence[int]
 

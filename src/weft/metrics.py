@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from weft.chat.conversation import Usage
-from weft.wire import FinishReason
+from weft.ipc.messages import FinishReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

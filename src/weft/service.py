@@ -23,9 +23,9 @@ from weft.chat.conversation import Effort, Generation, LateSystem, Prompt
 from weft.chat.reuse import Report, Reports
 from weft.chat.scribe import Scribe, Written
 from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
+from weft.ipc.messages import ConstraintSpec, Limits, Ready, Sampling
 from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
-from weft.wire import ConstraintSpec, Limits, Ready, Sampling
 
 log = logging.getLogger("weft.service")
 

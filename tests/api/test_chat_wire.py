@@ -33,7 +33,7 @@ from weft.chat.conversation import (
     Usage,
 )
 from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
-from weft.wire import GrammarSpec, TokenLogprob
+from weft.ipc.messages import GrammarSpec, TokenLogprob
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}

@@ -26,7 +26,7 @@ from weft.chat.conversation import (
     Usage,
 )
 from weft.errors import EngineDied, InternalError, InvalidRequest, UnsupportedParameter
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}

@@ -27,7 +27,7 @@ from weft.errors import (
     UnsupportedParameter,
     WeftError,
 )
-from weft.wire import Limits, Sampling
+from weft.ipc.messages import Limits, Sampling
 
 TABLE = [
     (InvalidRequest("words", "top_p"), 400, "invalid_request_error", "top_p", None),

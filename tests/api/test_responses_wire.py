@@ -44,7 +44,7 @@ from weft.errors import (
     UnsupportedParameter,
     WeftError,
 )
-from weft.wire import Sampling, TokenLogprob
+from weft.ipc.messages import Sampling, TokenLogprob
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f", sampling=Sampling(temperature=0.6, top_p=0.9))
 USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=Reused("differs", 5, "because", 5))

@@ -17,7 +17,7 @@ from weft.chat import constraints
 from weft.chat.constraints import MAX_BYTES, SchemaCheck, json_schema
 from weft.chat.enforcement import MAX_BRANCHES, MAX_DEPTH, examined
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"

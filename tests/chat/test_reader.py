@@ -16,8 +16,8 @@ from weft.chat.thinking import KNOWN, Markers, Splitter, find_markers, marker_to
 from weft.chat.tokenizer import Tokenizer
 from weft.chat.tools import CallReader, HarmonyReader, read_tools
 from weft.chat.tools.families import FAMILIES
+from weft.ipc.messages import TokenLogprob
 from weft.model.resolve import TINY_HYBRID
-from weft.wire import TokenLogprob
 
 TOKENIZER = Tokenizer(TINY_HYBRID)
 THINK = Markers("<think>", "</think>")

@@ -7,8 +7,8 @@ import pytest
 from weft.chat.conversation import Usage
 from weft.chat.reuse import MAX_REPORTS, Report, Reports, explained
 from weft.chat.tokenizer import Tokenizer
+from weft.ipc.messages import Reuse
 from weft.model.resolve import TINY_HYBRID
-from weft.wire import Reuse
 
 TOKENIZER = Tokenizer(TINY_HYBRID)
 TEXT = "Once upon a time there was a little dog who lived near a big tree"

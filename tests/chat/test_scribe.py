@@ -13,8 +13,8 @@ from weft.chat.conversation import CallArguments, CallOpened, Conversation, Gene
 from weft.chat.scribe import Scribe
 from weft.chat.tools import read_choice, read_tools
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.model.resolve import TINY_HYBRID
-from weft.wire import ConstraintSpec, GrammarSpec
 
 TEMPLATES = Path(__file__).parent / "templates"
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}

@@ -12,8 +12,8 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.errors import ContextTooLong, InvalidRequest
+from weft.ipc.messages import Sampling
 from weft.model.adapter import Adapter
-from weft.wire import Sampling
 
 
 @pytest.fixture(scope="module")

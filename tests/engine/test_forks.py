@@ -11,8 +11,8 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import Sampling, Submit
 from weft.model.adapter import Adapter
-from weft.wire import Sampling, Submit
 
 PROMPT = random_prompts(128, (70,), seed=3)[0]
 

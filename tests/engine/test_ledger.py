@@ -14,8 +14,8 @@ from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.ledger import Ledger
 from weft.engine.sequence import Sequence
 from weft.errors import InsufficientMemory
+from weft.ipc.messages import Sampling, Submit
 from weft.model.adapter import Adapter
-from weft.wire import Sampling, Submit
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from driver import Run, adapter_for, random_prompts
 from weft.engine.sampler import choose
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import Sampling
 from weft.model.adapter import Adapter
-from weft.wire import Sampling
 
 VOCAB = 400
 

@@ -12,7 +12,7 @@ from weft.engine.ledger import Ledger
 from weft.engine.plan import Plan
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
-from weft.wire import Sampling
+from weft.ipc.messages import Sampling
 
 CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10, whole_tokens=5)
 

@@ -16,9 +16,9 @@ from weft.engine.canary import Canary
 from weft.engine.faults import Rule
 from weft.engine.sequence import Sequence
 from weft.engine.sharing import Sharing
+from weft.ipc.messages import Reuse, Sampling, Submit
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
-from weft.wire import Reuse, Sampling, Submit
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
 LOOSE = dataclasses.replace(CACHED, exact=False, chunk_tokens=64)

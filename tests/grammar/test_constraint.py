@@ -15,7 +15,7 @@ from weft.errors import GrammarRejected, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Demand
 from weft.grammar.masks import Masks
-from weft.wire import ConstraintSpec, GrammarSpec, ThinkingSpec
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ThinkingSpec
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
 VOCABULARY, END = 4096, 4082

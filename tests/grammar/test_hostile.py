@@ -20,7 +20,7 @@ from weft.chat.enforcement import MAX_TEXT
 from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
-from weft.wire import ConstraintSpec, GrammarSpec
+from weft.ipc.messages import ConstraintSpec, GrammarSpec
 
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from weft.errors import EngineDied, GrammarRejected
+from weft.ipc.messages import Cancel, ConstraintSpec, Events, GrammarSpec, Sampling, Submit, ToEngine, TokenEvent, Verdict
 from weft.link.client import Client
 from weft.link.roster import PROOF_TOKENS
 from weft.link.ticket import Ticket
-from weft.wire import Cancel, ConstraintSpec, Events, GrammarSpec, Sampling, Submit, ToEngine, TokenEvent, Verdict
 
 RULE = ConstraintSpec(GrammarSpec("regex", "a+"))
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from weft.errors import EngineDied, EngineError
+from weft.ipc.messages import AskPrefixes, Prefixes, ToEngine
 from weft.link.client import Client
-from weft.wire import AskPrefixes, Prefixes, ToEngine
 
 
 class Line:

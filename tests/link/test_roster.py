@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from weft.ipc.messages import PromptEvent, Sampling, Submit, Timings, TokenEvent, TokenLogprob
 from weft.link.roster import PROOF_TOKENS, Roster
 from weft.link.ticket import Ticket
-from weft.wire import PromptEvent, Sampling, Submit, Timings, TokenEvent, TokenLogprob
 
 ROWS = 16
 

@@ -13,9 +13,9 @@ import pytest
 
 from fronts import FAKE_ENGINE
 from weft.errors import EngineDied
+from weft.ipc.messages import Sampling, TokenEvent
 from weft.link.supervisor import Condition, Supervisor
 from weft.link.ticket import Ticket
-from weft.wire import Sampling, TokenEvent
 
 POISON = 666
 SECONDS = 20.0  # for anything that must happen

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weft.ipc.messages import Beat, Events
 from weft.link.watchdog import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
-from weft.wire import Beat, Events
 
 
 def silent(watchdog: Watchdog, seconds: float) -> Watchdog:

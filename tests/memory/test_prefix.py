@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from driver import Clock
+from weft.ipc.messages import Reuse
 from weft.memory.prefix_tree import MAX_GHOSTS, Node, PrefixTree
-from weft.wire import Reuse
 
 
 @dataclass(frozen=True)

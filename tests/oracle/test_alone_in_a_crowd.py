@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts, stock_mlx_lm
+from weft.ipc.messages import Sampling, Submit
 from weft.model.adapter import Adapter
-from weft.wire import Sampling, Submit
 from zoo import ARCHITECTURES, EXAMINED, VOCABULARY, greedy
 
 Build = Callable[[str], Adapter]

@@ -10,8 +10,8 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
 from weft.engine.host import memory_in_use
+from weft.ipc.messages import Sampling, Submit
 from weft.model.adapter import Adapter
-from weft.wire import Sampling, Submit
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 TRUNK, OTHER = random_prompts(128, (60, 40), seed=3)

@@ -13,8 +13,8 @@ from test_rows import _adapter
 from driver import SMALL, Run, answers, random_prompts
 from weft.engine.faults import Point, Rule
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import Sampling, Submit
 from weft.memory.prefix_tree import Node, PrefixTree
-from weft.wire import Sampling, Submit
 from zoo import VOCABULARY
 
 TRUNK, *TAILS = random_prompts(VOCABULARY, (40, 3, 20, 33), seed=4)

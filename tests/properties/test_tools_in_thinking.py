@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
 from weft.grammar.masks import Masks
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ThinkingSpec
 from weft.model.resolve import TINY_HYBRID
-from weft.wire import ConstraintSpec, GrammarSpec, ThinkingSpec
 
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(TINY_HYBRID / "tokenizer.json", VOCABULARY, (END,))

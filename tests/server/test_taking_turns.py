@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.wire import Submit
+from weft.ipc.messages import Submit
 
 SLOW = ["--token-seconds", "0.02"]
 

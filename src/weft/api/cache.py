@@ -17,8 +17,8 @@ from weft.api.status import json_response
 from weft.chat.reuse import MAX_REPORTS, Report
 from weft.chat.tokenizer import Tokenizer
 from weft.config import ServerConfig
+from weft.ipc.messages import Prefixes, PrefixNode
 from weft.service import Service
-from weft.wire import Prefixes, PrefixNode
 
 MAX_TEXT = 200  # characters shown of a chunk
 

@@ -22,8 +22,8 @@ from weft.api.openai.schema import (
     TokenizeRequest,
     UnloadRequest,
 )
+from weft.ipc.messages import MissCause
 from weft.shelf import Verdict
-from weft.wire import MissCause
 
 Schema = dict[str, Any]
 

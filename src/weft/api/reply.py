@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from weft.chat.conversation import Delta, Generation, Reused, Usage
 from weft.errors import WeftError
-from weft.wire import Sampling
+from weft.ipc.messages import Sampling
 
 EVENTS = "text/event-stream; charset=utf-8"
 

@@ -11,7 +11,7 @@ from weft.chat.constraints import SchemaCheck
 from weft.chat.conversation import CallOpened, Delta, Ending, Finish, Generation, Reused, Text, Usage
 from weft.chat.reuse import explained
 from weft.chat.scribe import Scribe, Written
-from weft.wire import Timings, TokenEvent
+from weft.ipc.messages import Timings, TokenEvent
 
 
 class Choice:

@@ -13,7 +13,7 @@ import msgspec
 
 from weft.chat.enforcement import MAX_TEXT, MAX_WORDS, examined, path_of, validator
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 MAX_BYTES = 2**19  # of a schema or a list of choices; programs send a tenth of it
 MAX_ERRORS = 5

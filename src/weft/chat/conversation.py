@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.wire import FinishReason, GrammarSpec, MissCause, TokenLogprob
+from weft.ipc.messages import FinishReason, GrammarSpec, MissCause, TokenLogprob
 
 if TYPE_CHECKING:  # tools are made of the words here
     from weft.chat.tools.choice import Choice

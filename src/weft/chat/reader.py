@@ -13,7 +13,7 @@ from weft.chat.stops import StopFinder
 from weft.chat.thinking import Markers, Splitter, marker_tokens
 from weft.chat.tokenizer import Detokenizer, Tokenizer
 from weft.chat.tools import CallReader, HarmonyReader
-from weft.wire import TokenLogprob
+from weft.ipc.messages import TokenLogprob
 
 
 class Reader:

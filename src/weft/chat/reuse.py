@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from weft.chat.conversation import Reused, Usage
 from weft.chat.tokenizer import Tokenizer
-from weft.wire import Reuse
+from weft.ipc.messages import Reuse
 
 MAX_REPORTS = 1000
 CONTEXT = 40  # characters shown in front of the first unknown token, and tokens that surely have as many

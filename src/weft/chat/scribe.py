@@ -21,7 +21,7 @@ from weft.chat.tokenizer import Tokenizer
 from weft.chat.tools import CallFormat, Choice
 from weft.chat.turns import Turns
 from weft.errors import BadModel, InvalidRequest, RequestError, UnsupportedParameter
-from weft.wire import ConstraintSpec, GrammarSpec, Sampling, ThinkingSpec, TokenLogprob
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, Sampling, ThinkingSpec, TokenLogprob
 
 log = logging.getLogger("weft.chat")
 

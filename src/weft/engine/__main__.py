@@ -15,11 +15,11 @@ import threading
 import time
 from pathlib import Path
 
-from weft.channel import FRONT_PID, EngineEnd
 from weft.engine.heartbeat import Heartbeat
 from weft.errors import ModelError
+from weft.ipc.channel import FRONT_PID, EngineEnd
+from weft.ipc.messages import Failed, Loading, Ready
 from weft.kernels import blas
-from weft.wire import Failed, Loading, Ready
 
 CLOSE_SECONDS = 2.0  # to write down what is left of computed prompts, before whoever ends us loses patience
 

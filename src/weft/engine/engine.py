@@ -27,10 +27,10 @@ from weft.engine.trial import Trial
 from weft.errors import InternalError, RowFailed
 from weft.grammar.constraint import Constraint, Demand
 from weft.grammar.masks import Masks
+from weft.ipc.messages import FinishReason, Limits, PromptEvent, Sampling, Submit, TokenEvent, TokenLogprob
 from weft.memory.disk import DiskTier
 from weft.memory.prefix_tree import PrefixTree
 from weft.model.adapter import Adapter
-from weft.wire import FinishReason, Limits, PromptEvent, Sampling, Submit, TokenEvent, TokenLogprob
 
 log = logging.getLogger("weft.engine")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 
-from weft.channel import EngineEnd
-from weft.wire import Beat
+from weft.ipc.channel import EngineEnd
+from weft.ipc.messages import Beat
 
 BEAT_SECONDS = 0.25
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from weft.channel import EngineEnd
 from weft.engine.canary import Canary
 from weft.engine.engine import Engine
 from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
+from weft.ipc.channel import EngineEnd
+from weft.ipc.messages import AskPrefixes, Cancel, EngineStatus, Events, Prefixes, PrefixNode, Shutdown, Submit, Verdict
 from weft.memory.disk import DiskTier
 from weft.memory.prefix_tree import Node
-from weft.wire import AskPrefixes, Cancel, EngineStatus, Events, Prefixes, PrefixNode, Shutdown, Submit, Verdict
 
 log = logging.getLogger("weft.engine")
 

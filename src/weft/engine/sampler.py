@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from weft.engine.sequence import Sequence
-from weft.wire import TokenLogprob
+from weft.ipc.messages import TokenLogprob
 
 NOT_FINITE = "the model's logits are not finite for this sequence"
 NOTHING_LEFT = "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from weft.grammar.constraint import Constraint, Demand
-from weft.wire import FinishReason, Reuse, Sampling, Timings, TokenLogprob
+from weft.ipc.messages import FinishReason, Reuse, Sampling, Timings, TokenLogprob
 
 
 class Sequence:

@@ -15,9 +15,9 @@ from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.spares import Spares
 from weft.errors import WeftError
+from weft.ipc.messages import Reuse
 from weft.memory.disk import DiskTier, Loaded
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
-from weft.wire import Reuse
 
 log = logging.getLogger("weft.engine")
 

@@ -21,7 +21,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.errors import GrammarRejected
 from weft.grammar.constraint import Constraint, Matcher, Shunned, Thinking
-from weft.wire import JSON_OPTIONS, ConstraintSpec, GrammarSpec
+from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 MAX_CACHED = 64
 WORKERS = 4  # so that a slow compile is its owner's trouble alone

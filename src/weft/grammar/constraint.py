@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from weft.errors import RowFailed
-from weft.wire import ThinkingSpec
+from weft.ipc.messages import ThinkingSpec
 
 ANSWER_TOKENS = 256  # of a limited answer so many, or half of it, are kept from the thinking
 

@@ -15,9 +15,20 @@ from typing import Protocol
 import msgspec
 
 from weft.errors import EngineDied, EngineError, GrammarRejected, WeftError
+from weft.ipc.messages import (
+    AskPrefixes,
+    Cancel,
+    ConstraintSpec,
+    Events,
+    Prefixes,
+    Sampling,
+    Submit,
+    ToEngine,
+    TokenEvent,
+    Verdict,
+)
 from weft.link.roster import Request, Roster
 from weft.link.ticket import Ticket
-from weft.wire import AskPrefixes, Cancel, ConstraintSpec, Events, Prefixes, Sampling, Submit, ToEngine, TokenEvent, Verdict
 
 ANSWER_SECONDS = 5.0  # for an engine to say what it keeps; a long step may be under way
 

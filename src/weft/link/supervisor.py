@@ -20,12 +20,12 @@ from pathlib import Path
 
 import zmq
 
-from weft.channel import FRONT_PID, FrontEnd
 from weft.config import ServerConfig
 from weft.errors import EngineDied
+from weft.ipc.channel import FRONT_PID, FrontEnd
+from weft.ipc.messages import EngineStatus, Events, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
 from weft.link.client import Client
 from weft.link.watchdog import TICK_SECONDS, Watchdog
-from weft.wire import EngineStatus, Events, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
 
 log = logging.getLogger("weft.link")
 

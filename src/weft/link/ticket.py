@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from weft.errors import WeftError
-from weft.wire import PromptEvent, TokenEvent
+from weft.ipc.messages import PromptEvent, TokenEvent
 
 Event = PromptEvent | TokenEvent
 

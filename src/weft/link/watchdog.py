@@ -6,7 +6,7 @@ engine's. Knows messages, no process; the supervisor ticks it and does what foll
 
 from __future__ import annotations
 
-from weft.wire import Beat, ToFront
+from weft.ipc.messages import Beat, ToFront
 
 TICK_SECONDS = 0.25
 SICK_SECONDS = 1.5  # of silence, where a beat is due every quarter of a second: told within two seconds

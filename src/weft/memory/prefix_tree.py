@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from weft.wire import Reuse
+from weft.ipc.messages import Reuse
 
 LATTICE = 4  # every so many chunks a checkpoint is kept, whatever comes
 PROTECTED_SHARE = 0.5  # of the budget is for prompts that were used again; the rest is for new ones

@@ -15,7 +15,7 @@ from written import FAMILY, calls, function, read, texts, write
 
 from weft.chat.tools import Choice, RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 PATCH = r"""
 start: begin hunk+ end

@@ -19,7 +19,7 @@ from written import EXAMPLES, FAMILY, OPTIONAL, PARIS, TOOLS, WEATHER, calls, fu
 from weft.chat.conversation import CallOpened
 from weft.chat.tools import Choice, Tool, read_tools
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 FITS = {tool.name: jsonschema_rs.validator_for(tool.parameters) for tool in TOOLS}
 

@@ -25,7 +25,7 @@ from weft.chat.tools import Choice, read_tools
 from weft.chat.tools.arguments import Json, Pairs, Tags
 from weft.engine.sequence import Sequence
 from weft.grammar.constraint import Constraint
-from weft.wire import ConstraintSpec, Sampling, Submit
+from weft.ipc.messages import ConstraintSpec, Sampling, Submit
 
 CALLS = int(os.environ.get("WEFT_TOOL_CALLS", "20"))  # of each family; `make tools` wants 200
 ROWS = 64

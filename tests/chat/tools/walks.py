@@ -17,8 +17,8 @@ from written import FAMILY
 from weft.chat.tools import CallFormat, Choice
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Matcher
+from weft.ipc.messages import GrammarSpec
 from weft.model.resolve import TINY_HYBRID
-from weft.wire import GrammarSpec
 
 END = 4082
 MARKERS = re.compile(r'<\|"\|>|<\|tool_call>|<tool_call\|>|</?[|｜]?[^<>"= ⟨]+>|\[[A-Z_]+\]')

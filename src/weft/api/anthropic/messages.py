@@ -21,7 +21,7 @@ from weft.chat.conversation import Conversation, Effort, Generation
 from weft.chat.effort import BUDGETS
 from weft.chat.tools import Choice, Tool, read_choice, read_tools
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 

@@ -43,7 +43,7 @@ from weft.chat.conversation import (
 )
 from weft.chat.tools import Choice, read_choice, read_tools
 from weft.errors import WeftError
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 NDJSON = "application/x-ndjson"
 NANOSECONDS = 1_000_000_000

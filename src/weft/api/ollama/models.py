@@ -21,8 +21,8 @@ from weft.api.openai.schema import converted
 from weft.api.status import json_response
 from weft.config import ServerConfig
 from weft.errors import UnsupportedParameter
+from weft.ipc.messages import Ready
 from weft.service import Served, Service
-from weft.wire import Ready
 
 WIRE_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses ask for this one or a later one
 NEVER = "9999-12-31T00:00:00Z"

@@ -31,7 +31,7 @@ from weft.chat.conversation import (
     Usage,
 )
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
-from weft.wire import GrammarSpec, Sampling
+from weft.ipc.messages import GrammarSpec, Sampling
 
 SAME_NAMED = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]
 DONE = b"data: [DONE]\n\n"

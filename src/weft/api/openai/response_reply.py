@@ -22,7 +22,7 @@ from weft.api.problems import headers_of, openai_body
 from weft.api.reply import Heading, kept_tokens
 from weft.chat.conversation import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 from weft.errors import BusyError, ContextTooLong, QueueFull, RequestError, WeftError
-from weft.wire import Sampling
+from weft.ipc.messages import Sampling
 
 Keep = Callable[[Item, list[Item]], None]  # takes a response, and the items it answers
 

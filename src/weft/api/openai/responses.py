@@ -21,7 +21,7 @@ from weft.api.openai.schema import NOT_YET, TIERS, ConversationRequest, Count, R
 from weft.api.reply import Asked
 from weft.chat.conversation import Conversation, Effort, Message
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"

@@ -25,7 +25,7 @@ from weft.chat.tools.raw import RawInput, raw_input, wrapped
 from weft.chat.tools.reader import CallReader
 from weft.chat.tools.tool import Tool
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 __all__ = [
     "CallFormat",

@@ -17,7 +17,7 @@ from weft.chat.enforcement import MAX_DEPTH
 from weft.chat.tools.raw import INPUT
 from weft.chat.tools.tool import Tool
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
 STARTS = re.compile(r"^\s*[!?]*start\s*[:\[]", re.MULTILINE)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 from weft.errors import InvalidRequest
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 Token = tuple[str, str]  # its kind and its text
 Write = Callable[[str, str], str]  # a token → its text in another grammar

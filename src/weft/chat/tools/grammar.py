@@ -23,7 +23,7 @@ from weft.chat.tools.pieces import PLACES
 from weft.chat.tools.raw import INPUT
 from weft.chat.tools.tool import Tool, alternatives, types
 from weft.errors import InvalidRequest
-from weft.wire import JSON_OPTIONS, GrammarSpec
+from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 
 BLANK = "[ \n]"
 ANY_TEXT = "(?s:.*)"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.wire import GrammarSpec
+from weft.ipc.messages import GrammarSpec
 
 Kind = Literal["text", "nullable", "json"]
 

@@ -14,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from weft.wire import ToEngine, ToFront
+from weft.ipc.messages import ToEngine, ToFront
 
 FRONT_PID = "WEFT_FRONT_PID"  # in the engine's environment: whom it works for
 LINGER_MILLISECONDS = 1000  # the last words of a dying engine are still told
