@@ -48,7 +48,7 @@ soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 s
 	$(BIN)/python tests/soak.py $(MINUTES)
 
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 20
-	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/chat/tools/test_tools_in_a_batch.py
+	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
 	PYTHONPATH=src $(PYTHON) -m bench.exact_gpu

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.chat.conversation import Usage
 from weft.log import escaped, request_line, setup
+from weft.text.types import Usage
 
 USAGE = Usage(
     prompt_tokens=120, completion_tokens=51, cached_tokens=100, queue_seconds=0.0124, prefill_seconds=0.2, decode_seconds=2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.chat.conversation import Reused, Usage
 from weft.metrics import CONTENT_TYPE, Metrics
+from weft.text.types import Reused, Usage
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:

@@ -9,15 +9,15 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Callable
 
-from weft.chat.choice import Choice
-from weft.chat.constraints import SchemaCheck
-from weft.chat.conversation import Delta, Generation, Text, Usage
-from weft.chat.reuse import Report
-from weft.chat.scribe import Scribe, Written
 from weft.errors import RowFailed, WeftError
 from weft.ipc.messages import FinishReason, PromptEvent, TokenEvent, TokenLogprob
 from weft.link.ticket import Ticket
 from weft.metrics import Metrics
+from weft.text.choice import Choice
+from weft.text.miss_report import Report
+from weft.text.prompt import Scribe, Written
+from weft.text.schema import SchemaCheck
+from weft.text.types import Delta, Generation, Text, Usage
 
 Parts = list[tuple[int, list[Delta]]]
 

@@ -15,14 +15,14 @@ from weft.kernels import blas
 
 BLAS = blas.bind()
 
-from weft.chat.template import ChatTemplate, Message  # noqa: E402 - after the binding
-from weft.chat.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 from weft.config import EngineConfig  # noqa: E402
 from weft.engine.bring_up import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
 from weft.errors import RequestError, WeftError  # noqa: E402
 from weft.ipc.messages import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.fetch import shown  # noqa: E402
+from weft.text.template import ChatTemplate, Message  # noqa: E402 - after the binding
+from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 
 Prompt = str | Sequence[int]
 

@@ -11,7 +11,7 @@ import textwrap
 import time
 from typing import Any, Literal
 
-from weft.chat.conversation import Usage
+from weft.text.types import Usage
 
 LogFormat = Literal["text", "json"]
 

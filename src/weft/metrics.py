@@ -14,8 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from weft.chat.conversation import Usage
 from weft.ipc.messages import FinishReason
+from weft.text.types import Usage
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

@@ -19,13 +19,13 @@ from typing import Protocol
 import msgspec
 
 from weft.answer import Answer
-from weft.chat.conversation import Effort, Generation, LateSystem, Prompt
-from weft.chat.reuse import Report, Reports
-from weft.chat.scribe import Scribe, Written
 from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
 from weft.ipc.messages import ConstraintSpec, Limits, Ready, Sampling
 from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
+from weft.text.miss_report import Report, Reports
+from weft.text.prompt import Scribe, Written
+from weft.text.types import Effort, Generation, LateSystem, Prompt
 
 log = logging.getLogger("weft.service")
 

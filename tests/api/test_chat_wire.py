@@ -17,7 +17,9 @@ from weft.api.openai import completions
 from weft.api.openai.chat import translate
 from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import (
+from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
+from weft.ipc.messages import GrammarSpec, TokenLogprob
+from weft.text.types import (
     CallArguments,
     CallClosed,
     CallOpened,
@@ -32,8 +34,6 @@ from weft.chat.conversation import (
     ToolCall,
     Usage,
 )
-from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
-from weft.ipc.messages import GrammarSpec, TokenLogprob
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}

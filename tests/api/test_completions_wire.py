@@ -13,9 +13,9 @@ from openai.types import Completion
 
 from weft.api.openai.completions import translate
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import Delta, Finish, Text, Token, Usage
 from weft.errors import InvalidRequest, QueueFull, UnsupportedParameter
 from weft.ipc.messages import TokenLogprob
+from weft.text.types import Delta, Finish, Text, Token, Usage
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USAGE = Usage(2, 4, cached_tokens=1, prefill_seconds=0.5, decode_seconds=0.25)

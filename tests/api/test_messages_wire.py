@@ -16,7 +16,8 @@ from pydantic import TypeAdapter
 
 from weft.api.anthropic.messages import translate, translate_count
 from weft.api.reply import Asked, Heading, request_ids
-from weft.chat.conversation import (
+from weft.errors import ContextTooLong, EngineDied, InvalidRequest, QueueFull, UnsupportedParameter
+from weft.text.types import (
     CallArguments,
     CallClosed,
     CallOpened,
@@ -30,7 +31,6 @@ from weft.chat.conversation import (
     ToolCall,
     Usage,
 )
-from weft.errors import ContextTooLong, EngineDied, InvalidRequest, QueueFull, UnsupportedParameter
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}

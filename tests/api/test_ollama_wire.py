@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from weft.api.ollama.chat import NDJSON, translate_chat, translate_generate
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import (
+from weft.errors import EngineDied, InternalError, InvalidRequest, UnsupportedParameter
+from weft.ipc.messages import GrammarSpec
+from weft.text.types import (
     CallArguments,
     CallClosed,
     CallOpened,
@@ -25,8 +27,6 @@ from weft.chat.conversation import (
     ToolCall,
     Usage,
 )
-from weft.errors import EngineDied, InternalError, InvalidRequest, UnsupportedParameter
-from weft.ipc.messages import GrammarSpec
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}

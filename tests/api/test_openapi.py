@@ -14,8 +14,8 @@ from weft.api.ollama import chat as ollama
 from weft.api.openai import chat, completions, responses
 from weft.api.openapi import document
 from weft.api.reply import Heading
-from weft.chat.conversation import Finish, Reused, Text, Usage
 from weft.errors import InvalidRequest
+from weft.text.types import Finish, Reused, Text, Usage
 
 DOCUMENT = document("1.2.3")
 USER = {"role": "user", "content": "Hi"}

@@ -16,7 +16,21 @@ from weft.api.openai import chat
 from weft.api.openai.response_items import sealed
 from weft.api.openai.responses import NOT_HERE, Past, ResponseRequest, translate
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import (
+from weft.errors import (
+    ContextTooLong,
+    EngineDied,
+    EngineStarting,
+    InternalError,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    TemplateFailed,
+    UnsupportedParameter,
+    WeftError,
+)
+from weft.ipc.messages import Sampling, TokenLogprob
+from weft.text.tools import wrapped
+from weft.text.types import (
     CallArguments,
     CallClosed,
     CallOpened,
@@ -31,20 +45,6 @@ from weft.chat.conversation import (
     ToolCall,
     Usage,
 )
-from weft.chat.tools import wrapped
-from weft.errors import (
-    ContextTooLong,
-    EngineDied,
-    EngineStarting,
-    InternalError,
-    InvalidRequest,
-    QueueFull,
-    RequestCancelled,
-    TemplateFailed,
-    UnsupportedParameter,
-    WeftError,
-)
-from weft.ipc.messages import Sampling, TokenLogprob
 
 HEADING = Heading(id="7", created=1, model="m", fingerprint="f", sampling=Sampling(temperature=0.6, top_p=0.9))
 USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=Reused("differs", 5, "because", 5))

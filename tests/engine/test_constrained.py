@@ -11,13 +11,13 @@ import pytest
 
 import weft.model
 from driver import SMALL, Run, adapter_for, answers
-from weft.chat.tokenizer import Tokenizer
 from weft.engine.sequence import Sequence
 from weft.errors import RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.messages import ConstraintSpec, GrammarSpec, Sampling, Submit, ThinkingSpec
 from weft.model.adapter import Adapter
+from weft.text.tokenizer import Tokenizer
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
 COMPILER = Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))

@@ -17,10 +17,10 @@ import pytest
 from schemas import CORPUS, Entry
 
 import weft.model
-from weft.chat.constraints import json_schema
 from weft.errors import InvalidRequest
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Matcher
+from weft.text.schema import json_schema
 
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))

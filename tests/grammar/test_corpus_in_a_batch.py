@@ -13,12 +13,12 @@ from schemas import CORPUS, Entry
 from test_corpus import COMPILER, ENDINGS, PLACE
 
 from driver import SMALL, Run
-from weft.chat.constraints import json_schema
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import ConstraintSpec, Sampling
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID
+from weft.text.schema import json_schema
 
 ROWS = 32
 BIASES = (4.0, 7.0, 10.0)  # towards what ends strings, lists and objects, more with each attempt; random texts are endless

@@ -15,12 +15,12 @@ import pytest
 from hostile import ATTACKS, Attack
 
 import weft.model
-from weft.chat import constraints
-from weft.chat.enforcement import MAX_TEXT
 from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
+from weft.text import schema as constraints
+from weft.text.enforcement import MAX_TEXT
 
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))

@@ -12,11 +12,11 @@ import re
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weft.chat.conversation import Delta, Reasoning, Text
-from weft.chat.reader import Reader
-from weft.chat.thinking import Markers
-from weft.chat.tokenizer import Tokenizer
 from weft.model.resolve import TINY_HYBRID
+from weft.text.reasoning import Markers
+from weft.text.stream import Reader
+from weft.text.tokenizer import Tokenizer
+from weft.text.types import Delta, Reasoning, Text
 
 TOKENIZER = Tokenizer(TINY_HYBRID)
 THINK = Markers("<think>", "</think>")

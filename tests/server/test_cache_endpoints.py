@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.chat.reuse import MAX_REPORTS
+from weft.text.miss_report import MAX_REPORTS
 
 CAT, DOG = "Once upon a time there was a cat.", "Once upon a time there was a dog."
 
@@ -181,7 +181,7 @@ def test_a_model_that_is_not_up_keeps_nothing_and_can_not_be_cleared_yet() -> No
 
 
 def test_only_the_last_reports_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.chat.reuse.MAX_REPORTS", 2)
+    monkeypatch.setattr("weft.text.miss_report.MAX_REPORTS", 2)
     with front({"m": []}) as server:
         for name in ("a", "b", "c"):
             server.post("/v1/completions", {"prompt": "hi", "max_tokens": 1}, headers={"x-request-id": name})

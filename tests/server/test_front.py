@@ -16,8 +16,8 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.chat.scribe import Scribe
 from weft.service import Pace
+from weft.text.prompt import Scribe
 
 TEXTS = {
     "emoji": "family 👨‍👩‍👧‍👦 flags 🇩🇪🇯🇵 thumbs 👍🏽 done",
@@ -286,7 +286,7 @@ def test_a_fault_of_ours_inside_a_stream_is_told_and_counted_as_an_error(monkeyp
         raise ZeroDivisionError("a bug")
 
     with front({"m": []}) as server:
-        monkeypatch.setattr("weft.chat.reader.Reader.feed", broken)
+        monkeypatch.setattr("weft.text.stream.Reader.feed", broken)
         streamed = server.post("/v1/completions", {"prompt": "hi", "stream": True})
         whole = server.post("/v1/completions", {"prompt": "hi"})
         monkeypatch.undo()

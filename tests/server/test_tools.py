@@ -16,9 +16,9 @@ import pytest
 from conftest import Server
 from fronts import front
 from weft.api.openai.chat import translate
-from weft.chat.conversation import Conversation, ToolCall
-from weft.chat.scribe import Scribe
 from weft.model.resolve import TINY_HYBRID
+from weft.text.prompt import Scribe
+from weft.text.types import Conversation, ToolCall
 
 WEATHER: Any = {
     "type": "function",

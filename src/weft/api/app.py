@@ -37,11 +37,11 @@ from weft.api.page import Page
 from weft.api.reply import Asked, Heading
 from weft.api.sse import EventStream, whole
 from weft.api.status import Status, json_response
-from weft.chat.conversation import Generation
 from weft.config import ServerConfig
 from weft.errors import ContextTooLong
 from weft.log import request_line
 from weft.service import Service
+from weft.text.types import Generation
 
 LARGE_BODY = 1 << 16  # bytes
 # Their clients come again with more of the same.

@@ -14,11 +14,11 @@ from weft.api.openai.schema import ClearRequest, converted
 from weft.api.problems import BorderError
 from weft.api.reply import request_ids, reused_fields
 from weft.api.status import json_response
-from weft.chat.reuse import MAX_REPORTS, Report
-from weft.chat.tokenizer import Tokenizer
 from weft.config import ServerConfig
 from weft.ipc.messages import Prefixes, PrefixNode
 from weft.service import Service
+from weft.text.miss_report import MAX_REPORTS, Report
+from weft.text.tokenizer import Tokenizer
 
 MAX_TEXT = 200  # characters shown of a chunk
 

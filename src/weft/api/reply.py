@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.chat.conversation import Delta, Generation, Reused, Usage
 from weft.errors import WeftError
 from weft.ipc.messages import Sampling
+from weft.text.types import Delta, Generation, Reused, Usage
 
 EVENTS = "text/event-stream; charset=utf-8"
 

@@ -18,12 +18,12 @@ from weft.api.openai.schema import DetokenizeRequest, LoadRequest, TokenizeReque
 from weft.api.openapi import document
 from weft.api.problems import BorderError
 from weft.api.reply import request_ids
-from weft.chat.conversation import Conversation
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
 from weft.metrics import CONTENT_TYPE
 from weft.service import Served, Service
 from weft.stock import Choice, Stock
+from weft.text.types import Conversation
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import msgspec
 from rich.console import Console
 
-from weft.chat.conversation import Conversation, Delta, Finish, Generation, Message, Reasoning, Text, Usage
-from weft.chat.scribe import Scribe
 from weft.cli.client import DEFAULT_URL, Client
 from weft.errors import RequestError, WeftError
+from weft.text.prompt import Scribe
+from weft.text.types import Conversation, Delta, Finish, Generation, Message, Reasoning, Text, Usage
 
 STORYTELLERS = frozenset({"tiny-hybrid"})  # by its card no assistant: it continues a text better than it answers one
 

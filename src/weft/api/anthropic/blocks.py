@@ -14,8 +14,8 @@ import msgspec
 
 from weft.api.anthropic.schema import CountRequest, InputMessage
 from weft.api.anthropic.signature import hidden
-from weft.chat.conversation import Message, ToolCall
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.text.types import Message, ToolCall
 
 Block = dict[str, Any]
 Placed = tuple[str, Block]  # a block, and where it stands in the request

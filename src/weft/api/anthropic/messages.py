@@ -16,12 +16,12 @@ from weft.api.anthropic.reply import MessagesReply, Shape
 from weft.api.anthropic.schema import HARMLESS, NOT_DONE, CountRequest, MessagesRequest, Thinking, ToolChoice, ToolParam
 from weft.api.openai.schema import understood
 from weft.api.reply import Asked
-from weft.chat import constraints
-from weft.chat.conversation import Conversation, Effort, Generation
-from weft.chat.effort import BUDGETS
-from weft.chat.tools import Choice, Tool, read_choice, read_tools
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
+from weft.text import schema as constraints
+from weft.text.effort import BUDGETS
+from weft.text.tools import Choice, Tool, read_choice, read_tools
+from weft.text.types import Conversation, Effort, Generation
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 

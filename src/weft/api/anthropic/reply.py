@@ -18,8 +18,8 @@ from weft.api.anthropic.signature import signature
 from weft.api.openai.common import encoded
 from weft.api.problems import anthropic_body
 from weft.api.reply import Heading, kept_tokens
-from weft.chat.conversation import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 from weft.errors import WeftError
+from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
 Event = dict[str, Any]
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.api.openai.schema import SomeText
-from weft.chat.conversation import Effort
+from weft.text.types import Effort
 
 BlockFields = {"type": {"type": "string"}, "cache_control": {"type": ["object", "null"]}}
 Block = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": BlockFields})]

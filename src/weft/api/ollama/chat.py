@@ -24,8 +24,11 @@ from weft.api.ollama.schema import (
 from weft.api.openai.common import encoded
 from weft.api.problems import ollama_body
 from weft.api.reply import Asked, Heading
-from weft.chat import constraints
-from weft.chat.conversation import (
+from weft.errors import WeftError
+from weft.ipc.messages import GrammarSpec
+from weft.text import schema as constraints
+from weft.text.tools import Choice, read_choice, read_tools
+from weft.text.types import (
     CallArguments,
     CallClosed,
     CallOpened,
@@ -41,9 +44,6 @@ from weft.chat.conversation import (
     ToolCall,
     Usage,
 )
-from weft.chat.tools import Choice, read_choice, read_tools
-from weft.errors import WeftError
-from weft.ipc.messages import GrammarSpec
 
 NDJSON = "application/x-ndjson"
 NANOSECONDS = 1_000_000_000

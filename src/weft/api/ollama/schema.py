@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from weft.api.openai import schema as openai
 from weft.api.openai.schema import SomeText
-from weft.chat.conversation import Effort
+from weft.text.types import Effort
 
 Format = Literal["", "json"] | dict[str, Any]
 Texts = SomeText | Annotated[list[SomeText], Meta(max_length=16)]

@@ -22,7 +22,9 @@ from weft.api.openai.common import (
 )
 from weft.api.openai.schema import ChatMessage, ChatRequest, ChatToolCall, understood
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import (
+from weft.errors import InvalidRequest
+from weft.text.tools import RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
+from weft.text.types import (
     CallArguments,
     CallOpened,
     Conversation,
@@ -32,8 +34,6 @@ from weft.chat.conversation import (
     Text,
     ToolCall,
 )
-from weft.chat.tools import RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
-from weft.errors import InvalidRequest
 
 
 def translate(body: dict[str, Any]) -> Asked:

@@ -16,8 +16,10 @@ import msgspec
 from weft.api.openai.schema import CommonRequest, ConversationRequest, NamedSchema, ResponseFormat, StructuredOutputs
 from weft.api.problems import openai_body
 from weft.api.reply import Heading, reused_fields
-from weft.chat import constraints
-from weft.chat.conversation import (
+from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
+from weft.ipc.messages import GrammarSpec, Sampling
+from weft.text import schema as constraints
+from weft.text.types import (
     CallArguments,
     CallOpened,
     Delta,
@@ -30,8 +32,6 @@ from weft.chat.conversation import (
     Token,
     Usage,
 )
-from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
-from weft.ipc.messages import GrammarSpec, Sampling
 
 SAME_NAMED = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]
 DONE = b"data: [DONE]\n\n"

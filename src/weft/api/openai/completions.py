@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from weft.api.openai.common import OpenAIReply, Shape, generation_of, grammar_of, joined, logprob_of, tokens_of
 from weft.api.openai.schema import MAX_CHOICES, CompletionRequest, understood
 from weft.api.reply import Asked, Heading
-from weft.chat.conversation import Prompt, Reasoning, Said, Text, Token
 from weft.errors import InvalidRequest
+from weft.text.types import Prompt, Reasoning, Said, Text, Token
 
 
 def translate(body: dict[str, Any]) -> Asked:

@@ -18,9 +18,9 @@ import msgspec
 from weft.api.openai.chat import message_of
 from weft.api.openai.response_tools import flat_name
 from weft.api.openai.schema import ChatMessage, Part, converted
-from weft.chat.conversation import Message, ToolCall
-from weft.chat.tools import wrapped
 from weft.errors import InvalidRequest
+from weft.text.tools import wrapped
+from weft.text.types import Message, ToolCall
 
 Item = dict[str, Any]
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from weft.api.openai.common import joined, logprobs_of
 from weft.api.openai.response_items import Item, sealed
 from weft.api.openai.response_tools import Called
-from weft.chat.conversation import CallArguments, Delta, Reasoning, Text
-from weft.chat.tools import RawInput
+from weft.text.tools import RawInput
+from weft.text.types import CallArguments, Delta, Reasoning, Text
 
 Event = dict[str, Any]  # without its number
 

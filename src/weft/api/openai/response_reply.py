@@ -20,9 +20,9 @@ from weft.api.openai.response_output import Call, CustomCall, Event, Message, Ou
 from weft.api.openai.response_tools import Tools
 from weft.api.problems import headers_of, openai_body
 from weft.api.reply import Heading, kept_tokens
-from weft.chat.conversation import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 from weft.errors import BusyError, ContextTooLong, QueueFull, RequestError, WeftError
 from weft.ipc.messages import Sampling
+from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
 Keep = Callable[[Item, list[Item]], None]  # takes a response, and the items it answers
 

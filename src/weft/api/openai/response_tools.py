@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.chat.tools import Choice, as_functions, read_choice, read_tools
 from weft.errors import InvalidRequest
+from weft.text.tools import Choice, as_functions, read_choice, read_tools
 
 Shape = dict[str, Any]
 

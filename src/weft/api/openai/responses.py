@@ -19,9 +19,9 @@ from weft.api.openai.response_reply import Frame, Keep, ResponseReply
 from weft.api.openai.response_tools import Tools, told
 from weft.api.openai.schema import NOT_YET, TIERS, ConversationRequest, Count, ResponseFormat, Schema, understood
 from weft.api.reply import Asked
-from weft.chat.conversation import Conversation, Effort, Message
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
+from weft.text.types import Conversation, Effort, Message
 
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from weft.chat.conversation import Effort, Role
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.text.types import Effort, Role
 
 MAX_CHOICES = 128  # prompts × n of one request
 TIERS = {"priority": 10, "flex": -10}  # what OpenAI's tiers are as a priority; the others are none

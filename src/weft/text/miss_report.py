@@ -1,0 +1,89 @@
+"""How much of a prompt was known before, in words for people, and the reports of the last requests for those who ask later.
+
+Of a prompt only a few characters around its first unknown token are kept. Knows a tokenizer and what the engine said;
+`Choice` has it explained, the service keeps the reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.ipc.messages import Reuse
+from weft.text.tokenizer import Tokenizer
+from weft.text.types import Reused, Usage
+
+MAX_REPORTS = 1000
+CONTEXT = 40  # characters shown in front of the first unknown token, and tokens that surely have as many
+
+LIMITS = {
+    "whole": "that is all that can be taken over",
+    "cut": "more of them are known, but were computed in pieces that end at other places",
+    "checkpoint": "more of them are known, but not the state of every layer further on",
+    "evicted": "more of them were kept once and had to make room; more --cache-megabytes would hold them",
+    "salt": "nothing was asked under this cache_salt before",
+    "logprobs": "the prompt's log-probabilities were asked for, so all of it had to be computed",
+    "off": "nothing is kept, because --cache-megabytes is 0",
+}
+
+
+def explained(reuse: Reuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> Reused:
+    """What the engine said of a prompt, with the texts it is about. Under a salt no text is told."""
+    place = reuse.position
+    if place is None or is_salted:
+        return Reused(reuse.cause, reuse.matched, _why(reuse, len(ids), None, None), place)
+    before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
+    token, instead = (None if one is None else _text(one, tokenizer) for one in (reuse.token, reuse.instead))
+    return Reused(reuse.cause, reuse.matched, _why(reuse, len(ids), token, instead), place, before, token, instead)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a request when it is over."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+    usage: Usage
+
+
+class Reports:
+    """The last requests' reports, by id."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Report] = {}  # the oldest first
+
+    def add(self, report: Report) -> None:
+        """Keep one more, in the place of the oldest. Of two with one id the later is kept."""
+        self._kept.pop(report.id, None)
+        self._kept[report.id] = report
+        if len(self._kept) > MAX_REPORTS:
+            del self._kept[next(iter(self._kept))]
+
+    def find(self, request_id: str) -> Report | None:
+        """The report of this request; None when there is none, or none any more."""
+        return self._kept.get(request_id)
+
+
+def _why(reuse: Reuse, num_tokens: int, token: str | None, instead: str | None) -> str:
+    known = f"the first {reuse.matched} of {num_tokens}" if reuse.matched else f"none of the {num_tokens}"
+    return f"{known} tokens were there; {LIMITS.get(reuse.cause) or _difference(reuse, token, instead)}"
+
+
+def _difference(reuse: Reuse, token: str | None, instead: str | None) -> str:
+    place = (reuse.position or 0) + 1  # people count from one
+    if reuse.instead is None:
+        return f"from token {place} on nothing like it was asked before"
+    if token is None or instead is None:
+        return f"at token {place} this prompt differs from the nearest known one"
+    return f"at token {place} this prompt has {_quoted(token)}, the nearest known one {_quoted(instead)}"
+
+
+def _text(token: int, tokenizer: Tokenizer) -> str:
+    r"""A token's text; the bytes of half a character as \xe6\xbc."""
+    return tokenizer.token_bytes(token).decode(errors="backslashreplace")
+
+
+def _quoted(text: str) -> str:
+    """Line ends and whatever else can not be seen as escapes."""
+    return '"' + "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text) + '"'

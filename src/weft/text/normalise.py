@@ -1,0 +1,299 @@
+"""What clients send → what the model's chat template takes, with nothing lost on the way.
+
+`normalise` reshapes messages as far as the template needs it and no further, and what comes later never moves what came
+before: a prompt that grows keeps its prefix. `PromptWriter` renders them and sees to it that all that was said is in the
+prompt: it is right, or the request is refused. Knows no model names and no wires; `Scribe` uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import reduce
+from typing import Any
+
+from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
+from weft.text.reasoning import KNOWN
+from weft.text.template import ChatTemplate
+from weft.text.template_probe import Capabilities
+from weft.text.types import Conversation, LateSystem, Message, ToolCall
+
+Turn = dict[str, Any]  # a message as templates read it
+Content = str | list[dict[str, Any]]
+
+INSTRUCTING = ("system", "developer")
+BLANK_LINE = "\n\n"
+CUT = "⟦the answer goes on here⟧"
+OURS = ("messages", "tools", "add_generation_prompt")  # what a client's own template variables may not replace
+# What templates trim, escape or take out of a text: white space and controls, as they are or in JSON, switches for thinking.
+_LOST = re.compile(rb"\\(?:[nrtbf]|u00[01][0-9a-f])|/(?:no_)?think")
+_LOST_BYTES = bytes(range(33)) + b"\\"
+
+
+class PromptWriter:
+    """Writes conversations down for one model."""
+
+    def __init__(self, template: ChatTemplate, late_system: LateSystem = "fold") -> None:
+        self.template = template
+        self.late_system = late_system
+        self.capabilities = Capabilities.probe(template)
+        self._with_tools = Capabilities.probe(template, with_tools=True)
+
+    def write(self, conversation: Conversation) -> str:
+        """The prompt. Raises InvalidRequest naming what is wrong, or TemplateFailed with the template's own words."""
+        _check_options(conversation)
+        capabilities = self._with_tools if conversation.tools else self.capabilities
+        turns = normalise(conversation, capabilities, self.late_system)
+        if conversation.continue_final_message:
+            turns[-1] = _with_cut(turns[-1])
+        prompt = self.template.render(
+            turns,
+            tools=_tools(conversation, capabilities),
+            add_generation_prompt=conversation.add_generation_prompt,
+            **conversation.template_kwargs,
+        )
+        if conversation.continue_final_message:
+            prompt, found, _ = prompt.rpartition(CUT)
+            if not found:
+                raise TemplateFailed("the model's chat template leaves out the message that is to be continued", "messages")
+        try:
+            _check_said(conversation, prompt)
+        except UnicodeEncodeError as error:
+            message = "messages have half a character in them (a lone surrogate); send valid Unicode"
+            raise InvalidRequest(message, "messages") from error
+        return prompt
+
+
+def normalise(conversation: Conversation, capabilities: Capabilities, late_system: LateSystem = "fold") -> list[Turn]:
+    """The messages as turns that the template takes. Raises InvalidRequest naming the one that has no such form."""
+    if not conversation.messages:
+        raise InvalidRequest("messages is empty; send at least one", "messages")
+    turns = [_turn(message, _place(message, index), capabilities) for index, message in enumerate(conversation.messages)]
+    turns = _merged(_instructed(turns, capabilities, late_system), capabilities)
+    for turn in turns:
+        if turn["role"] in capabilities.parts - capabilities.text and isinstance(turn.get("content"), str):
+            turn["content"] = _as_parts(turn["content"])
+    return turns
+
+
+def _place(message: Message, index: int) -> str:
+    return message.place or f"messages[{index}]"
+
+
+def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
+    role = "system" if message.role == "developer" and not capabilities.developer else message.role
+    turn: Turn = {"role": role, "content": _content(message, place, capabilities)}
+    if message.reasoning:
+        turn[capabilities.reasoning_key] = message.reasoning
+    if message.tool_calls:
+        turn["tool_calls"] = _calls(message.tool_calls, f"{place}.tool_calls", capabilities)
+        if message.reasoning and turn["content"] and not capabilities.text_and_reasoning:
+            turn["content"] = _joined(turn.pop(capabilities.reasoning_key), turn["content"])
+        if not turn["content"] and capabilities.no_content == "null":
+            turn["content"] = None
+        if not turn["content"] and capabilities.no_content == "absent":
+            del turn["content"]
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = _call_id(message.tool_call_id, capabilities)
+    if message.name is not None:
+        turn["name"] = message.name
+    return turn
+
+
+def _content(message: Message, place: str, capabilities: Capabilities) -> Content:
+    """The content as a text, or as clean text parts where the client sent parts and the template takes them."""
+    if not message.content or isinstance(message.content, str):
+        return message.content or ""
+    for index, part in enumerate(message.content):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            where, kind = f"{place}.content[{index}]", part.get("type")
+            raise UnsupportedParameter(f"{where} is of type {kind!r}; this server takes parts of type 'text' only", where)
+    role = "system" if message.role == "developer" else message.role
+    parts = [{"type": "text", "text": part["text"]} for part in message.content]
+    return parts if role in capabilities.parts else _as_text(parts)
+
+
+def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) -> list[dict[str, Any]]:
+    if not capabilities.arguments:
+        raise UnsupportedParameter(f"{place}: this model's chat template has no place for tool calls", place)
+    if len(calls) > 1 and not capabilities.several_calls:
+        message = f"{place} has {len(calls)} calls; this model's chat template writes one in a turn: split them up"
+        raise UnsupportedParameter(message, place)
+    written = []
+    for index, call in enumerate(calls):
+        function = {"name": call.name, "arguments": _arguments(call, f"{place}[{index}].function.arguments", capabilities)}
+        identity = {} if call.id is None else {"id": _call_id(call.id, capabilities)}
+        written.append({**identity, "type": "function", "function": function})
+    return written
+
+
+def _arguments(call: ToolCall, place: str, capabilities: Capabilities) -> Any:
+    """As an object where the template can write one, so that the prompt has the spacing its model was trained with."""
+    text = call.arguments.strip() or "{}"
+    if "object" not in capabilities.arguments:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    if "text" in capabilities.arguments:
+        return call.arguments
+    raise InvalidRequest(f"{place} is not a JSON object; this model's chat template can write nothing else", place)
+
+
+def _call_id(given: str, capabilities: Capabilities) -> str:
+    if capabilities.any_call_id or (len(given) == 9 and given.isalnum()):
+        return given
+    return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def _instructed(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
+    """System turns at the front made one, the later ones put where the template takes them."""
+    first = next((index for index, turn in enumerate(turns) if turn["role"] not in INSTRUCTING), len(turns))
+    leading, rest = turns[:first], turns[first:]
+    if late_system == "hoist":
+        leading += [turn for turn in rest if turn["role"] in INSTRUCTING]
+        rest = [turn for turn in rest if turn["role"] not in INSTRUCTING]
+    front = [reduce(_both, leading)] if leading else []
+    for turn in rest:
+        turn["role"] = "system" if turn["role"] in INSTRUCTING else turn["role"]
+    if not any(turn["role"] == "user" for turn in rest):
+        return [*front, *rest]  # a user's turn is never made up: the template takes this as it is or says why not
+    if not capabilities.system:
+        return _folded(rest, [text for turn in front if (text := _as_text(turn["content"]))], capabilities)
+    return [*front, *(rest if capabilities.late_system else _folded(rest, [], capabilities))]
+
+
+def _folded(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
+    """System texts that begin the user's turn right after them; where an answer or nothing follows, a turn of their own.
+
+    They do not wait for a user who speaks later: he may not have been there the last time, and the prompt would change
+    in its middle. Only a tool's result goes before them, because it belongs to its call.
+    """
+    folded: list[Turn] = []
+    for turn in turns:
+        if turn["role"] == "system":
+            waiting += [f"<system-reminder>\n{text}\n</system-reminder>"] if (text := _as_text(turn["content"])) else []
+            continue
+        if turn["role"] == "user" and waiting:
+            turn["content"] = _joined(BLANK_LINE.join(waiting), turn["content"])
+            waiting = []
+        if turn["role"] == "assistant":
+            waiting = _settle(waiting, folded, capabilities)
+        folded.append(turn)
+    _settle(waiting, folded, capabilities)
+    return folded
+
+
+def _settle(waiting: list[str], turns: list[Turn], capabilities: Capabilities) -> list[str]:
+    """Add what waits as a user's turn, or to a tool's result where no user should speak. Then nothing waits."""
+    text = BLANK_LINE.join(waiting)
+    if waiting and turns and turns[-1]["role"] == "tool" and not capabilities.user_after_tool:
+        turns[-1]["content"] = _joined(turns[-1]["content"], text)
+    elif waiting:
+        turns.append({"role": "user", "content": text})
+    return []
+
+
+def _merged(turns: list[Turn], capabilities: Capabilities) -> list[Turn]:
+    """Neighbours of one role made one turn, where the template would refuse them."""
+    merged: list[Turn] = []
+    for turn in turns:
+        last = merged[-1] if merged else {}
+        alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
+        if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
+            merged[-1] = _both(last, turn)
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _both(first: Turn, second: Turn) -> Turn:
+    """Two turns as one: what both have is joined, the rest is as it is."""
+    said = {key: _joined(first[key], second[key]) for key in first.keys() & second.keys() - {"role", "name"}}
+    return {**second, **first, **said}
+
+
+def _joined(first: Content, second: Content) -> Content:
+    if not first or not second:
+        return first or second
+    if isinstance(first, str) and isinstance(second, str):
+        return first + BLANK_LINE + second
+    return [*_as_parts(first), *_as_parts(BLANK_LINE), *_as_parts(second)]
+
+
+def _as_parts(content: Content) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _as_text(content: Content) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def _with_cut(turn: Turn) -> Turn:
+    """The turn with a mark at the end of its text, to find the place in the prompt."""
+    if isinstance(turn["content"], str):
+        return {**turn, "content": turn["content"] + CUT}
+    *before, last = turn["content"]
+    return {**turn, "content": [*before, {**last, "text": last["text"] + CUT}]}
+
+
+def _tools(conversation: Conversation, capabilities: Capabilities) -> list[dict[str, Any]] | None:
+    if conversation.tools and not capabilities.tools:
+        raise UnsupportedParameter("this model's chat template has no place for tools; send none", "tools")
+    missing = {} if capabilities.bare_tools else {"description": "", "parameters": {"type": "object", "properties": {}}}
+    tools = []
+    for tool in conversation.tools:
+        function = {key: value for key, value in tool["function"].items() if value is not None}
+        tools.append({**tool, "function": {**function, **{key: missing[key] for key in missing if key not in function}}})
+    return tools or None
+
+
+def _check_options(conversation: Conversation) -> None:
+    for name in OURS:
+        if name in conversation.template_kwargs:
+            message = f"chat_template_kwargs may not set {name}; the request has a field for it"
+            raise InvalidRequest(message, "chat_template_kwargs")
+    if not conversation.continue_final_message:
+        return
+    if conversation.add_generation_prompt:
+        message = "continue_final_message goes on with an answer, add_generation_prompt begins one; set one of them to false"
+        raise InvalidRequest(message, "continue_final_message")
+    if not conversation.messages or conversation.messages[-1].role != "assistant" or conversation.messages[-1].tool_calls:
+        message = "continue_final_message needs a last message of role assistant, without tool_calls"
+        raise InvalidRequest(message, "continue_final_message")
+
+
+def _check_said(conversation: Conversation, prompt: str) -> None:
+    """Refuse a prompt that lacks what somebody said. One pass: texts are looked for in their order."""
+    written = _bare(prompt)
+    starts = {True: 0, False: 0}  # instructions may have a place of their own, so they are looked for by themselves
+    for index, message in enumerate(conversation.messages):
+        instructs = message.role in INSTRUCTING
+        for text in _must_show(message):
+            said = _bare(text)
+            found = written.find(said, starts[instructs])
+            if found < 0 and message.role == "tool":
+                found = written.find(said)  # results may come in the order of their calls
+            if found < 0:
+                place = _place(message, index)
+                raise TemplateFailed(f"the model's chat template leaves out what {place} (role {message.role}) says", place)
+            starts[instructs] = max(starts[instructs], found + len(said))
+
+
+def _must_show(message: Message) -> list[str]:
+    """What a message says. Past thinking, and words beside tool calls, are the template's to keep or to drop."""
+    if message.tool_calls:
+        return [call.name for call in message.tool_calls]
+    content = message.content or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    thinks = any(mark in text for text in texts for markers in KNOWN for mark in (markers.open, markers.close))
+    return [] if thinks and message.role == "assistant" else texts
+
+
+def _bare(text: str) -> bytes:
+    """What is left of a text whichever way a template writes it."""
+    return _LOST.sub(b"", text.strip().encode()).translate(None, _LOST_BYTES)

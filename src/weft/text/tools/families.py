@@ -1,0 +1,188 @@
+"""How model families write tool calls: one row each. Readers and grammars are made of it.
+
+A model's family is found by trying: its chat template writes down a call, and the family whose reader gets the same call
+back is the one. Knows no model names; the names here are for logs.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.text.tools.arguments import Json, Notation, Pairs, Tags
+
+JSON = Json()
+
+
+@dataclass(frozen=True)
+class Family:
+    """A way to write calls. In its texts a blank or a line break may be missing."""
+
+    name: str
+    call: str  # one call, with ⟨name⟩, ⟨arguments⟩ and maybe ⟨id⟩
+    notation: Notation = JSON
+    begin: str = ""  # before the first of several calls
+    between: str | None = ""  # None: there is only one call in an answer
+    end: str = ""
+    is_anchored: bool = False  # a call is one only where the answer begins
+    id_pattern: str = "[0-9]{1,3}"  # what the model writes at ⟨id⟩
+    id_form: str = ""  # the id of a call made of that; none: the id is made up
+    is_harmony: bool = False  # the whole answer is cut into channels
+    also: str = ""  # further markers
+    is_guess: bool = False  # the model's template does not say that it is this one
+
+    @cached_property
+    def head(self) -> str:
+        """A call up to its arguments."""
+        return self.call.partition("⟨arguments⟩")[0]
+
+    @cached_property
+    def tail(self) -> str:
+        """A call behind its arguments."""
+        return self.call.partition("⟨arguments⟩")[2]
+
+    @property
+    def brace(self) -> str:
+        """What arguments must begin with."""
+        return "{" if isinstance(self.notation, Json) else ""
+
+    @property
+    def is_object(self) -> bool:
+        """Whether a call is a JSON object of its own."""
+        return bool(self.brace) and self.tail.startswith("}")
+
+    @cached_property
+    def opening(self) -> str:
+        """The first call of several, up to the first letter of its arguments where that is known."""
+        return (self.begin + self.head).lstrip() + self.brace
+
+    @cached_property
+    def following(self) -> str:
+        """The same of a later call."""
+        return (self.between or "") + self.head + self.brace
+
+    @cached_property
+    def trigger(self) -> str:
+        """The text that announces a call."""
+        return re.split("[ \n⟨]", self.begin or self.head)[0]
+
+    @cached_property
+    def literals(self) -> str:
+        """All that is fixed, to look for tokens in."""
+        match self.notation:
+            case Tags(opening, close):
+                own: tuple[str, ...] = (opening, close)
+            case Pairs(_, quotes):
+                own = quotes
+            case Json():
+                own = ()
+        return "\0".join((self.begin, self.call, self.between or "", self.end, self.also, *own))
+
+
+OBJECT = '{"name": "⟨name⟩", "arguments": ⟨arguments⟩}'
+KEYWORDS = "⟨name⟩(⟨arguments⟩)"
+PYTHON = Pairs("=")
+KIMI_TYPES = ("string", "number|integer|boolean|object|array|null")
+
+
+def _listed(name: str, begin: str, end: str) -> Family:
+    """Calls in a JSON list."""
+    return Family(name, OBJECT, begin=f"{begin} [", between=", ", end=f"]{end}")
+
+
+def _keywords(name: str, begin: str, end: str, is_anchored: bool = False) -> Family:
+    """Calls as Python writes them, in a list."""
+    return Family(name, KEYWORDS, PYTHON, f"{begin} [", ", ", f"]{end}", is_anchored)
+
+
+def _functions(name: str, tag: str, gap: str) -> Family:
+    """A function with parameters, in a tag; values have line breaks around them or not."""
+    call = f"<{tag}>\n<function=⟨name⟩>⟨arguments⟩\n</function>\n</{tag}>"
+    return Family(name, call, Tags(f"\n<parameter=⟨key⟩>{gap}", f"{gap}</parameter>"), between="\n")
+
+
+def _keyed(name: str, prefix: str) -> Family:
+    """Keys and values in tags of their own."""
+    tags = Tags(f"\n<{prefix}arg_key>⟨key⟩</{prefix}arg_key>\n<{prefix}arg_value>", f"</{prefix}arg_value>")
+    return Family(name, f"<{prefix}tool_call>⟨name⟩⟨arguments⟩\n</{prefix}tool_call>", tags, between="\n")
+
+
+def _invoked(name: str, frame: str, prefix: str = "", typed: str = "") -> Family:
+    """Several invocations with parameters in one frame."""
+    call = f'\n<{prefix}invoke name="⟨name⟩">⟨arguments⟩\n</{prefix}invoke>'
+    tags = Tags(f'\n<{prefix}parameter name="⟨key⟩"{typed}>', f"</{prefix}parameter>", ("true", "false") if typed else ("", ""))
+    return Family(name, call, tags, f"<{frame}>", "", f"\n</{frame}>")
+
+
+def _braced(name: str, begin: str, end: str, quote: str) -> Family:
+    """Keys without quotes, texts in quotes of their own."""
+    return Family(name, f"{begin}call:⟨name⟩{{⟨arguments⟩}}{end}", Pairs(":", (quote, '"'), is_json=False, is_sorted=True))
+
+
+FAMILIES = (
+    Family("hermes", f"<tool_call>\n{OBJECT}\n</tool_call>", between="\n"),
+    _functions("qwen-xml", "tool_call", "\n"),
+    _functions("seed", "seed:tool_call", ""),
+    _keyed("glm", ""),
+    _keyed("longcat", "longcat_"),
+    _invoked("minimax", "minimax:tool_call"),
+    _invoked("muse", "atem:function_calls", "atem:"),
+    _invoked("deepseek-v3.2", "｜DSML｜function_calls", "｜DSML｜", ' string="⟨type⟩"'),
+    _invoked("deepseek-v4", "｜DSML｜tool_calls", "｜DSML｜", ' string="⟨type⟩"'),
+    Family(
+        "deepseek-v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>⟨name⟩\n```json\n⟨arguments⟩\n```<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        between="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    Family(
+        "deepseek-v3.1",
+        "<｜tool▁call▁begin｜>⟨name⟩<｜tool▁sep｜>⟨arguments⟩<｜tool▁call▁end｜>",
+        begin="<｜tool▁calls▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+    ),
+    Family(
+        "kimi-k2",
+        "<|tool_call_begin|>functions.⟨name⟩:⟨id⟩<|tool_call_argument_begin|>⟨arguments⟩<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        id_form="functions.{name}:{id}",
+    ),
+    Family(
+        "kimi-k3",
+        '<|open|>call tool="⟨name⟩" index="⟨id⟩"<|sep|>⟨arguments⟩<|close|>call<|sep|>',
+        Tags('<|open|>argument key="⟨key⟩" type="⟨type⟩"<|sep|>', "<|close|>argument<|sep|>", KIMI_TYPES),
+        begin="<|open|>tools<|sep|>",
+        end="<|close|>tools<|sep|>",
+    ),
+    Family("mistral", "[TOOL_CALLS]⟨name⟩[ARGS]⟨arguments⟩"),
+    Family("mistral-ids", "[TOOL_CALLS]⟨name⟩[CALL_ID]⟨id⟩[ARGS]⟨arguments⟩", id_pattern="[a-zA-Z0-9]{9}", id_form="{id}"),
+    _listed("mistral-list", "[TOOL_CALLS]", ""),
+    _listed("phi", "<|tool_call|>", "<|/tool_call|>"),
+    _listed("granite", "<|tool_call|>", ""),
+    _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+    Family(
+        "cohere",
+        '{"tool_call_id": "⟨id⟩", "tool_name": "⟨name⟩", "parameters": ⟨arguments⟩}',
+        begin="<|START_ACTION|> [\n    ",
+        between=",\n    ",
+        end="\n]<|END_ACTION|>",
+    ),
+    _keywords("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+    _keywords("llama4", "<|python_start|>", "<|python_end|>"),
+    _braced("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    Family(
+        "harmony",
+        "<|channel|>commentary to=functions.⟨name⟩ <|constrain|>json<|message|>⟨arguments⟩",
+        between=None,
+        is_harmony=True,
+        also="<|start|> <|end|>",
+    ),
+    Family("llama3", '{"name": "⟨name⟩", "parameters": ⟨arguments⟩}', between=None, is_anchored=True),
+    Family("json", OBJECT, between=None, is_anchored=True),
+    _keywords("pythonic", "", "", is_anchored=True),
+)
+GENERIC = FAMILIES[0]  # of the models whose templates do not say, most were taught this one
