@@ -23,11 +23,11 @@ ROOT = Path(__file__).parent.parent
 FAKE = ROOT / "tests" / "fake_engine.py"
 SERVE_FAKE = """
 import sys
-from weft import server
+from weft.serving import server
 server._command = lambda name, *_: [*{command!r}, name]
 from weft.cli.serve import Screen
 from weft.config import ServerConfig
-sys.exit(server.serve(ServerConfig(("fake",), port=0), Screen()))
+sys.exit(server.serve(ServerConfig(("fake",), port=0), Screen(), make_app))
 """
 STREAMS, TOKENS = 64, 400
 CLIENTS, ANSWER = 8, 64

@@ -17,9 +17,9 @@ import uvicorn
 
 from weft.api.app import make_app
 from weft.config import ServerConfig
-from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
-from weft.service import Served, Service
+from weft.serving.service import Served, Service
+from weft.serving.supervisor import Supervisor
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 

@@ -27,15 +27,10 @@ MAY_USE: dict[str, set[str]] = {
     "model": SHARED | {"kernels", "memory"},
     "grammar": SHARED,
     "engine": SHARED | {"grammar", "kernels", "memory", "model"},
-    "link": SHARED,
-    "answer": SHARED | {"text", "link", "metrics"},
-    "service": SHARED | {"answer", "text", "link", "metrics"},
-    "shelf": SHARED | {"kernels", "model"},
-    "stock": SHARED | {"model", "service", "shelf"},
-    "api": SHARED | {"__init__", "answer", "text", "log", "metrics", "service", "shelf", "stock"},
-    "server": SHARED | {"__init__", "api", "link", "log", "metrics", "service"},
+    "serving": SHARED | {"kernels", "log", "metrics", "model", "text"},
+    "api": SHARED | {"__init__", "log", "metrics", "serving", "text"},
     "llm": SHARED | {"text", "engine", "kernels", "model"},
-    "cli": SHARED | {"__init__", "text", "engine", "llm", "model", "server", "shelf"},
+    "cli": SHARED | {"__init__", "api", "engine", "llm", "model", "serving", "text"},
     "__init__": {"ipc", "llm"},
     "__main__": {"cli"},
 }
@@ -56,8 +51,8 @@ WITHOUT_MLX = [
     "weft.engine.sequence",
     "weft.grammar.compiler",
     "weft.model.resolve",
-    "weft.shelf",
-    "weft.server",  # the whole front: api, service, chat, link
+    "weft.serving.shelf",
+    "weft.serving.server",  # the whole front: api, service, chat, link
 ]
 
 

@@ -34,7 +34,7 @@ def finish(request_id: str = "abc", model: str = "tiny", usage: Usage | None = U
 def test_a_text_line_has_time_level_and_message(capsys: pytest.CaptureFixture[str]) -> None:
     setup("text")
 
-    logging.getLogger("weft.server").info("listening on %s", "here")
+    logging.getLogger("weft.serving.server").info("listening on %s", "here")
 
     line = capsys.readouterr().err
     assert line[2] == line[5] == ":"

@@ -14,7 +14,7 @@ from cli_command import weft
 from weft.cli.serve import Screen
 from weft.config import ServerConfig
 from weft.errors import WeftError
-from weft.server import make_service
+from weft.serving.server import make_service
 
 
 def settings(home: Path, *arguments: str, **variables: str) -> dict[str, Any]:

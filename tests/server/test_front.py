@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.service import Pace
+from weft.serving.service import Pace
 from weft.text.prompt import Scribe
 
 TEXTS = {
@@ -246,7 +246,7 @@ def test_metrics_count_what_happened() -> None:
 
 
 def test_the_front_is_up_within_a_second() -> None:
-    code = "import time, sys; start = time.perf_counter(); import weft.server; print(time.perf_counter() - start)"
+    code = "import time, sys; start = time.perf_counter(); import weft.serving.server; print(time.perf_counter() - start)"
 
     seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2))
 
@@ -352,7 +352,7 @@ def test_a_long_text_does_not_hold_up_the_others() -> None:
 
 
 def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.link.supervisor.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.supervisor.FIRST_PAUSE_SECONDS", 0.01)
     with front({"m": ["--no-such-option"]}, wait=False) as server:
         while (health := server.get("/health").json())["status"] == "loading":
             time.sleep(0.05)

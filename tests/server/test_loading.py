@@ -16,9 +16,9 @@ import pytest
 
 from fronts import Front, front
 from servers import Server, running
-from weft import shelf
 from weft.kernels import blas
 from weft.model.resolve import TINY_HYBRID
+from weft.serving import shelf
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/models/load", "/v1/models/unload", "/v1/completions"
 TEXT = "Once upon a time"

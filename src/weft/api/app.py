@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weft.answer import Answer
 from weft.api import problems
 from weft.api.anthropic import messages
 from weft.api.body import read_json
@@ -40,7 +39,8 @@ from weft.api.status import Status, json_response
 from weft.config import ServerConfig
 from weft.errors import ContextTooLong
 from weft.log import request_line
-from weft.service import Service
+from weft.serving.answer import Answer
+from weft.serving.service import Service
 from weft.text.types import Generation
 
 LARGE_BODY = 1 << 16  # bytes

@@ -16,7 +16,7 @@ from weft.api.reply import request_ids, reused_fields
 from weft.api.status import json_response
 from weft.config import ServerConfig
 from weft.ipc.messages import Prefixes, PrefixNode
-from weft.service import Service
+from weft.serving.service import Service
 from weft.text.miss_report import MAX_REPORTS, Report
 from weft.text.tokenizer import Tokenizer
 

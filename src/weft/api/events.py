@@ -15,11 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from weft.answer import Answer
 from weft.api.problems import status_of
 from weft.api.sse import STREAM_HEADERS, gone
 from weft.api.status import condition_of
-from weft.service import Served, Service
+from weft.serving.answer import Answer
+from weft.serving.service import Served, Service
 
 TICK_SECONDS = 0.25
 QUIET_TICKS = 4  # without news a watcher hears so seldom that all is as it was

@@ -14,12 +14,12 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from weft.answer import Answer
 from weft.api.body import Disconnected
 from weft.api.deadline import Deadline
 from weft.api.reply import EVENTS, Reply
 from weft.errors import InternalError, RequestTimedOut, WeftError
-from weft.service import Waiting
+from weft.serving.answer import Answer
+from weft.serving.service import Waiting
 
 log = logging.getLogger("weft.api")
 

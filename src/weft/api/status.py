@@ -21,8 +21,8 @@ from weft.api.reply import request_ids
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
 from weft.metrics import CONTENT_TYPE
-from weft.service import Served, Service
-from weft.stock import Choice, Stock
+from weft.serving.service import Served, Service
+from weft.serving.stock import Choice, Stock
 from weft.text.types import Conversation
 
 

@@ -17,7 +17,7 @@ from weft.cli.client import SILENCE_SECONDS, Client
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.shelf import Fit
+    from weft.serving.shelf import Fit
 
 STATUS_SECONDS = 5.0
 LOOK_SECONDS = 0.2  # between two looks at how far a model is
@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.2  # between two looks at how far a model is
 def ls_command(as_json: bool) -> None:
     """Print what is here: name, size, whether it fits into memory now, kind, folder."""
     from weft.model.resolve import local_models
-    from weft.shelf import Fit, free_bytes, needed_bytes
+    from weft.serving.shelf import Fit, free_bytes, needed_bytes
 
     models, free = local_models(), free_bytes()
     fits = [Fit(needed_bytes(model), free) for model in models]

@@ -1,4 +1,4 @@
-"""`weft serve`: what the operator sees while a server starts. The server itself is `weft.server`'s.
+"""`weft serve`: what the operator sees while a server starts. The server itself is `weft.serving.server`'s.
 
 Bars while models load, a line when each is ready, and at the end three lines to copy. All on stderr; stdout stays free.
 """
@@ -24,10 +24,11 @@ def serve_command(config: ServerConfig, *, dump_config: bool) -> int:
     if dump_config:
         sys.stdout.write(dump(config))
         return 0
-    from weft.server import serve
+    from weft.api.app import make_app
+    from weft.serving.server import serve
 
     with Screen(has_key=bool(config.api_keys)) as screen:
-        return serve(config, screen)
+        return serve(config, screen, make_app)
 
 
 class Screen:

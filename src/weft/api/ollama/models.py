@@ -22,7 +22,7 @@ from weft.api.status import json_response
 from weft.config import ServerConfig
 from weft.errors import UnsupportedParameter
 from weft.ipc.messages import Ready
-from weft.service import Served, Service
+from weft.serving.service import Served, Service
 
 WIRE_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses ask for this one or a later one
 NEVER = "9999-12-31T00:00:00Z"

@@ -20,7 +20,7 @@ from weft.api.status import Status, json_response
 from weft.api.store import Kept, ResponseStore
 from weft.config import ServerConfig, cache_folder
 from weft.errors import InvalidRequest, UnsupportedParameter
-from weft.service import Service
+from weft.serving.service import Service
 
 DAY = 24 * 3600.0
 PAGE, MAX_PAGE = 20, 100  # items in a list

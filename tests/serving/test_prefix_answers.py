@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import EngineDied, EngineError
 from weft.ipc.messages import AskPrefixes, Prefixes, ToEngine
-from weft.link.client import Client
+from weft.serving.client import Client
 
 
 class Line:
@@ -74,7 +74,7 @@ def test_without_an_engine_nobody_is_asked() -> None:
 
 
 def test_a_silent_engine_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.link.client.ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.client.ANSWER_SECONDS", 0.01)
 
     async def run() -> None:
         client, line = connected()

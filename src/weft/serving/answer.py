@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator, Callable
 
 from weft.errors import RowFailed, WeftError
 from weft.ipc.messages import FinishReason, PromptEvent, TokenEvent, TokenLogprob
-from weft.link.ticket import Ticket
 from weft.metrics import Metrics
-from weft.text.choice import Choice
+from weft.serving.choice import Choice
+from weft.serving.ticket import Ticket
 from weft.text.miss_report import Report
 from weft.text.prompt import Scribe, Written
 from weft.text.schema import SchemaCheck

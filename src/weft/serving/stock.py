@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from weft import shelf
 from weft.errors import ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
-from weft.service import LOAD_IT, Served, Service
-from weft.shelf import Fit
+from weft.serving import shelf
+from weft.serving.service import LOAD_IT, Served, Service
+from weft.serving.shelf import Fit
 
 if TYPE_CHECKING:
     from weft.model.resolve import LocalModel

@@ -9,9 +9,9 @@ import pytest
 
 from weft.errors import EngineDied, GrammarRejected
 from weft.ipc.messages import Cancel, ConstraintSpec, Events, GrammarSpec, Sampling, Submit, ToEngine, TokenEvent, Verdict
-from weft.link.client import Client
-from weft.link.roster import PROOF_TOKENS
-from weft.link.ticket import Ticket
+from weft.serving.client import Client
+from weft.serving.roster import PROOF_TOKENS
+from weft.serving.ticket import Ticket
 
 RULE = ConstraintSpec(GrammarSpec("regex", "a+"))
 

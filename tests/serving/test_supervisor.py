@@ -14,8 +14,8 @@ import pytest
 from fronts import FAKE_ENGINE
 from weft.errors import EngineDied
 from weft.ipc.messages import Sampling, TokenEvent
-from weft.link.supervisor import Condition, Supervisor
-from weft.link.ticket import Ticket
+from weft.serving.supervisor import Condition, Supervisor
+from weft.serving.ticket import Ticket
 
 POISON = 666
 SECONDS = 20.0  # for anything that must happen
@@ -23,7 +23,7 @@ SECONDS = 20.0  # for anything that must happen
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.link.supervisor.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.supervisor.FIRST_PAUSE_SECONDS", 0.01)
 
 
 def supervised(story: Callable[[Supervisor], Awaitable[None]], *words: str, hang_seconds: float = 60.0) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from weft import shelf
 from weft.engine import bring_up
 from weft.kernels import blas
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID, LocalModel
-from weft.shelf import Fit
+from weft.serving import shelf
+from weft.serving.shelf import Fit
 
 
 def folder_with(folder: Path, **tensors: tuple[str, list[int]]) -> LocalModel:

@@ -10,21 +10,21 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from weft import log
-from weft.api.app import make_app
 from weft.config import ServerConfig
 from weft.errors import WeftError
-from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
-from weft.service import Screen, Served, Service
+from weft.serving.service import Screen, Served, Service
+from weft.serving.supervisor import Supervisor
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
@@ -40,7 +40,10 @@ class ServerScreen(Screen, Protocol):
         """The server listens."""
 
 
-def serve(config: ServerConfig, screen: ServerScreen) -> int:
+MakeApp = Callable[[Service, ServerConfig], ASGIApp]
+
+
+def serve(config: ServerConfig, screen: ServerScreen, make_app: MakeApp) -> int:
     """Bring everything up and serve until a signal ends it. Gives the exit status."""
     config.check()
     log.setup(config.log_format)
@@ -50,14 +53,14 @@ def serve(config: ServerConfig, screen: ServerScreen) -> int:
     host, port = listener.getsockname()[:2]
     screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_run(service, config, screen, listener))
+        runner.run(_run(service, config, screen, listener, make_app(service, config)))
     return 1 if service.has_failed else 0
 
 
-async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket) -> None:
+async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket, app: ASGIApp) -> None:
     server = Uvicorn(
         uvicorn.Config(
-            make_app(service, config),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",

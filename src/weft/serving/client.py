@@ -27,8 +27,8 @@ from weft.ipc.messages import (
     TokenEvent,
     Verdict,
 )
-from weft.link.roster import Request, Roster
-from weft.link.ticket import Ticket
+from weft.serving.roster import Request, Roster
+from weft.serving.ticket import Ticket
 
 ANSWER_SECONDS = 5.0  # for an engine to say what it keeps; a long step may be under way
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weft.ipc.messages import PromptEvent, Sampling, Submit, TokenEvent
-from weft.link.ticket import Ticket
+from weft.serving.ticket import Ticket
 
 SUSPECT_DEATHS = 2
 PROOF_TOKENS = 16  # what kills an engine does so at its first step, or soon; a trial holds all others up

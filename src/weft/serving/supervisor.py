@@ -24,10 +24,10 @@ from weft.config import ServerConfig
 from weft.errors import EngineDied
 from weft.ipc.channel import FRONT_PID, FrontEnd
 from weft.ipc.messages import EngineStatus, Events, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
-from weft.link.client import Client
-from weft.link.watchdog import TICK_SECONDS, Watchdog
+from weft.serving.client import Client
+from weft.serving.watchdog import TICK_SECONDS, Watchdog
 
-log = logging.getLogger("weft.link")
+log = logging.getLogger("weft.serving")
 
 FIRST_PAUSE_SECONDS = 0.5  # before a dead engine is started again; doubled each time
 LONGEST_PAUSE_SECONDS = 30.0

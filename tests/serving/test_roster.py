@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.ipc.messages import PromptEvent, Sampling, Submit, Timings, TokenEvent, TokenLogprob
-from weft.link.roster import PROOF_TOKENS, Roster
-from weft.link.ticket import Ticket
+from weft.serving.roster import PROOF_TOKENS, Roster
+from weft.serving.ticket import Ticket
 
 ROWS = 16
 

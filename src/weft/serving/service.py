@@ -18,16 +18,16 @@ from typing import Protocol
 
 import msgspec
 
-from weft.answer import Answer
 from weft.errors import EngineDied, EngineStarting, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
 from weft.ipc.messages import ConstraintSpec, Limits, Ready, Sampling
-from weft.link.supervisor import Supervisor
 from weft.metrics import Metrics
+from weft.serving.answer import Answer
+from weft.serving.supervisor import Supervisor
 from weft.text.miss_report import Report, Reports
 from weft.text.prompt import Scribe, Written
 from weft.text.types import Effort, Generation, LateSystem, Prompt
 
-log = logging.getLogger("weft.service")
+log = logging.getLogger("weft.serving.service")
 
 LOAD_IT = "what `weft ls` lists can be loaded with `weft load NAME` or POST /v1/models/load"
 STOPPED = "the server was stopped before this answer was complete; come again"

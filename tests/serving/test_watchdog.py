@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.ipc.messages import Beat, Events
-from weft.link.watchdog import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
+from weft.serving.watchdog import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
 
 
 def silent(watchdog: Watchdog, seconds: float) -> Watchdog:
