@@ -112,7 +112,7 @@ def two_thousand_requests(adapter: Adapter, config: EngineConfig) -> None:
     rng = np.random.default_rng(2)
     budget = 24 * MEGABYTE
     engine = Engine(adapter, replace(config, cache_bytes=budget))
-    tree = engine.sharing.tree
+    tree = engine.prefix.tree
     assert tree is not None
     trunks = [rng.integers(3, 4000, length).tolist() for length in (100, 300, 700)]
     held, active, asked = 0, 0, 0

@@ -18,7 +18,7 @@ from mlx_lm.models import activations, base, gated_delta
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
-from weft.engine.runner import RowBroken, Step
+from weft.engine.runner import RowFailure, Step
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import Sampling
 from weft.kernels import layers
@@ -26,7 +26,7 @@ from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
 
-SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, whole_tokens=0, tells_first=True)
+SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, unsliced_tokens=0, settle_first=True)
 
 
 class Clock:
@@ -71,7 +71,7 @@ class Run:
         """One turn; whatever fails in it must have been asked for."""
         self.engine.turn()
         failure = self.engine.last_failure
-        if isinstance(failure, RowBroken):
+        if isinstance(failure, RowFailure):
             failure = failure.__cause__
         assert failure is None or isinstance(failure, InjectedFault), f"an error that no test asked for: {failure!r}"
 
@@ -80,7 +80,7 @@ class Run:
         for _ in range(100_000):
             if self.engine.idle:
                 break
-            if self.engine.sharing.is_loading:
+            if self.engine.prefix.is_loading:
                 time.sleep(0.001)
             self.turn()
         assert self.engine.idle

@@ -19,16 +19,16 @@ from weft.ipc.channel import EngineEnd
 from weft.ipc.messages import (
     AskPrefixes,
     Cancel,
+    EngineEvents,
     EngineStatus,
-    Events,
     Failed,
     Limits,
     Loading,
     Prefixes,
     PrefixNode,
+    PrefixReuse,
     PromptEvent,
     Ready,
-    Reuse,
     Shutdown,
     Submit,
     Timings,
@@ -115,9 +115,9 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                 os._exit(3)
         if status is None or status.running != len(live):
             status = EngineStatus(running=len(live), prefixes={"kept": known.num_kept})
-            channel.send(Events(prompts=prompts, tokens=events, status=status))
+            channel.send(EngineEvents(prompts=prompts, tokens=events, status=status))
         else:
-            channel.send(Events(prompts=prompts, tokens=events))
+            channel.send(EngineEvents(prompts=prompts, tokens=events))
         time.sleep(asked.token_seconds)
 
 
@@ -126,11 +126,11 @@ class Known:
 
     def __init__(self) -> None:
         self.prompts: dict[str, list[int]] = {}  # by salt
-        self.reuses: dict[int, Reuse] = {}  # by sequence
+        self.reuses: dict[int, PrefixReuse] = {}  # by sequence
         self.num_kept = 0
 
     def take(self, message: Submit) -> None:
-        self.num_kept += message.is_kept
+        self.num_kept += message.is_retained
         self.reuses |= dict.fromkeys(message.numbers, self._reuse(message))
         self.prompts[message.salt] = message.prompt
 
@@ -149,15 +149,15 @@ class Known:
         held_bytes = sum(node.nbytes for node in nodes)
         return Prefixes(message.number, nodes, len(nodes), held_bytes, 2**20, num_cleared=num_cleared)
 
-    def _reuse(self, message: Submit) -> Reuse:
+    def _reuse(self, message: Submit) -> PrefixReuse:
         prompt, known = message.prompt, self.prompts.get(message.salt)
         if known is None:
-            return Reuse("salt") if message.salt else Reuse("differs", 0, 0, prompt[0])
+            return PrefixReuse("salt") if message.salt else PrefixReuse("differs", 0, 0, prompt[0])
         pairs = enumerate(zip(prompt, known, strict=False))
         place = next((at for at, (one, other) in pairs if one != other), min(len(prompt), len(known)))
         if place == len(prompt):
-            return Reuse("whole", place - 1)
-        return Reuse("differs", place, place, prompt[place], known[place] if place < len(known) else None)
+            return PrefixReuse("whole", place - 1)
+        return PrefixReuse("differs", place, place, prompt[place], known[place] if place < len(known) else None)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import uvicorn
 from weft.api.app import make_app
 from weft.config import ServerConfig
 from weft.metrics import Metrics
-from weft.serving.service import Served, Service
-from weft.serving.supervisor import Supervisor
+from weft.serving.engine_process import Supervisor
+from weft.serving.service import ServedModel, Service
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -63,8 +63,8 @@ def front(
     """Models by name, each with its fake engine's words; ready when `wait`. Those to `spare` may be loaded later."""
     config = ServerConfig(**settings)
 
-    def make(name: str) -> Served:
-        return Served(name, Supervisor([sys.executable, str(FAKE_ENGINE), *(engines | (spare or {})).get(name, ()), name]))
+    def make(name: str) -> ServedModel:
+        return ServedModel(name, Supervisor([sys.executable, str(FAKE_ENGINE), *(engines | (spare or {})).get(name, ()), name]))
 
     service, screen = Service([make(name) for name in engines], Metrics(), config.max_queue, make), Quiet()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -51,7 +51,7 @@ WITHOUT_MLX = [
     "weft.engine.sequence",
     "weft.grammar.compiler",
     "weft.model.resolve",
-    "weft.serving.shelf",
+    "weft.serving.fit",
     "weft.serving.server",  # the whole front: api, service, chat, link
 ]
 

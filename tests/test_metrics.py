@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft.metrics import CONTENT_TYPE, Metrics
-from weft.text.types import Reused, Usage
+from weft.text.types import ReuseExplanation, Usage
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -120,7 +120,7 @@ def test_memory_is_shown_by_kind_and_responses_by_status() -> None:
 def test_what_was_known_of_prompts_is_counted_by_cause_and_what_became_of_them_shown_by_kind() -> None:
     metrics = Metrics()
     for cause in ("whole", "differs", "whole"):
-        metrics.finished("tiny", "chat", "stop", Usage(9, 1, reuse=Reused(cause, 8, "")), 0.5, 1.5)  # type: ignore[arg-type]
+        metrics.finished("tiny", "chat", "stop", Usage(9, 1, reuse=ReuseExplanation(cause, 8, "")), 0.5, 1.5)  # type: ignore[arg-type]
     metrics.finished("tiny", "chat", "stop", Usage(9, 1), 0.5, 1.5)
     metrics.prefixes("tiny", {"evicted": 3, "loaded": 1})
     metrics.prefixes("tiny", {"evicted": 0})  # another engine has begun anew

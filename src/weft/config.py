@@ -30,14 +30,14 @@ class EngineConfig:
     coarse_tokens: int | None = None  # up to here capacities are far apart, so that many rows share a slab; None: a quarter
     chunk_tokens: int  # prompt tokens of one prefill chunk; boundaries are multiples of it from zero
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
-    whole_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again, and streams wait two steps longer
+    unsliced_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
     exact: bool = False  # a prompt's bits do not depend on others: chunks end at its own places only
-    max_replayed: int = 256  # tokens of an answer that is gone on with are stepped through again; more are computed as a prompt
+    max_replayed_tokens: int = 256  # emitted tokens of a resumed row that are decoded again; more are prefilled
     memory_bytes: int | None = None  # for weights, rows and kept prompts; None: without end
     cache_bytes: int = 0  # for prompts computed before; 0: nothing is kept
     pipelined: bool = True  # build a step while the last one runs; the plain turn is the oracle
-    tells_first: bool = False  # settle the last step before the next is started: where starting takes as long as the step
+    settle_first: bool = False  # settle the last step before the next is started: where starting takes as long as the step
 
     def __post_init__(self) -> None:
         if self.width is not None and self.width < self.max_rows:
@@ -52,11 +52,11 @@ class EngineConfig:
         """
         if device == "cpu":
             # MLX's CPU queue holds ten operations; whoever adds more waits, so a step is nearly over when it is started.
-            config = EngineConfig(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, tells_first=True)
+            config = EngineConfig(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         width = config.max_rows if exact and not row_invariant else None
-        return replace(config, width=width, exact=exact, max_replayed=sys.maxsize if exact else config.max_replayed)
+        return replace(config, width=width, exact=exact, max_replayed_tokens=sys.maxsize if exact else config.max_replayed_tokens)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A part of a streamed answer: new text, the ids it came from, and at the end why it ended."""
 
     text: str
@@ -82,7 +82,7 @@ class LLM:
             self._drain()
         return [self.result(sequence) for sequence in sequences]
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[TextPiece]:
         """Answer one prompt piece by piece. Leaving the loop early cancels it."""
         sequence = self.submit(prompt, sampling)
         detokenizer = Detokenizer(self.tokenizer)
@@ -95,10 +95,10 @@ class LLM:
                 if sequence.is_finished:
                     if sequence.error:
                         raise WeftError(sequence.error)
-                    yield Piece(text, new, sequence.finish)
+                    yield TextPiece(text, new, sequence.finish)
                     return
                 if new:
-                    yield Piece(text, new)
+                    yield TextPiece(text, new)
                 self.turn()
         finally:
             self.engine.cancel(sequence)

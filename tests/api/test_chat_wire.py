@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.openai import completions
 from weft.api.openai.chat import translate
 from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest
-from weft.api.reply import Asked, Heading
 from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec, TokenLogprob
 from weft.text.types import (
@@ -28,14 +28,14 @@ from weft.text.types import (
     Finish,
     Message,
     Reasoning,
-    Reused,
+    ReuseExplanation,
     Text,
     Token,
     ToolCall,
     Usage,
 )
 
-HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
+HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}
 USAGE = Usage(9, 4, cached_tokens=8, reasoning_tokens=2, queue_seconds=0.0004, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"id":"chatcmpl-7","object":"chat.completion.chunk","created":1,"model":"m","system_fingerprint":"f","choices":'
@@ -56,7 +56,7 @@ NOW = {"type": "function", "function": {"name": "now"}}
 Calls = Sequence[tuple[int, Sequence[Delta]]]
 
 
-def asked(**fields: Any) -> Asked:
+def asked(**fields: Any) -> ParsedRequest:
     return translate({"messages": [USER], **fields})
 
 
@@ -66,12 +66,12 @@ def conversation(**fields: Any) -> Conversation:
     return prompt
 
 
-def streamed(request: Asked, calls: Calls) -> bytes:
+def streamed(request: ParsedRequest, calls: Calls) -> bytes:
     reply = request.reply(HEADING)
     return reply.opening() + b"".join(reply.pieces(choice, deltas) for choice, deltas in calls) + reply.closing()
 
 
-def whole(request: Asked, calls: Calls) -> dict[str, Any]:
+def whole(request: ParsedRequest, calls: Calls) -> dict[str, Any]:
     reply = request.reply(HEADING)
     for choice, deltas in calls:
         reply.take(choice, deltas)
@@ -825,7 +825,9 @@ def test_a_mark_of_another_kind_is_refused(message: dict[str, Any], param: str) 
 
 
 def test_what_was_known_of_the_first_prompt_is_told_in_the_timings() -> None:
-    usages = [replace(USAGE, reuse=Reused("differs", 5, why, 7, "there was a", " dog", " cat")) for why in ("first", "second")]
+    usages = [
+        replace(USAGE, reuse=ReuseExplanation("differs", 5, why, 7, "there was a", " dog", " cat")) for why in ("first", "second")
+    ]
     calls = [(choice, [Finish("stop", usage=usage)]) for choice, usage in enumerate(usages)]
     request = completions.translate({"prompt": ["a", "b"]})
     body, stream = whole(request, calls), streamed(request, calls)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.openai.completions import translate
-from weft.api.reply import Asked, Heading
 from weft.errors import InvalidRequest, QueueFull, UnsupportedParameter
 from weft.ipc.messages import TokenLogprob
 from weft.text.types import Delta, Finish, Text, Token, Usage
 
-HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
+HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
 USAGE = Usage(2, 4, cached_tokens=1, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"id":"cmpl-7","object":"text_completion","created":1,"model":"m","system_fingerprint":"f","choices":'
 TIMINGS = (
@@ -29,16 +29,16 @@ DONE = "data: [DONE]"
 Calls = Sequence[tuple[int, Sequence[Delta]]]
 
 
-def asked(**fields: Any) -> Asked:
+def asked(**fields: Any) -> ParsedRequest:
     return translate({"prompt": "Once", **fields})
 
 
-def streamed(request: Asked, calls: Calls) -> bytes:
+def streamed(request: ParsedRequest, calls: Calls) -> bytes:
     reply = request.reply(HEADING)
     return reply.opening() + b"".join(reply.pieces(choice, deltas) for choice, deltas in calls) + reply.closing()
 
 
-def whole(request: Asked, calls: Calls) -> dict[str, Any]:
+def whole(request: ParsedRequest, calls: Calls) -> dict[str, Any]:
     reply = request.reply(HEADING)
     for choice, deltas in calls:
         reply.take(choice, deltas)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from weft.api.anthropic.messages import translate, translate_count
-from weft.api.reply import Asked, Heading, request_ids
+from weft.api.dialect import ParsedRequest, ReplyHeader, request_ids
 from weft.errors import ContextTooLong, EngineDied, InvalidRequest, QueueFull, UnsupportedParameter
 from weft.text.types import (
     CallArguments,
@@ -26,15 +26,15 @@ from weft.text.types import (
     Finish,
     Message,
     Reasoning,
-    Reused,
+    ReuseExplanation,
     Text,
     ToolCall,
     Usage,
 )
 
-HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
+HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}
-USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=Reused("differs", 5, ""))
+USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=ReuseExplanation("differs", 5, ""))
 COUNTS = '"input_tokens":1,"cache_creation_input_tokens":3,"cache_read_input_tokens":5,"output_tokens":4'
 USED = '"usage":{' + COUNTS + ',"output_tokens_details":{"thinking_tokens":2}}'
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -44,7 +44,7 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 CALL: list[Delta] = [CallOpened(0, "call_1", "add"), CallArguments(0, '{"a"'), CallArguments(0, ":1}"), CallClosed(0)]
 
 
-def asked(**fields: Any) -> Asked:
+def asked(**fields: Any) -> ParsedRequest:
     return translate({"model": "m", "max_tokens": 4, "messages": [USER], **fields})
 
 
@@ -246,10 +246,10 @@ def test_hidden_thinking_travels_in_the_signature_and_comes_back_as_thinking() -
 @pytest.mark.parametrize(
     ("usage", "counts"),
     [
-        (Usage(9, 1, cached_tokens=8, reuse=Reused("whole", 8, "")), (1, 0, 8)),
-        (Usage(9, 1, reuse=Reused("off", 0, "")), (9, 0, 0)),
+        (Usage(9, 1, cached_tokens=8, reuse=ReuseExplanation("whole", 8, "")), (1, 0, 8)),
+        (Usage(9, 1, reuse=ReuseExplanation("off", 0, "")), (9, 0, 0)),
         (Usage(9, 1), (9, 0, 0)),
-        (Usage(9, 1, reuse=Reused("differs", 0, "")), (1, 8, 0)),
+        (Usage(9, 1, reuse=ReuseExplanation("differs", 0, "")), (1, 8, 0)),
     ],
 )
 def test_counts_of_the_prompt_add_up_to_it(usage: Usage, counts: tuple[int, int, int]) -> None:

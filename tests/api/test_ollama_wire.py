@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.ollama.chat import NDJSON, translate_chat, translate_generate
-from weft.api.reply import Asked, Heading
 from weft.errors import EngineDied, InternalError, InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import (
@@ -28,7 +28,7 @@ from weft.text.types import (
     Usage,
 )
 
-HEADING = Heading(id="7", created=1, model="m", fingerprint="f")
+HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
 USER = {"role": "user", "content": "Hi"}
 USAGE = Usage(9, 4, cached_tokens=8, reasoning_tokens=2, queue_seconds=0.0004, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"model":"m","created_at":"1970-01-01T00:00:01Z",'
@@ -45,27 +45,27 @@ CALL: list[Delta] = [CallOpened(0, "call_1", "add"), CallArguments(0, '{"a"'), C
 TOLD_CALL = {"id": "call_1", "function": {"index": 0, "name": "add", "arguments": {"a": 1}}}
 
 
-def chat(**fields: Any) -> Asked:
+def chat(**fields: Any) -> ParsedRequest:
     return translate_chat({"model": "m", "messages": [USER], **fields})
 
 
-def generate(**fields: Any) -> Asked:
+def generate(**fields: Any) -> ParsedRequest:
     return translate_generate({"model": "m", "prompt": "Hi", **fields})
 
 
-def conversation(asked: Asked) -> Conversation:
+def conversation(asked: ParsedRequest) -> Conversation:
     (prompt,) = asked.generation.prompts
     assert isinstance(prompt, Conversation)
     return prompt
 
 
-def lines(asked: Asked, parts: Sequence[Sequence[Delta]]) -> list[str]:
+def lines(asked: ParsedRequest, parts: Sequence[Sequence[Delta]]) -> list[str]:
     reply = asked.reply(HEADING)
     stream = reply.opening() + b"".join(reply.pieces(0, part) for part in parts) + reply.closing()
     return [line.replace(HEAD, "HEAD") for line in stream.decode().splitlines()]
 
 
-def whole(asked: Asked, parts: Sequence[Sequence[Delta]]) -> dict[str, Any]:
+def whole(asked: ParsedRequest, parts: Sequence[Sequence[Delta]]) -> dict[str, Any]:
     reply = asked.reply(HEADING)
     for part in parts:
         reply.take(0, part)
@@ -312,7 +312,7 @@ def test_images_are_handed_on_as_parts() -> None:
 
 
 @pytest.mark.parametrize("asked", [chat(messages=[]), chat(messages=None), generate(prompt=None), generate(prompt="")])
-def test_nothing_to_answer_asks_for_the_model_alone(asked: Asked) -> None:
+def test_nothing_to_answer_asks_for_the_model_alone(asked: ParsedRequest) -> None:
     assert asked.generation.prompts == ()
     body = whole(asked, [])
     assert (body["done"], body["done_reason"]) == (True, "load")

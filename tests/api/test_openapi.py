@@ -10,12 +10,12 @@ import jsonschema_rs
 import pytest
 
 from weft.api.anthropic import messages
+from weft.api.dialect import ReplyHeader
 from weft.api.ollama import chat as ollama
 from weft.api.openai import chat, completions, responses
 from weft.api.openapi import document
-from weft.api.reply import Heading
 from weft.errors import InvalidRequest
-from weft.text.types import Finish, Reused, Text, Usage
+from weft.text.types import Finish, ReuseExplanation, Text, Usage
 
 DOCUMENT = document("1.2.3")
 USER = {"role": "user", "content": "Hi"}
@@ -245,8 +245,12 @@ def _agree(translate: Any, name: str, body: dict[str, Any], accepted: bool) -> N
     ],
 )
 def test_replies_are_as_described(translate: Any, body: dict[str, Any], name: str) -> None:
-    for errors, reuse in ((None, None), ((), Reused("whole", 5, "")), (("$: wrong",), Reused("differs", 0, "", 0, "", "a", "b"))):
-        reply = translate(body).reply(Heading("1", 1, "m", "f"))
+    for errors, reuse in (
+        (None, None),
+        ((), ReuseExplanation("whole", 5, "")),
+        (("$: wrong",), ReuseExplanation("differs", 0, "", 0, "", "a", "b")),
+    ):
+        reply = translate(body).reply(ReplyHeader("1", 1, "m", "f"))
         reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1, reuse=reuse), schema_errors=errors)])
 
         _validator(name).validate(json.loads(json.dumps(reply.whole())))

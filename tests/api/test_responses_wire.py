@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.openai import chat
 from weft.api.openai.response_items import sealed
 from weft.api.openai.responses import NOT_HERE, Past, ResponseRequest, translate
-from weft.api.reply import Asked, Heading
 from weft.errors import (
     ContextTooLong,
     EngineDied,
@@ -39,15 +39,15 @@ from weft.text.types import (
     Finish,
     Message,
     Reasoning,
-    Reused,
+    ReuseExplanation,
     Text,
     Token,
     ToolCall,
     Usage,
 )
 
-HEADING = Heading(id="7", created=1, model="m", fingerprint="f", sampling=Sampling(temperature=0.6, top_p=0.9))
-USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=Reused("differs", 5, "because", 5))
+HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f", sampling=Sampling(temperature=0.6, top_p=0.9))
+USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=ReuseExplanation("differs", 5, "because", 5))
 STOPPED = Finish("stop", usage=USAGE)
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 NOW = {"type": "function", "name": "now"}
@@ -57,7 +57,7 @@ USER = Message("user", "Hi")
 EVENTS = TypeAdapter(ResponseStreamEvent)
 
 
-def asked(past: Past | None = None, **fields: Any) -> Asked:
+def asked(past: Past | None = None, **fields: Any) -> ParsedRequest:
     return translate({"input": "Hi", **fields}, past)
 
 
@@ -71,7 +71,7 @@ def messages(*items: dict[str, Any], **fields: Any) -> tuple[Message, ...]:
     return conversation(input=list(items), **fields).messages
 
 
-def streamed(request: Asked, *runs: Sequence[Delta]) -> list[dict[str, Any]]:
+def streamed(request: ParsedRequest, *runs: Sequence[Delta]) -> list[dict[str, Any]]:
     """The events of a stream, each one as OpenAI's own types have it."""
     reply = request.reply(HEADING)
     stream = reply.opening() + b"".join(reply.pieces(0, run) for run in runs) + reply.closing()
@@ -93,7 +93,7 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     return found
 
 
-def whole(request: Asked, *runs: Sequence[Delta]) -> dict[str, Any]:
+def whole(request: ParsedRequest, *runs: Sequence[Delta]) -> dict[str, Any]:
     reply = request.reply(HEADING)
     for run in runs:
         reply.take(0, run)
@@ -406,7 +406,7 @@ def test_usage_is_in_the_words_of_this_wire() -> None:
         "total_tokens": 13,
     }
     assert body["timings"]["cache_n"] == 5
-    off = Usage(9, 4, reuse=Reused("off", 0, ""))
+    off = Usage(9, 4, reuse=ReuseExplanation("off", 0, ""))
     assert whole(asked(), [Finish("stop", usage=off)])["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
 
 

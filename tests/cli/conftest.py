@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.cli.trials import own_server
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerClient]:
     """tiny-hybrid, served as `weft doctor` does it."""
     with own_server(tmp_path_factory.mktemp("served") / "log") as (client, _):
         yield client

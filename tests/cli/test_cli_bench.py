@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 from cli_server import running
 
-from weft.cli.bench import Asked, Options, bench_serve_command, summarised
-from weft.cli.client import Client
+from weft.cli.bench import BenchOptions, RequestTrace, bench_serve_command, summarised
+from weft.cli.client import ServerClient
 from weft.errors import WeftError
 
 
 @pytest.mark.xdist_group("served")
 def test_a_crowd_has_prompts_of_the_length_asked_for_that_share_a_beginning(
-    served: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: ServerClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "load.json"
-    options = Options(clients=3, requests=7, prompt_tokens=200, max_tokens=5, shared_prefix=128, url=served.url, json_file=file)
+    options = BenchOptions(
+        clients=3, requests=7, prompt_tokens=200, max_tokens=5, shared_prefix=128, url=served.url, json_file=file
+    )
     status = bench_serve_command(options)
     told = capsys.readouterr().out
     document = json.loads(file.read_text())
@@ -36,7 +38,7 @@ def test_a_crowd_has_prompts_of_the_length_asked_for_that_share_a_beginning(
 
 def test_an_agent_s_turns_grow_one_conversation() -> None:
     with running() as server:
-        status = bench_serve_command(Options(clients=2, requests=5, replay=True, model="tiny-hybrid", url=server.url))
+        status = bench_serve_command(BenchOptions(clients=2, requests=5, replay=True, model="tiny-hybrid", url=server.url))
     told = [body["messages"] for path, body in server.asked if path == "/v1/chat/completions"]
     agents = {messages[1]["content"]: [each for each in told if each[1] == messages[1]] for messages in told}
 
@@ -50,7 +52,7 @@ def test_an_agent_s_turns_grow_one_conversation() -> None:
 
 def test_what_fails_is_counted_by_its_kind_and_ends_an_agent(capsys: pytest.CaptureFixture[str]) -> None:
     with running() as server:
-        options = Options(clients=2, requests=6, max_tokens=999_999, replay=True, model="tiny-hybrid", url=server.url)
+        options = BenchOptions(clients=2, requests=6, max_tokens=999_999, replay=True, model="tiny-hybrid", url=server.url)
         status = bench_serve_command(options)
 
     assert status == 1
@@ -60,25 +62,25 @@ def test_what_fails_is_counted_by_its_kind_and_ends_an_agent(capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (Options(clients=0), "--clients 0 must be at least 1"),
-        (Options(prompt_tokens=10, shared_prefix=10), "--shared-prefix 10 must be between 0 and --prompt-tokens 10"),
+        (BenchOptions(clients=0), "--clients 0 must be at least 1"),
+        (BenchOptions(prompt_tokens=10, shared_prefix=10), "--shared-prefix 10 must be between 0 and --prompt-tokens 10"),
     ],
 )
-def test_a_load_that_can_not_be_is_refused_before_anything_is_asked(options: Options, words: str) -> None:
+def test_a_load_that_can_not_be_is_refused_before_anything_is_asked(options: BenchOptions, words: str) -> None:
     with pytest.raises(WeftError, match=words):
         bench_serve_command(options)
 
 
 def test_a_model_must_be_chosen_where_there_are_several() -> None:
     with running() as server, pytest.raises(WeftError, match="choose one with --model"):
-        bench_serve_command(Options(url=server.url))
+        bench_serve_command(BenchOptions(url=server.url))
 
 
 def test_figures_are_those_of_the_requests_that_succeeded() -> None:
     asked = [
-        Asked(0, 0.0, 1.0, 3.0, [0.1] * 19 + [0.5], 100, 40, 21, 0.5, 2.0),
-        Asked(1, 0.5, 2.0, 4.0, [0.2] * 20, 100, 0, 21, 1.0, 1.0),
-        Asked(1, 4.0, None, 5.0, error="broke off"),
+        RequestTrace(0, 0.0, 1.0, 3.0, [0.1] * 19 + [0.5], 100, 40, 21, 0.5, 2.0),
+        RequestTrace(1, 0.5, 2.0, 4.0, [0.2] * 20, 100, 0, 21, 1.0, 1.0),
+        RequestTrace(1, 4.0, None, 5.0, error="broke off"),
     ]
     summary = summarised(asked, "m", 2, 5.0)
 

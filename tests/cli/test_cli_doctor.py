@@ -11,9 +11,9 @@ import pytest
 from cli_server import running
 
 from weft.cli import doctor
-from weft.cli.client import Client
-from weft.cli.trials import MODEL, TRIALS, Verdict, _guarded, trials
-from weft.engine.ledger import Ledger
+from weft.cli.client import ServerClient
+from weft.cli.trials import MODEL, TRIALS, Finding, _guarded, trials
+from weft.engine.budget import MemoryBudget
 from weft.errors import WeftError
 
 
@@ -53,7 +53,7 @@ def test_a_fresh_install_is_well_and_the_bundle_has_no_secrets(home: Path, capsy
 @pytest.mark.parametrize("what", TRIALS)
 def test_a_server_that_answers_something_else_is_found_wrong(what: str) -> None:
     with running() as server:
-        verdict = _guarded(what, TRIALS[what], Client(server.url))
+        verdict = _guarded(what, TRIALS[what], ServerClient(server.url))
 
     assert (verdict.grade, verdict.what) == ("wrong", what)
     assert "--bundle" in verdict.advice
@@ -110,12 +110,12 @@ def test_a_port_that_something_else_holds_is_wrong(monkeypatch: pytest.MonkeyPat
         (doctor._gated_delta("cuda", ["mlx_lm.models.qwen3_5"]), "ok", "in chunks"),
         (doctor._gated_delta("metal", []), "ok", "Metal"),
         (doctor._gated_delta("cpu", []), "slow", "loop over tokens"),
-        (doctor._memory(Ledger(lambda tokens: tokens * 1000, 40_000_000, 100_000_000), 1000, 16), "ok", "38 fit"),
-        (doctor._memory(Ledger(lambda tokens: tokens * 1000, 40_000_000, 41_000_000), 1000, 16), "wrong", "0 fit"),
-        (doctor._memory(Ledger(lambda tokens: tokens * 1000, 40_000_000, None), 1000, 16), "ok", "--memory"),
+        (doctor._memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, 100_000_000), 1000, 16), "ok", "38 fit"),
+        (doctor._memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, 41_000_000), 1000, 16), "wrong", "0 fit"),
+        (doctor._memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, None), 1000, 16), "ok", "--memory"),
     ],
 )
-def test_each_finding_has_its_verdict(found: Verdict, grade: str, words: str) -> None:
+def test_each_finding_has_its_verdict(found: Finding, grade: str, words: str) -> None:
     assert found.grade == grade
     assert words in str(found)
 

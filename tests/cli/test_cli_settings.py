@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cli_command import weft
 
-from weft.cli.serve import Screen
+from weft.cli.serve import Terminal
 from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.serving.server import make_service
@@ -148,7 +148,7 @@ def test_the_memory_reaches_the_engine_in_bytes_and_only_when_it_is_given() -> N
 
 
 def test_the_screen_ends_with_three_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:
-    with Screen() as screen:
+    with Terminal() as screen:
         screen.serving("http://127.0.0.1:8400")
         screen.loading("it's", "reading weights", 5, 10)
         screen.loading("it's", "reading weights", 10, 10)
@@ -172,7 +172,7 @@ def test_the_screen_ends_with_three_lines_to_copy(capsys: pytest.CaptureFixture[
 
 
 def test_the_lines_to_copy_name_the_key_s_variable_and_not_the_key(capsys: pytest.CaptureFixture[str]) -> None:
-    with Screen(has_key=True) as screen:
+    with Terminal(has_key=True) as screen:
         screen.ready("m", 2048, "cpu", {})
         screen.serving("http://127.0.0.1:8400")
 

@@ -9,7 +9,7 @@ import pytest
 from cli_server import running
 from rich.console import Console
 
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.cli.top import Board, News, _read, top_command
 from weft.errors import WeftError
 
@@ -80,7 +80,9 @@ def test_a_server_of_another_kind_is_told() -> None:
 
 
 @pytest.mark.xdist_group("served")
-def test_without_a_terminal_one_picture_of_a_real_server_is_printed(served: Client, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_one_picture_of_a_real_server_is_printed(
+    served: ServerClient, capsys: pytest.CaptureFixture[str]
+) -> None:
     top_command(served.url, None)
     told = capsys.readouterr().out
 
@@ -90,13 +92,13 @@ def test_without_a_terminal_one_picture_of_a_real_server_is_printed(served: Clie
 
 
 @pytest.mark.xdist_group("served")
-def test_what_a_real_server_tells_of_requests_is_understood(served: Client) -> None:
+def test_what_a_real_server_tells_of_requests_is_understood(served: ServerClient) -> None:
     """Every field of an event that is shown is there."""
-    watcher = Client(served.url)
+    watcher = ServerClient(served.url)
     events = watcher.stream("/v1/events", None)
     next(events)
     body = {"model": "tiny-hybrid", "prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
-    Client(served.url).post("/v1/completions", body, msgspec.Raw, 60.0)
+    ServerClient(served.url).post("/v1/completions", body, msgspec.Raw, 60.0)
     rows: list[dict[str, Any]] = []
     while not rows:
         rows = [row for row in next(events)["requests"] if row["state"] == "finished"]

@@ -15,7 +15,7 @@ from weft.engine.sequence import Sequence
 from weft.errors import RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, Sampling, Submit, ThinkingSpec
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, Sampling, Submit
 from weft.model.adapter import Adapter
 from weft.text.tokenizer import Tokenizer
 
@@ -173,7 +173,7 @@ def test_a_budget_beside_plain_rows_holds_to_the_token(adapter: Adapter) -> None
     free = answers(adapter, [prompt(story) for story in STORIES], 30)
     run = Run(adapter)
     plain = [run.submit(prompt(story), 30) for story in STORIES]
-    spec = ConstraintSpec(None, ThinkingSpec("<think>", "</think>", True, False, 5))
+    spec = ConstraintSpec(None, ReasoningSpec("<think>", "</think>", True, False, 5))
     thinking = [
         submit(run, f"Story {number}: once", COMPILER.constraint(spec), ignore_eos=True, temperature=1.0, seed=number)
         for number in range(3)

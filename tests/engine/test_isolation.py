@@ -48,7 +48,7 @@ def test_exactly_the_guilty_row_fails(adapter: Adapter, undisturbed: list[list[i
     assert rows[guilty].finish == "error"
     assert all(row.output == undisturbed[place] for place, row in enumerate(rows) if place != guilty)
     assert not run.engine.trial.groups
-    tree = run.engine.sharing.tree
+    tree = run.engine.prefix.tree
     assert tree is None or not any(node.pins for node in tree.nodes())
 
 
@@ -106,7 +106,7 @@ def test_an_engine_that_only_fails_says_so(checkpoint: Callable[[str], Path]) ->
 
 def test_long_answers_are_gone_on_with_as_prompts(checkpoint: Callable[[str], Path]) -> None:
     adapter = adapter_for(checkpoint("qwen3_5"))
-    run, rows = started(adapter, 3, Rule("decode", MARK, after=20, times=1), max_replayed=10)
+    run, rows = started(adapter, 3, Rule("decode", MARK, after=20, times=1), max_replayed_tokens=10)
     run.finish()
 
     prompts = [[*prompt, MARK, 3] if place == 3 else prompt for place, prompt in enumerate(PROMPTS)]

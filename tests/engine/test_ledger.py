@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
-from weft.engine.ledger import Ledger
+from weft.engine.budget import MemoryBudget
 from weft.engine.sequence import Sequence
 from weft.errors import InsufficientMemory
 from weft.ipc.messages import Sampling, Submit
@@ -29,12 +29,12 @@ def row(prompt: int, max_tokens: int = 10_000) -> Sequence:
 
 def ledger_of(rows: float, adapter: Adapter, tokens: int = 200) -> int:
     """A budget with room for so many rows of so many tokens."""
-    book = Ledger(adapter.row_bytes, adapter.weights_bytes)
+    book = MemoryBudget(adapter.row_bytes, adapter.weights_bytes)
     return int((adapter.weights_bytes + rows * book.bytes_of(tokens)) / 0.9) + 2
 
 
 def test_prompt_and_expected_answer_are_reserved_and_more_when_they_are_used_up() -> None:
-    book = Ledger(lambda tokens: 10 * tokens, 0, 1_000_000)
+    book = MemoryBudget(lambda tokens: 10 * tokens, 0, 1_000_000)
     one = row(100)
     assert book.needed(one) == 1.3 * 10 * (100 + 256)
     one.output = [1] * 256
@@ -44,7 +44,7 @@ def test_prompt_and_expected_answer_are_reserved_and_more_when_they_are_used_up(
 
 @given(st.integers(1, 5000), st.integers(0, 100_000), st.integers(1, 50))
 def test_the_longest_row_is_the_longest_that_fits(context: int, budget: int, per_token: int) -> None:
-    book = Ledger(lambda tokens: 1000 + per_token * tokens, 500, budget)
+    book = MemoryBudget(lambda tokens: 1000 + per_token * tokens, 500, budget)
     most = book.most_tokens(context)
 
     room = book.room_bytes
@@ -62,32 +62,32 @@ def test_sixty_four_long_requests_all_finish_with_room_for_a_few(adapter: Adapte
     while not run.engine.idle:
         run.turn()
         most = max(most, len(run.engine.scheduler.running))
-        assert not run.engine.ledger.is_over(run.engine.scheduler.running)
-        tree = run.engine.sharing.tree
+        assert not run.engine.budget.is_over(run.engine.scheduler.running)
+        tree = run.engine.prefix.tree
         assert tree is not None
-        room = run.engine.ledger.room_bytes
+        room = run.engine.budget.room_bytes
         assert room is not None
         pinned = sum(node.nbytes for node in tree.nodes() if node.pins)
-        assert run.engine.ledger.reserved(run.engine.scheduler.running) + tree.held_bytes - pinned <= room
+        assert run.engine.budget.reserved(run.engine.scheduler.running) + tree.held_bytes - pinned <= room
 
     assert 2 <= most <= 6
     assert [one.output for one in rows] == answers(adapter, prompts, 30)
 
 
 def test_rows_that_outgrow_what_was_expected_make_room_youngest_first(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.ledger.EXPECTED_TOKENS", 8)
+    monkeypatch.setattr("weft.engine.budget.EXPECTED_TOKENS", 8)
     prompts = random_prompts(adapter.vocab_size, [20, 20, 20, 20], seed=6)
     config = dataclasses.replace(SMALL, memory_bytes=ledger_of(2.5, adapter, 90))
     run = Run(adapter, config)
     rows = [run.submit(prompt, 60) for prompt in prompts]
     taken_back: list[int] = []
-    take_back = run.engine._take_back
+    preempt = run.engine._preempt
 
     def noting(sequence: Sequence) -> None:
         taken_back.append(sequence.id)
-        take_back(sequence)
+        preempt(sequence)
 
-    run.engine._take_back = noting  # type: ignore[method-assign]
+    run.engine._preempt = noting  # type: ignore[method-assign]
     run.finish()
 
     assert taken_back

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.config import EngineConfig
-from weft.engine.ledger import Ledger
+from weft.engine.budget import MemoryBudget
 from weft.engine.plan import Plan
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import Sampling
 
-CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10, whole_tokens=5)
+CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10, unsliced_tokens=5)
 
 
 def scheduler_of() -> Scheduler:
-    return Scheduler(CONFIG, Ledger(lambda tokens: tokens, 0))
+    return Scheduler(CONFIG, MemoryBudget(lambda tokens: tokens, 0))
 
 
 def plan_of(scheduler: Scheduler, now: float = 0.0) -> Plan:
@@ -63,11 +63,11 @@ def test_only_prompts_that_end_soon_are_announced() -> None:
         scheduler.add(sequence(number, length))
     chunk = plan_of(scheduler).chunk
     assert chunk is not None
-    assert plan_of(scheduler).coming == (11, 30)
+    assert plan_of(scheduler).upcoming == (11, 30)
 
     chunk.sequence.num_computed += chunk.count  # the first is in memory: it comes no more
     scheduler.chunk_done()
-    assert plan_of(scheduler).coming == (30,)
+    assert plan_of(scheduler).upcoming == (30,)
 
 
 def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
@@ -90,7 +90,7 @@ def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
 
 
 def test_short_chunks_go_before_the_steps_while_several_wait_but_not_for_ever() -> None:
-    scheduler = Scheduler(dataclasses.replace(CONFIG, max_rows=9), Ledger(lambda tokens: tokens, 0))
+    scheduler = Scheduler(dataclasses.replace(CONFIG, max_rows=9), MemoryBudget(lambda tokens: tokens, 0))
     scheduler.add(sequence(0, 1, tokens=100))
     for number in range(1, 8):
         scheduler.add(sequence(number, 4))

@@ -14,9 +14,9 @@ import pytest
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.canary import Canary
 from weft.engine.faults import Rule
+from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
-from weft.engine.sharing import Sharing
-from weft.ipc.messages import Reuse, Sampling, Submit
+from weft.ipc.messages import PrefixReuse, Sampling, Submit
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 
@@ -43,7 +43,7 @@ def counted(run: Run) -> list[int]:
     return counts
 
 
-def told(sequence: Sequence) -> Reuse | None:
+def told(sequence: Sequence) -> PrefixReuse | None:
     return sequence.timings.reuse
 
 
@@ -92,21 +92,21 @@ def test_a_second_prompt_that_parts_is_cut_there_for_the_third(adapter: Adapter)
 
 def test_restoring_what_costs_more_than_computing_is_left_alone(adapter: Adapter) -> None:
     run = Run(adapter, CACHED)
-    sharing = run.engine.sharing
-    assert isinstance(sharing, Sharing)
+    prefix = run.engine.prefix
+    assert isinstance(prefix, PrefixSharing)
     first = run.submit(TRUNK + TAIL, 2)
     run.turn()
     run.turn()
     assert run.engine.runner.has_caches(first)
-    found = first.trunk
+    found = first.prefix_node
     later = Sequence(99, TRUNK + OTHER, Sampling(), max_tokens=2, stop_ids=frozenset())
 
     run.engine.runner.seconds_per_token = 0.0
-    assert sharing._is_worth_it(later, found)  # it has no states of its own: there is nothing to throw away
-    assert not sharing._is_worth_it(first, found)
+    assert prefix._is_worth_it(later, found)  # it has no states of its own: there is nothing to throw away
+    assert not prefix._is_worth_it(first, found)
     run.engine.runner.seconds_per_token = 1.0
     first.num_computed = 0
-    assert sharing._is_worth_it(first, found)
+    assert prefix._is_worth_it(first, found)
 
 
 class TestWhatIsTold:
@@ -117,10 +117,10 @@ class TestWhatIsTold:
             rows.append(run.submit(prompt, 1))
             run.finish()
 
-        assert told(rows[0]) == Reuse("differs", 0, 0, TRUNK[0], None)
-        assert told(rows[1]) == Reuse("whole", 119)
-        assert told(rows[2]) == Reuse("checkpoint", 64, 100, OTHER[0], TAIL[0])
-        assert told(rows[3]) == Reuse("differs", 96, 100, TAIL[-1], OTHER[0])  # two parted there, so now it is kept
+        assert told(rows[0]) == PrefixReuse("differs", 0, 0, TRUNK[0], None)
+        assert told(rows[1]) == PrefixReuse("whole", 119)
+        assert told(rows[2]) == PrefixReuse("checkpoint", 64, 100, OTHER[0], TAIL[0])
+        assert told(rows[3]) == PrefixReuse("differs", 96, 100, TAIL[-1], OTHER[0])  # two parted there, so now it is kept
         assert rows[3].timings.cached_tokens == 96
 
     def test_that_all_of_it_had_to_be_read(self, adapter: Adapter) -> None:
@@ -129,7 +129,7 @@ class TestWhatIsTold:
             row = run.submit(TRUNK, 1, prompt_logprobs=0)
             run.finish()
 
-        assert told(row) == Reuse("logprobs")
+        assert told(row) == PrefixReuse("logprobs")
         assert row.num_cached == 0
 
     def test_that_nothing_is_kept(self, adapter: Adapter) -> None:
@@ -137,7 +137,7 @@ class TestWhatIsTold:
         row = run.submit(TRUNK, 1)
         run.finish()
 
-        assert told(row) == Reuse("off")
+        assert told(row) == PrefixReuse("off")
 
     def test_of_forks_too(self, adapter: Adapter) -> None:
         run = Run(adapter, CACHED)
@@ -145,8 +145,8 @@ class TestWhatIsTold:
         first, second = run.engine.take(Submit((7, 8), TRUNK, chosen))
         run.finish()
 
-        assert told(first) == Reuse("differs", 0, 0, TRUNK[0], None)
-        assert told(second) == Reuse("whole", 99)
+        assert told(first) == PrefixReuse("differs", 0, 0, TRUNK[0], None)
+        assert told(second) == PrefixReuse("whole", 99)
 
 
 def test_salts_share_nothing(adapter: Adapter) -> None:
@@ -158,7 +158,7 @@ def test_salts_share_nothing(adapter: Adapter) -> None:
         run.finish()
 
     assert [row.num_cached for row in rows] == [0, 0, 99]
-    assert told(rows[1]) == Reuse("salt")
+    assert told(rows[1]) == PrefixReuse("salt")
 
 
 class TestDisk:
@@ -172,7 +172,7 @@ class TestDisk:
         first = Run(adapter, CACHED, disk=self.tier(tmp_path))
         first.submit(TRUNK + TAIL, 1)
         first.finish()
-        first.engine.sharing.disk.close(10)  # type: ignore[union-attr]
+        first.engine.prefix.disk.close(10)  # type: ignore[union-attr]
         run = Run(adapter, CACHED, disk=self.tier(tmp_path))
         counts = counted(run)
         rows = [run.submit(TRUNK + tail, 3) for tail in (TAIL, OTHER, TAIL)]
@@ -185,7 +185,7 @@ class TestDisk:
         first = Run(adapter, CACHED, disk=self.tier(tmp_path))
         first.submit(TRUNK + TAIL, 1)
         first.finish()
-        first.engine.sharing.disk.close(10)  # type: ignore[union-attr]
+        first.engine.prefix.disk.close(10)  # type: ignore[union-attr]
         reports: list[str] = []
         run = Run(adapter, CACHED, disk=self.tier(tmp_path, reports))
         files = sorted(tmp_path.rglob("*.safetensors"))
@@ -195,7 +195,7 @@ class TestDisk:
             path.write_bytes(bytes(data))
         row = run.submit(TRUNK + TAIL, 3)
         run.finish()
-        run.engine.sharing.disk.close(10)  # type: ignore[union-attr]
+        run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
 
         assert row.num_cached == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
@@ -205,7 +205,7 @@ class TestDisk:
         run.submit(TRUNK, 1)
         run.finish()
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-        tree = run.engine.sharing.tree
+        tree = run.engine.prefix.tree
         assert tree is not None
         tree.clear()
         row = run.submit(TRUNK + TAIL, 3)
@@ -220,23 +220,23 @@ class TestCanary:
         for tail in (TAIL, OTHER):
             run.submit(TRUNK + tail, 1)
         run.finish()
-        assert isinstance(run.engine.sharing, Sharing)
-        return run, Canary(run.engine.sharing, run.engine.runner, random.Random(1))
+        assert isinstance(run.engine.prefix, PrefixSharing)
+        return run, Canary(run.engine.prefix, run.engine.runner, random.Random(1))
 
     def test_what_is_right_stays(self, adapter: Adapter) -> None:
         run, canary = self.kept(adapter)
-        before = list(run.engine.sharing.tree.nodes())  # type: ignore[union-attr]
+        before = list(run.engine.prefix.tree.nodes())  # type: ignore[union-attr]
         while canary.check():
             pass
 
         assert canary.num_wrong == 0
         assert canary.num_checked >= len(before)
-        assert list(run.engine.sharing.tree.nodes()) == before  # type: ignore[union-attr]
+        assert list(run.engine.prefix.tree.nodes()) == before  # type: ignore[union-attr]
 
     @pytest.mark.parametrize("what", ["block", "checkpoint"])
     def test_what_is_wrong_goes_with_all_behind_it(self, adapter: Adapter, what: str) -> None:
         run, canary = self.kept(adapter)
-        tree = run.engine.sharing.tree
+        tree = run.engine.prefix.tree
         assert tree is not None
         wrong = tree.match(TRUNK[:65], tree.root(), iter(range(16, 65, 16)))
         assert wrong.length == 64
@@ -305,23 +305,23 @@ def test_spare_caches_have_their_share_of_the_bytes_and_go_when_all_is_forgotten
     one = Run(adapter, LOOSE)
     one.submit(prompts[0], 2)
     one.finish()
-    sharing = one.engine.sharing
-    assert isinstance(sharing, Sharing)
-    size = sharing.spares.held_bytes
+    prefix = one.engine.prefix
+    assert isinstance(prefix, PrefixSharing)
+    size = prefix.retained.held_bytes
     assert size > 0
-    assert sharing.held_bytes == sharing.tree.held_bytes + size
-    sharing.clear()
-    assert sharing.held_bytes == 0
+    assert prefix.held_bytes == prefix.tree.held_bytes + size
+    prefix.clear()
+    assert prefix.held_bytes == 0
 
     run = Run(adapter, dataclasses.replace(LOOSE, cache_bytes=8 * 3 * size))
     most = 0
     for prompt in prompts:
         run.submit(prompt, 2)
         run.finish()
-        most = max(most, run.engine.sharing.held_bytes)
-        assert run.engine.sharing.spares.held_bytes <= 3 * size  # type: ignore[attr-defined]
+        most = max(most, run.engine.prefix.held_bytes)
+        assert run.engine.prefix.retained.held_bytes <= 3 * size  # type: ignore[attr-defined]
     assert most <= 8 * 3 * size
-    assert run.engine.sharing.spares.held_bytes == 3 * size  # type: ignore[attr-defined]
+    assert run.engine.prefix.retained.held_bytes == 3 * size  # type: ignore[attr-defined]
 
 
 def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter) -> None:
@@ -329,7 +329,7 @@ def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter)
     first = run.submit(TRUNK, 2)
     run.finish()
     counts = restored(run)
-    assert run.engine.sharing.expel(first)
+    assert run.engine.prefix.invalidate(first)
     second = run.submit(TRUNK + TAIL, 4)
     run.finish()
 

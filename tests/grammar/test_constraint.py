@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import weft.model
 from weft.errors import GrammarRejected, RowFailed
 from weft.grammar.compiler import Compiler
-from weft.grammar.constraint import Constraint, Demand
+from weft.grammar.constraint import Constraint, TokenDemand
 from weft.grammar.masks import Masks
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, ThinkingSpec
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
 VOCABULARY, END = 4096, 4082
@@ -36,11 +36,11 @@ GRAMMARS = [
 ]
 
 
-def thinking(**changes: object) -> ThinkingSpec:
-    return ThinkingSpec(**{"open": "<think>", "close": "</think>", "opened": True, "may_open": False, **changes})  # type: ignore[arg-type]
+def thinking(**changes: object) -> ReasoningSpec:
+    return ReasoningSpec(**{"open": "<think>", "close": "</think>", "opened": True, "may_open": False, **changes})  # type: ignore[arg-type]
 
 
-def constraint(grammar: GrammarSpec | None = None, thought: ThinkingSpec | None = None) -> Constraint:
+def constraint(grammar: GrammarSpec | None = None, thought: ReasoningSpec | None = None) -> Constraint:
     return COMPILER.constraint(ConstraintSpec(grammar, thought))
 
 
@@ -144,7 +144,7 @@ def test_the_close_marker_is_forced_when_the_budget_is_spent(budget: int) -> Non
         one.accept(ids("hm")[0])
     forced = ids("</think>") + ids("\n\n")
     for token in forced:
-        assert one.demand(ENDS) == Demand(only=(token,))
+        assert one.demand(ENDS) == TokenDemand(only=(token,))
         one.accept(token)
 
     assert (mask_of(one) == mask_of(constraint(GRAMMARS[0]))).all()  # and the grammar begins
@@ -155,7 +155,7 @@ def test_thinking_that_ends_by_itself_lets_the_grammar_begin() -> None:
     for token in ids("well, let me see.</think>"):
         one.accept(token)
 
-    assert one.demand(ENDS) == Demand(only=tuple(ids("\n")))
+    assert one.demand(ENDS) == TokenDemand(only=tuple(ids("\n")))
     one.accept(ids("\n")[0])
     assert (mask_of(one) == mask_of(constraint(GRAMMARS[3]))).all()
 
@@ -166,7 +166,7 @@ def test_what_is_thought_never_reaches_the_grammar() -> None:
         one.accept(token)
 
     assert not one.is_finished
-    assert one.demand(ENDS) == Demand(never=ENDS)
+    assert one.demand(ENDS) == TokenDemand(never=ENDS)
 
 
 def test_a_character_is_not_cut_by_the_end_of_the_budget() -> None:
@@ -178,7 +178,7 @@ def test_a_character_is_not_cut_by_the_end_of_the_budget() -> None:
         assert one.demand(ENDS) is None  # the character may be finished
         one.accept(token)
 
-    assert one.demand(ENDS) == Demand(only=tuple(ids("</think>")))
+    assert one.demand(ENDS) == TokenDemand(only=tuple(ids("</think>")))
 
 
 def test_bytes_that_never_become_a_character_do_not_put_the_end_off_for_ever() -> None:
@@ -205,7 +205,7 @@ def test_thinking_again_is_counted_too() -> None:
     assert spent == 3
     for token in [*ids("</think>"), again]:
         one.accept(token)
-    assert one.demand(ENDS) == Demand(only=tuple(ids("</think>")))  # nothing is left of it
+    assert one.demand(ENDS) == TokenDemand(only=tuple(ids("</think>")))  # nothing is left of it
 
 
 def test_markers_of_several_tokens_work() -> None:
@@ -221,7 +221,7 @@ def test_markers_of_several_tokens_work() -> None:
     for _ in range(2):
         one.accept(ids("hm")[0])
     for token in closing:
-        assert one.demand(ENDS) == Demand(only=(token,))
+        assert one.demand(ENDS) == TokenDemand(only=(token,))
         one.accept(token)
 
     assert (mask_of(one) == mask_of(constraint(GRAMMARS[3]))).all()
@@ -238,7 +238,7 @@ def test_a_model_that_need_not_think_may_answer_at_once_or_think_first() -> None
     assert not one.is_finished or text(ids("yes")[:1]) == "yes"
     other = constraint(GRAMMARS[3], thinking(opened=False, may_open=True))
     other.accept(opening)
-    assert other.demand(ENDS) == Demand(never=ENDS)
+    assert other.demand(ENDS) == TokenDemand(never=ENDS)
 
 
 @pytest.mark.parametrize(("max_tokens", "most"), [(20, 9), (1000, 743), (1, 0)])

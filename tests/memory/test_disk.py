@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from weft.memory import disk_entry as file_format
-from weft.memory.disk import QUEUE_BYTES, DiskTier, Packed, Plane, identity_of
+from weft.memory.disk import QUEUE_BYTES, DiskTier, Packed, StoredArray, identity_of
 from weft.memory.disk_entry import Damaged, Entry, Foreign
 
 IDENTITY, OTHER = "0123456789abcdef" * 2, "f" * 32
@@ -40,10 +40,10 @@ def packed(name: object, nbytes: int = 1000) -> Packed:
     """Host data that only this name has."""
     data = random.Random(str(name)).randbytes(nbytes)
     planes = (
-        Plane("0.keys", "F32", (nbytes // 4,), data[: nbytes // 4 * 4]),
-        Plane("0.values", "BF16", (2, 3), memoryview(data[:12])),
-        Plane("1.cache.0", "BOOL", (), b"\x01"),
-        Plane("1.cache.1", "I32", (0, 4), b""),
+        StoredArray("0.keys", "F32", (nbytes // 4,), data[: nbytes // 4 * 4]),
+        StoredArray("0.values", "BF16", (2, 3), memoryview(data[:12])),
+        StoredArray("1.cache.0", "BOOL", (), b"\x01"),
+        StoredArray("1.cache.1", "I32", (0, 4), b""),
     )
     return Packed(json.dumps([{"tuple": [{"array": "0.keys"}, {"array": "0.values"}]}, str(name)]), planes)
 
@@ -514,17 +514,17 @@ def test_files_that_are_not_named_as_ours_are_never_deleted(house: House) -> Non
 
 def test_a_trunk_outlives_its_branches(house: House) -> None:
     """It is written once and then used from memory; what is stored on top of it says that it is still needed."""
-    trunk = make_entry("trunk", nbytes=40_000)
-    stem = make_entry("stem", trunk.key, nbytes=40_000)
-    budget = 6 * size_of(trunk) + 1000
+    prefix_node = make_entry("trunk", nbytes=40_000)
+    stem = make_entry("stem", prefix_node.key, nbytes=40_000)
+    budget = 6 * size_of(prefix_node) + 1000
     tier = house.open(budget)
-    for count, entry in enumerate([trunk, stem, *(make_entry(number, stem.key, nbytes=40_000) for number in range(20))], 1):
+    for count, entry in enumerate([prefix_node, stem, *(make_entry(number, stem.key, nbytes=40_000) for number in range(20))], 1):
         store(tier, entry)
         until(lambda count=count: tier.num_written == count)  # type: ignore[misc]
     tier.close(SECONDS)
 
     assert tier.num_evicted >= 16
-    assert tier.has(trunk.key)
+    assert tier.has(prefix_node.key)
     assert tier.has(stem.key)
 
 
@@ -540,16 +540,16 @@ def test_of_one_path_the_end_goes_first(house: House) -> None:
 
 
 def test_room_is_not_made_among_the_ancestors_of_what_is_written(house: House) -> None:
-    trunk, *others = [make_entry(number, nbytes=40_000) for number in range(6)]
-    house.keep(trunk, *others)
-    age(house, trunk, *others)
-    tier = house.open(budget=6 * size_of(trunk) + 1000)
+    prefix_node, *others = [make_entry(number, nbytes=40_000) for number in range(6)]
+    house.keep(prefix_node, *others)
+    age(house, prefix_node, *others)
+    tier = house.open(budget=6 * size_of(prefix_node) + 1000)
 
-    store(tier, make_entry("branch", trunk.key, nbytes=40_000))
+    store(tier, make_entry("branch", prefix_node.key, nbytes=40_000))
     tier.close(SECONDS)
 
     assert tier.has(key_of("branch"))
-    assert tier.has(trunk.key)
+    assert tier.has(prefix_node.key)
     assert not tier.has(others[0].key)
 
 
@@ -566,7 +566,7 @@ def test_an_entry_larger_than_the_budget_is_skipped_and_drives_nobody_out(house:
 
 def test_a_full_queue_refuses(house: House) -> None:
     tier = house.make()  # not opened: nobody writes
-    third = Packed("[]", (Plane("0", "U8", (QUEUE_BYTES // 3 + 1,), bytes(QUEUE_BYTES // 3 + 1)),))
+    third = Packed("[]", (StoredArray("0", "U8", (QUEUE_BYTES // 3 + 1,), bytes(QUEUE_BYTES // 3 + 1)),))
 
     taken = [tier.store(key_of(number), ROOT, (1,), third, None) for number in range(4)]
 
@@ -577,7 +577,7 @@ def test_a_full_queue_refuses(house: House) -> None:
 
 def test_one_entry_larger_than_the_queue_is_taken_alone(house: House) -> None:
     tier = house.make()
-    large = Packed("[]", (Plane("0", "U8", (QUEUE_BYTES + 1,), bytes(QUEUE_BYTES + 1)),))
+    large = Packed("[]", (StoredArray("0", "U8", (QUEUE_BYTES + 1,), bytes(QUEUE_BYTES + 1)),))
 
     assert tier.store(key_of(0), ROOT, (1,), large, None)
     assert not tier.store(key_of(1), ROOT, (1,), large, None)
@@ -615,10 +615,10 @@ def test_what_is_stored_after_a_clear_stays(house: House) -> None:
     assert load(house.open(), [make_entry(3)]) == [contents(make_entry(3))]
 
 
-class Slow(tuple[Plane, ...]):
+class Slow(tuple[StoredArray, ...]):
     """Planes at which the writer stops until it may go on."""
 
-    def __new__(cls, planes: Iterable[Plane]) -> Slow:
+    def __new__(cls, planes: Iterable[StoredArray]) -> Slow:
         slow = super().__new__(cls, planes)
         slow.reached, slow.may_go_on = threading.Event(), threading.Event()
         return slow
@@ -626,7 +626,7 @@ class Slow(tuple[Plane, ...]):
     reached: threading.Event
     may_go_on: threading.Event
 
-    def __iter__(self) -> Iterator[Plane]:
+    def __iter__(self) -> Iterator[StoredArray]:
         if threading.current_thread().name == "weft-disk":
             self.reached.set()
             assert self.may_go_on.wait(SECONDS)
@@ -680,17 +680,17 @@ def test_a_checkpoint_that_comes_while_the_chunk_is_written_is_written_after_it(
 
 
 def test_what_is_forgotten_takes_along_what_was_computed_on_top_of_it(house: House) -> None:
-    trunk, side = make_entry("trunk"), make_entry("side")
-    branch = make_entry("branch", trunk.key)
+    prefix_node, side = make_entry("trunk"), make_entry("side")
+    branch = make_entry("branch", prefix_node.key)
     twig = make_entry("twig", branch.key)
-    house.keep(trunk, side, branch)
+    house.keep(prefix_node, side, branch)
     tier = house.make()
     store(tier, twig)  # still in the queue
     tier.open()
 
-    tier.forget([trunk.key])
+    tier.forget([prefix_node.key])
 
-    assert [tier.has(entry.key) for entry in (trunk, branch, twig, side)] == [False, False, False, True]
+    assert [tier.has(entry.key) for entry in (prefix_node, branch, twig, side)] == [False, False, False, True]
     tier.close(SECONDS)
     assert house.files() == {house.file(side).name}
 

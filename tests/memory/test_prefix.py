@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from driver import Clock
-from weft.ipc.messages import Reuse
-from weft.memory.prefix_tree import MAX_GHOSTS, Node, PrefixTree
+from weft.ipc.messages import PrefixReuse
+from weft.memory.prefix_tree import MAX_EVICTED_KEYS, Node, PrefixTree
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ def tree_of(budget: int = 10_000) -> PrefixTree:
     return PrefixTree(budget, Clock(tick=1.0))
 
 
-def grown(tree: PrefixTree, *chunks: tuple[int, ...], salt: str = "", is_kept: bool = False, use: bool = True) -> Node:
+def grown(tree: PrefixTree, *chunks: tuple[int, ...], salt: str = "", is_retained: bool = False, use: bool = True) -> Node:
     """A sequence that computed these chunks and left."""
     node = tree.root(salt)
     tree.pin(node)
     for tokens in chunks:
-        after = tree.enter(node, tokens, BLOCK, CHECKPOINT, is_kept=is_kept)
+        after = tree.enter(node, tokens, BLOCK, CHECKPOINT, is_retained=is_retained)
         tree.pin(after)
         tree.unpin(node)
         node = after
@@ -63,7 +63,7 @@ def test_one_off_prompts_do_not_push_a_conversation_out() -> None:
 
 def test_a_prompt_whose_client_will_come_again_is_protected_from_the_start() -> None:
     tree = tree_of(budget=120)
-    grown(tree, (1, 2), (3, 4), is_kept=True)
+    grown(tree, (1, 2), (3, 4), is_retained=True)
     grown(tree, (7, 8), (9, 9))
     for number in range(100, 140):
         grown(tree, (number, 1), (number, 2))
@@ -85,7 +85,7 @@ def test_a_conversation_that_is_over_makes_room_for_new_ones() -> None:
 def test_a_new_conversation_is_kept_beside_a_protected_one_that_fills_its_share() -> None:
     tree = tree_of(budget=120)
     for number in range(5):
-        grown(tree, (number, 1), (number, 2), is_kept=True)
+        grown(tree, (number, 1), (number, 2), is_retained=True)
     grown(tree, (50, 1), (50, 2))
 
     assert used(tree, (50, 1), (50, 2)).length == 4
@@ -118,10 +118,10 @@ def test_what_is_thrown_out_is_found_by_nobody_and_weighs_nothing() -> None:
     standing = grown(tree, (1, 2), (3, 4), (5, 6), use=False)
     grown(tree, (1, 2), (9, 9))
 
-    assert tree.expel(standing.path()[1]) == 2
+    assert tree.invalidate(standing.path()[1]) == 2
     assert matched(tree, (1, 2), (3, 4)).length == 2
     behind = tree.enter(standing, (7, 8), BLOCK, CHECKPOINT)  # whoever stands there goes on without troubling others
-    assert behind.is_out
+    assert behind.is_detached
     tree.unpin(standing)
     assert tree.held_bytes == sum(node.nbytes for node in tree.nodes())
     assert len(tree) == 2
@@ -148,17 +148,17 @@ class TestCuts:
         tree = tree_of()
         prompt, cut = list(range(100)), [list(range(count)) + [500] * 40 for count in (30, 30, 30, 45)]
 
-        assert tree.parting(tree.root(), prompt, 64, cut) == 30
-        assert tree.parting(tree.root(), prompt, 64, [cut[3]]) == 45
-        assert tree.parting(tree.root(), prompt, 40, [cut[3]]) is None  # the chunk is shared whole
-        assert tree.parting(tree.root(), prompt, 64, [prompt[:10] + cut[0]]) is None  # too little to be worth a cut
-        assert PrefixTree(1, is_exact=True).parting(tree.root(), prompt, 64, cut) is None
+        assert tree.best_cut(tree.root(), prompt, 64, cut) == 30
+        assert tree.best_cut(tree.root(), prompt, 64, [cut[3]]) == 45
+        assert tree.best_cut(tree.root(), prompt, 40, [cut[3]]) is None  # the chunk is shared whole
+        assert tree.best_cut(tree.root(), prompt, 64, [prompt[:10] + cut[0]]) is None  # too little to be worth a cut
+        assert PrefixTree(1, is_exact=True).best_cut(tree.root(), prompt, 64, cut) is None
 
     def test_a_known_prompt_is_parted_from_too(self) -> None:
         tree = tree_of()
         grown(tree, tuple(range(50)))
 
-        assert tree.parting(tree.root(), [*range(20), *range(900, 950)], 64, []) == 20
+        assert tree.best_cut(tree.root(), [*range(20), *range(900, 950)], 64, []) == 20
 
 
 class TestWhy:
@@ -167,9 +167,9 @@ class TestWhy:
         grown(tree, (1, 2))
         grown(tree, (1, 2), (3, 4))
 
-        assert tree.reuse(tree.root(), [1, 9, 3, 4, 5], 2, "") == Reuse("differs", 0, 1, 9, 2)
+        assert tree.reuse(tree.root(), [1, 9, 3, 4, 5], 2, "") == PrefixReuse("differs", 0, 1, 9, 2)
         found = used(tree, (1, 2))
-        assert tree.reuse(found, [1, 2, 3, 7, 5], 4, "") == Reuse("differs", 2, 3, 7, 4)
+        assert tree.reuse(found, [1, 2, 3, 7, 5], 4, "") == PrefixReuse("differs", 2, 3, 7, 4)
 
     def test_the_nearest_of_several_is_named_wherever_it_was_cut(self) -> None:
         tree = tree_of()
@@ -177,47 +177,47 @@ class TestWhy:
         grown(tree, (1,), (2, 3, 5), (6, 6))
         grown(tree, (9,))
 
-        assert tree.reuse(tree.root(), [1, 2, 3, 5, 7, 7], 6, "") == Reuse("differs", 0, 4, 7, 6)
+        assert tree.reuse(tree.root(), [1, 2, 3, 5, 7, 7], 6, "") == PrefixReuse("differs", 0, 4, 7, 6)
 
     def test_a_longer_prompt_has_nothing_instead(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2))
 
-        assert tree.reuse(used(tree, (1, 2)), [1, 2, 3, 4, 5], 4, "") == Reuse("differs", 2, 2, 3, None)
+        assert tree.reuse(used(tree, (1, 2)), [1, 2, 3, 4, 5], 4, "") == PrefixReuse("differs", 2, 2, 3, None)
 
     def test_an_empty_tree_knows_nothing(self) -> None:
-        assert tree_of().reuse(tree_of().root(), [1, 2, 3], 2, "") == Reuse("differs", 0, 0, 1, None)
+        assert tree_of().reuse(tree_of().root(), [1, 2, 3], 2, "") == PrefixReuse("differs", 0, 0, 1, None)
 
     def test_the_same_tokens_in_other_chunks(self) -> None:
         tree = PrefixTree(10_000, is_exact=True)
         grown(tree, (1, 2, 3, 4))
 
-        assert tree.reuse(tree.root(), [1, 2, 3, 4, 5], 2, "") == Reuse("cut", 0, 4, 5, None)
+        assert tree.reuse(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("cut", 0, 4, 5, None)
 
     def test_a_checkpoint_that_was_not_kept(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2), (3, 4))  # the first one's was dropped: it has one child
 
         found = matched(tree, (1, 2), (3, 5))
-        assert tree.reuse(found, [1, 2, 3, 5, 6], 2, "") == Reuse("checkpoint", 0, 3, 5, 4)
+        assert tree.reuse(found, [1, 2, 3, 5, 6], 2, "") == PrefixReuse("checkpoint", 0, 3, 5, 4)
 
     def test_what_had_to_make_room(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2), (3, 4))
         tree.shrink(0)
 
-        assert tree.reuse(tree.root(), [1, 2, 3, 4, 5], 2, "") == Reuse("evicted", 0)
+        assert tree.reuse(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("evicted", 0)
 
     def test_a_salt_that_was_never_used(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2))
 
-        assert tree.reuse(tree.root("mine"), [1, 2, 3], 2, "mine") == Reuse("salt")
+        assert tree.reuse(tree.root("mine"), [1, 2, 3], 2, "mine") == PrefixReuse("salt")
 
     @pytest.mark.parametrize("extra", [0, 5])
     def test_not_everything_that_went_is_remembered(self, extra: int) -> None:
         tree = tree_of(budget=0)
-        for number in range(MAX_GHOSTS + extra):
+        for number in range(MAX_EVICTED_KEYS + extra):
             grown(tree, (number,))
 
         cause = "differs" if extra else "evicted"

@@ -37,11 +37,11 @@ def contents(length: int, mark: float) -> list[LayerContents]:
     ]
 
 
-def seat(pool: Pool, length: int, mark: float, coming: tuple[int, ...] = ()) -> RowState:
+def allocate(pool: Pool, length: int, mark: float, upcoming: tuple[int, ...] = ()) -> RowState:
     row = RowState()
     held = contents(length, mark)
     assert pool.refusal(held, length) is None
-    pool.seat(row, held, length, coming)
+    pool.allocate(row, held, length, upcoming)
     return row
 
 
@@ -57,14 +57,14 @@ def check(row: RowState, mark: float) -> None:
 
 @pytest.mark.parametrize("length", [1, 9, 10, 11, 25, 31, 32, 100])
 def test_a_seated_row_holds_its_own_tokens(length: int) -> None:
-    row = seat(pool(), length, 3.0)
+    row = allocate(pool(), length, 3.0)
 
     check(row, 3.0)
 
 
 def test_a_row_that_fills_its_slot_moves_up_a_class_and_nobody_else_moves() -> None:
     rows = pool()
-    first, second = seat(rows, 31, 1.0, coming=(31,)), seat(rows, 20, 2.0)
+    first, second = allocate(rows, 31, 1.0, upcoming=(31,)), allocate(rows, 20, 2.0)
     old, place = first.slab, (second.slab, second.slot)
     assert old is not None
     first.length += 1  # its last free place is taken
@@ -80,12 +80,12 @@ def test_a_row_that_fills_its_slot_moves_up_a_class_and_nobody_else_moves() -> N
 
 def test_joining_and_leaving_touch_no_other_arrays() -> None:
     rows = pool()
-    resident = seat(rows, 100, 1.0)
+    resident = allocate(rows, 100, 1.0)
     assert resident.slab is not None
     before = [np.array(array) for array in resident.slab.arrays()]
     arrays = [id(array) for array in resident.slab.arrays()]
     for length in (5, 40, 100, 130):
-        rows.leave(seat(rows, length, 2.0))
+        rows.leave(allocate(rows, length, 2.0))
 
     assert [id(array) for array in resident.slab.arrays()] == arrays
     assert all(np.array_equal(array, old) for array, old in zip(resident.slab.arrays(), before, strict=True))
@@ -93,11 +93,11 @@ def test_joining_and_leaving_touch_no_other_arrays() -> None:
 
 def test_a_left_slot_is_used_again_and_an_empty_slab_goes() -> None:
     rows = pool()
-    first = seat(rows, 20, 1.0, coming=(20, 20))
-    second = seat(rows, 20, 2.0)
+    first = allocate(rows, 20, 1.0, upcoming=(20, 20))
+    second = allocate(rows, 20, 2.0)
     slab, slot = first.slab, first.slot
     rows.leave(first)
-    third = seat(rows, 20, 3.0)
+    third = allocate(rows, 20, 3.0)
 
     assert (third.slab, third.slot) == (slab, slot)
     rows.leave(second)
@@ -108,8 +108,8 @@ def test_a_left_slot_is_used_again_and_an_empty_slab_goes() -> None:
 
 def test_room_is_made_for_rows_in_sight_and_for_no_others() -> None:
     alone, crowd = pool(), pool()
-    seat(alone, 20, 1.0)
-    seat(crowd, 20, 1.0, coming=(25, 30, 200))
+    allocate(alone, 20, 1.0)
+    allocate(crowd, 20, 1.0, upcoming=(25, 30, 200))
 
     assert len(alone.slabs[0].rows) == 1
     assert len(crowd.slabs[0].rows) == 3
@@ -117,7 +117,7 @@ def test_room_is_made_for_rows_in_sight_and_for_no_others() -> None:
 
 def test_constant_shapes_depend_on_the_class_alone() -> None:
     rows = Pool(SPECS, slab_tokens=256, max_rows=4, constant_shapes=True)
-    seat(rows, 20, 1.0)
+    allocate(rows, 20, 1.0)
 
     assert len(rows.slabs[0].rows) == 4
 
@@ -156,7 +156,7 @@ def test_what_does_not_have_the_geometry_is_refused_by_name(layer: int, wrong: L
 
 def test_the_table_follows_its_rows_through_any_order() -> None:
     table = StateTable(SPECS)
-    rows = [seat(pool(), 5, float(mark)) for mark in range(5)]
+    rows = [allocate(pool(), 5, float(mark)) for mark in range(5)]
 
     def lay(*order: int | None) -> list[float]:
         table.arrange([None if index is None else rows[index] for index in order])
@@ -186,7 +186,7 @@ def test_no_order_of_joining_growing_and_leaving_mixes_rows_up(events: list[int 
     for number, event in enumerate(events):
         match event:
             case int(length) if len(live) < 6:
-                live.append((seat(rows, length, float(number)), float(number)))
+                live.append((allocate(rows, length, float(number)), float(number)))
             case ("leave", index) if live:
                 rows.leave(live.pop(index % len(live))[0])
             case "grow":

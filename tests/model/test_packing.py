@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 
 from driver import adapter_for, random_prompts
 from weft.errors import UnsupportedModel
-from weft.memory.disk import Packed, Plane
+from weft.memory.disk import Packed, StoredArray
 from weft.memory.disk_entry import Damaged, Entry, encode, read, write
 from weft.model.adapter import Adapter, Saved
 from weft.model.packing import NAMES, TYPES, pack, unpack
@@ -236,9 +236,14 @@ def test_states_of_another_number_of_layers_are_not_put_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "plane", [Plane("0.0", "F32", (2,), bytes(7)), Plane("0.0", "F32", (3,), bytes(8)), Plane("0.0", "F99", (2,), bytes(8))]
+    "plane",
+    [
+        StoredArray("0.0", "F32", (2,), bytes(7)),
+        StoredArray("0.0", "F32", (3,), bytes(8)),
+        StoredArray("0.0", "F99", (2,), bytes(8)),
+    ],
 )
-def test_bytes_that_are_no_array_are_not_put_back(plane: Plane) -> None:
+def test_bytes_that_are_no_array_are_not_put_back(plane: StoredArray) -> None:
     packed = pack(Saved([(mx.zeros((2,)),)]))
 
     with pytest.raises(Damaged, match=r"0\.0 is no"):

@@ -152,7 +152,7 @@ def test_interrupting_a_prefill_at_every_layer_changes_no_bit(build: Build, solo
 @each_examined
 def test_pipelined_turns_give_the_tokens_of_plain_ones(build: Build, solo: Solo, name: str) -> None:
     """Also where a step is settled while the next one runs, as on GPUs."""
-    for config in (dataclasses.replace(SMALL, pipelined=False), dataclasses.replace(SMALL, tells_first=False)):
+    for config in (dataclasses.replace(SMALL, pipelined=False), dataclasses.replace(SMALL, settle_first=False)):
         assert answers(build(name), SUBJECTS, TOKENS, config) == [tokens for tokens, _ in solo(name)]
 
 

@@ -90,7 +90,7 @@ def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[st
         assert sequences[-1].num_cached == len(TRUNK) - 1  # the same again: nothing is computed
         assert all(sequence.num_cached >= 48 for sequence in sequences[1:5])
     assert sum(counts) == sum(len(prompt) - 1 - sequence.num_cached for prompt, sequence in zip(PROMPTS, sequences, strict=True))
-    prefixes = run.engine.sharing.tree
+    prefixes = run.engine.prefix.tree
     assert prefixes is None or not any(node.pins for node in prefixes.nodes())
 
 
@@ -133,9 +133,9 @@ def test_with_too_little_room(
     run.finish()
 
     check(run, sequences, cold(name) * 2)
-    assert run.engine.sharing.tree is not None
-    assert run.engine.sharing.tree.held_bytes <= budget
-    assert run.engine.sharing.tree.held_bytes == sum(node.nbytes for node in run.engine.sharing.tree.nodes())
+    assert run.engine.prefix.tree is not None
+    assert run.engine.prefix.tree.held_bytes <= budget
+    assert run.engine.prefix.tree.held_bytes == sum(node.nbytes for node in run.engine.prefix.tree.nodes())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gear"])
@@ -194,7 +194,7 @@ def test_after_an_abort_and_after_making_room(
     run.engine.cancel(leaving)
     again = run.submit(PROMPTS[2], TOKENS)
     run.finish()
-    tree = run.engine.sharing.tree
+    tree = run.engine.prefix.tree
     if tree is not None:
         tree.shrink(tree.held_bytes // 2)
     sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]

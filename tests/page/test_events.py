@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.api.events import percentiles
+from weft.api.live import percentiles
 
 Event = dict[str, Any]
 

@@ -19,7 +19,7 @@ from zoo import VOCABULARY
 
 TRUNK, *TAILS = random_prompts(VOCABULARY, (40, 3, 20, 33), seed=4)
 PROMPTS = [TRUNK, TRUNK[:17], TRUNK[:1], *(TRUNK + tail for tail in TAILS), TRUNK[:24] + TAILS[0]]
-CONFIG = dataclasses.replace(SMALL, cache_bytes=220_000, whole_tokens=8)  # prompts are cut where they part
+CONFIG = dataclasses.replace(SMALL, cache_bytes=220_000, unsliced_tokens=8)  # prompts are cut where they part
 LONGEST = 30
 SALTS = ["", "", "mine"]
 POINTS: list[Point] = ["prefill", "decode", "sampler", "snapshot", "restore", "logits", "accept"]
@@ -35,21 +35,21 @@ class Forest(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.run = Run(_adapter(), CONFIG)
-        self.run.engine.sharing.spares.share = 3  # room for one  # type: ignore[attr-defined]
+        self.run.engine.prefix.retained.share = 3  # room for one  # type: ignore[attr-defined]
         self.asked: list[tuple[int, Sequence]] = []
         self.numbers = iter(range(1000, 100_000))
         self.broken: set[int] = set()  # tokens
 
-    @rule(which=WHICH, tokens=st.integers(1, LONGEST), forks=st.integers(1, 3), salt=SALT, is_kept=st.booleans())
-    def submit(self, which: int, tokens: int, forks: int, salt: str, is_kept: bool) -> None:
+    @rule(which=WHICH, tokens=st.integers(1, LONGEST), forks=st.integers(1, 3), salt=SALT, is_retained=st.booleans())
+    def submit(self, which: int, tokens: int, forks: int, salt: str, is_retained: bool) -> None:
         chosen = (Sampling(max_tokens=tokens, ignore_eos=True),) * forks
-        self.take(which, Submit(self.some_numbers(forks), PROMPTS[which], chosen, salt=salt, is_kept=is_kept))
+        self.take(which, Submit(self.some_numbers(forks), PROMPTS[which], chosen, salt=salt, is_retained=is_retained))
 
     @rule(which=WHICH, given=st.lists(st.integers(0, LONGEST - 1), min_size=1, max_size=3))
     def resume(self, which: int, given: list[int]) -> None:
         chosen = (Sampling(max_tokens=LONGEST, ignore_eos=True),) * len(given)
-        known = tuple(tuple(_solo(which)[:count]) for count in given)
-        self.take(which, Submit(self.some_numbers(len(given)), PROMPTS[which], chosen, given=known))
+        prefill_ids = tuple(tuple(_solo(which)[:count]) for count in given)
+        self.take(which, Submit(self.some_numbers(len(given)), PROMPTS[which], chosen, given=prefill_ids))
 
     def some_numbers(self, count: int) -> tuple[int, ...]:
         return tuple(next(self.numbers) for _ in range(count))
@@ -74,8 +74,8 @@ class Forest(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.tree))
     @rule(data=st.data())
-    def expel(self, data: st.DataObject) -> None:
-        self.tree.expel(data.draw(st.sampled_from(list(self.tree.nodes()))))
+    def invalidate(self, data: st.DataObject) -> None:
+        self.tree.invalidate(data.draw(st.sampled_from(list(self.tree.nodes()))))
 
     @rule(point=st.sampled_from(POINTS), tail=st.integers(0, 2), times=st.integers(1, 4))
     def something_breaks(self, point: Point, tail: int, times: int) -> None:
@@ -90,7 +90,7 @@ class Forest(RuleBasedStateMachine):
 
     @property
     def tree(self) -> PrefixTree:
-        tree = self.run.engine.sharing.tree
+        tree = self.run.engine.prefix.tree
         assert tree is not None
         return tree
 
@@ -99,10 +99,10 @@ class Forest(RuleBasedStateMachine):
         nodes = list(self.tree.nodes())
         assert self.tree.held_bytes == sum(node.nbytes for node in nodes)
         roots = [self.tree.root(salt) for salt in SALTS[1:]]
-        standing = [sequence.trunk for _, sequence in self.asked if sequence.trunk is not None]
-        assert all(trunk.is_out or any(trunk is node for node in [*nodes, *roots]) for trunk in standing)
+        standing = [sequence.prefix_node for _, sequence in self.asked if sequence.prefix_node is not None]
+        assert all(prefix_node.is_detached or any(prefix_node is node for node in [*nodes, *roots]) for prefix_node in standing)
         for node in [*nodes, *roots]:
-            assert node.pins == sum(trunk is node for trunk in standing)
+            assert node.pins == sum(prefix_node is node for prefix_node in standing)
             assert node.parent is None or node.parent.children[node.tokens] is node
         assert {node for root in roots for node in root.subtree()} == {*nodes, *roots}
 
@@ -118,10 +118,10 @@ class Forest(RuleBasedStateMachine):
     @invariant()
     def nobody_stands_where_nothing_can_be_restored(self) -> None:
         for _, sequence in self.asked:
-            if sequence.trunk is not None and sequence.trunk.parent is not None:
-                assert sequence.trunk.checkpoint is not None
-                tokens = [token for node in sequence.trunk.path() for token in node.tokens]
-                assert sequence.known[: sequence.trunk.length] == tokens
+            if sequence.prefix_node is not None and sequence.prefix_node.parent is not None:
+                assert sequence.prefix_node.checkpoint is not None
+                tokens = [token for node in sequence.prefix_node.path() for token in node.tokens]
+                assert sequence.prefill_ids[: sequence.prefix_node.length] == tokens
 
     @invariant()
     def answers_are_prefixes_of_the_cold_answers(self) -> None:

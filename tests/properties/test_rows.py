@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
-from weft.engine.runner import Memory
+from weft.engine.runner import RowMemory
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter
 from zoo import VOCABULARY, make_checkpoint
 
 PROMPTS = random_prompts(VOCABULARY, (1, 2, 7, 20, 41, 70), seed=9)
 LONGEST = 80
-CONFIG = dataclasses.replace(SMALL, whole_tokens=8)  # some chunks come before the steps, some in slices after them
+CONFIG = dataclasses.replace(SMALL, unsliced_tokens=8)  # some chunks come before the steps, some in slices after them
 
 
 @functools.cache
@@ -65,9 +65,9 @@ class Crowd(RuleBasedStateMachine):
     @invariant()
     def seats_and_owners_agree(self) -> None:
         pool, scheduler = self.run.engine.runner.pool, self.run.engine.scheduler
-        holding = [sequence for _, sequence in self.asked if isinstance(sequence.memory, Memory)]
-        seated = [s.memory.state for s in holding if s.memory.state.slab is not None]
-        assert {id(row) for row in pool.rows} == {id(state) for state in seated}
+        holding = [sequence for _, sequence in self.asked if isinstance(sequence.memory, RowMemory)]
+        allocated = [s.memory.state for s in holding if s.memory.state.slab is not None]
+        assert {id(row) for row in pool.rows} == {id(state) for state in allocated}
         assert len(pool.rows) == len({(id(row.slab), row.slot) for row in pool.rows})
         for row in pool.rows:
             assert row.slab is not None

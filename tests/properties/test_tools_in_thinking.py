@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
 from weft.grammar.masks import Masks
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, ThinkingSpec
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec
 from weft.model.resolve import TINY_HYBRID
 
 VOCABULARY, END = 4096, 4082
@@ -31,7 +31,7 @@ def ids(text: str) -> list[int]:
 
 
 def thinking(trigger: str, grammar: GrammarSpec | None = None, budget: int | None = None) -> Constraint:
-    return COMPILER.constraint(ConstraintSpec(grammar, ThinkingSpec("<think>", "</think>", True, False, budget, "", trigger)))
+    return COMPILER.constraint(ConstraintSpec(grammar, ReasoningSpec("<think>", "</think>", True, False, budget, "", trigger)))
 
 
 def allowed(one: Constraint) -> np.ndarray:

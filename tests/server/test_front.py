@@ -16,8 +16,8 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.serving.service import Pace
-from weft.text.prompt import Scribe
+from weft.serving.service import FinishRate
+from weft.text.codec import Codec
 
 TEXTS = {
     "emoji": "family 👨‍👩‍👧‍👦 flags 🇩🇪🇯🇵 thumbs 👍🏽 done",
@@ -149,14 +149,14 @@ def test_what_never_fits_into_memory_is_refused_with_the_numbers() -> None:
 def test_who_has_no_place_costs_no_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a crowd with long prompts would keep the front busy for requests that are sent away."""
     written: list[int] = []
-    write = Scribe.write
+    write = Codec.write
 
-    def counted(self: Scribe, *prompt: Any) -> Any:
+    def counted(self: Codec, *prompt: Any) -> Any:
         written.append(len(prompt))
         time.sleep(0.05)  # the others come meanwhile
         return write(self, *prompt)
 
-    monkeypatch.setattr(Scribe, "write", counted)
+    monkeypatch.setattr(Codec, "write", counted)
     with front({"m": ["--token-seconds", "0.05"]}, max_queue=0) as server:  # 64 rows
         body = {"prompt": "many words and more " * 400, "max_tokens": 20, "n": 8}
         with ThreadPoolExecutor(24) as pool:
@@ -168,7 +168,7 @@ def test_who_has_no_place_costs_no_writing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_when_to_come_again_is_reckoned_from_how_fast_answers_end() -> None:
-    pace = Pace()
+    pace = FinishRate()
     pace.begin(100.0)
     unknown = pace.seconds(50, 101.0)
     for count in range(1, 41):
@@ -352,7 +352,7 @@ def test_a_long_text_does_not_hold_up_the_others() -> None:
 
 
 def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.supervisor.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.engine_process.FIRST_PAUSE_SECONDS", 0.01)
     with front({"m": ["--no-such-option"]}, wait=False) as server:
         while (health := server.get("/health").json())["status"] == "loading":
             time.sleep(0.05)

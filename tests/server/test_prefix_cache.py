@@ -99,14 +99,14 @@ def at_once(ask: Callable[[int], dict[str, Any]], count: int = 8) -> list[dict[s
         return list(pool.map(ask, range(count)))
 
 
-def trunk(name: str) -> str:
+def prefix_node(name: str) -> str:
     """About a thousand tokens that nobody has sent before."""
     return f"This is the long beginning called {name}. " + "The little dog ran to the big house by the river. " * 80
 
 
 class TestEightAtOnce:
     def test_a_common_beginning_is_computed_once(self, server: Server) -> None:
-        shared = trunk("eight")
+        shared = prefix_node("eight")
         ask = lambda number: complete(server, f"{shared} Number {number}:")  # noqa: E731
         num_shared = complete(server, shared + " x", cache_salt="only to count")["usage"]["prompt_tokens"] - 2
         replies = at_once(ask)
@@ -120,7 +120,7 @@ class TestEightAtOnce:
         assert [ask(number)["choices"] for number in range(8)] == [reply["choices"] for reply in replies]
 
     def test_each_has_its_own_marker_under_its_own_schema(self, server: Server) -> None:
-        shared = trunk("markers")
+        shared = prefix_node("markers")
 
         def ask(number: int) -> dict[str, Any]:
             schema = {"type": "object", "properties": {"marker": {"const": number}}, "required": ["marker"]}
@@ -133,7 +133,7 @@ class TestEightAtOnce:
         assert sum(cached(reply) > 0 for reply in replies) >= 7
 
     def test_a_leader_that_leaves_takes_nothing_with_it(self, server: Server) -> None:
-        shared = trunk("leader")
+        shared = prefix_node("leader")
         body = json.dumps({"prompt": shared + " I am first.", "stream": True}).encode()
         leader = socket.create_connection(("127.0.0.1", server.port))
         leader.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -174,7 +174,7 @@ def test_forty_turns_of_an_agent_compute_what_is_new(server: Server) -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1])
 def test_back_to_back_requests_hit(server: Server, seconds: float) -> None:
-    text = trunk(f"back to back {seconds}")
+    text = prefix_node(f"back to back {seconds}")
     first = complete(server, text)
     time.sleep(seconds)
 
@@ -183,7 +183,7 @@ def test_back_to_back_requests_hit(server: Server, seconds: float) -> None:
 
 
 def test_an_aborted_prompt_is_gone_on_with(server: Server) -> None:
-    text = trunk("aborted")
+    text = prefix_node("aborted")
     body = json.dumps({"prompt": text, "stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -198,7 +198,7 @@ def test_an_aborted_prompt_is_gone_on_with(server: Server) -> None:
 
 
 def test_why_it_missed_is_told(server: Server) -> None:
-    text = trunk("why")
+    text = prefix_node("why")
     complete(server, text + "a big red dog ran away from the house.")
     reply = server.post("/v1/completions", {"prompt": text + "a big red frog ran away from the house.", "max_tokens": 2})
     why = reply.json()["timings"]["cache"]
@@ -212,7 +212,7 @@ def test_why_it_missed_is_told(server: Server) -> None:
 
 def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
     with running(tmp_path / "log", "tiny-hybrid") as server:
-        text = trunk("listed")
+        text = prefix_node("listed")
         complete(server, text)
         (model,) = server.get("/v1/cache").json()["models"]
         assert model["held_bytes"] > 0
@@ -227,11 +227,11 @@ def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
 class TestRestart:
     def test_a_known_conversation_is_there_after_a_restart_and_damage_is_reported(self, tmp_path: Path) -> None:
         settings = ("tiny-hybrid", "--cache-dir", str(tmp_path / "kept"))
-        conversation = [{"role": "system", "content": trunk("kept")}, {"role": "user", "content": "Hello."}]
+        conversation = [{"role": "system", "content": prefix_node("kept")}, {"role": "user", "content": "Hello."}]
         with running(tmp_path / "log1", *settings) as server:
             first = chat(server, conversation)
             for number in range(5):
-                complete(server, trunk(f"other {number}"))
+                complete(server, prefix_node(f"other {number}"))
         with running(tmp_path / "log2", *settings) as server:
             again = chat(server, conversation)
             assert computed(again) == 1
@@ -253,7 +253,7 @@ class TestRestart:
         assert _reported(tmp_path / "log3") == {path.name for path in damaged}
 
     def test_another_way_of_computing_finds_nothing(self, tmp_path: Path) -> None:
-        text, kept = trunk("bound"), ("--cache-dir", str(tmp_path / "kept"))
+        text, kept = prefix_node("bound"), ("--cache-dir", str(tmp_path / "kept"))
         with running(tmp_path / "log1", "tiny-hybrid", *kept) as server:
             complete(server, text)
         with running(tmp_path / "log2", "tiny-hybrid", *kept, "--cache-megabytes", "512") as server:
@@ -272,7 +272,7 @@ def _reported(log: Path) -> set[str]:
 
 def test_the_canary_looks_and_is_content(tmp_path: Path) -> None:
     with running(tmp_path / "log", "tiny-hybrid", "--cache-canary") as server:
-        complete(server, trunk("canary"))
+        complete(server, prefix_node("canary"))
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             found = re.search(r'weft_prefix_cache_events\S*kind="checked"\S* (\d+)', server.get("/metrics").text)

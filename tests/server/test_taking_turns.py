@@ -80,7 +80,7 @@ def test_the_key_itself_goes_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     assert secret not in repr(sent)
     assert "private" not in repr(sent)
     assert secret not in caplog.text
-    assert sent.is_kept
+    assert sent.is_retained
 
 
 def test_a_priority_goes_with_the_request() -> None:

@@ -17,7 +17,7 @@ from conftest import Server
 from fronts import front
 from weft.api.openai.chat import translate
 from weft.model.resolve import TINY_HYBRID
-from weft.text.prompt import Scribe
+from weft.text.codec import Codec
 from weft.text.types import Conversation, ToolCall
 
 WEATHER: Any = {
@@ -227,7 +227,7 @@ def test_a_template_that_writes_calls_in_no_known_way_is_told_with_the_model(tmp
     shutil.copy(TINY_HYBRID / "tokenizer.json", tmp_path)
     with front({"odd": []}) as one:
         assert "notice" not in one.get("/v1/models/odd").json()
-        one.service.models[0].scribe = Scribe(tmp_path)
+        one.service.models[0].codec = Codec(tmp_path)
 
         assert "in no way that weft knows" in one.get("/v1/models/odd").json()["notice"]
 

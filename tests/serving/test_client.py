@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from weft.errors import EngineDied, GrammarRejected
-from weft.ipc.messages import Cancel, ConstraintSpec, Events, GrammarSpec, Sampling, Submit, ToEngine, TokenEvent, Verdict
-from weft.serving.client import Client
-from weft.serving.roster import PROOF_TOKENS
-from weft.serving.ticket import Ticket
+from weft.ipc.messages import (
+    Cancel,
+    ConstraintSpec,
+    EngineEvents,
+    GrammarSpec,
+    Sampling,
+    Submit,
+    SubmitOutcome,
+    ToEngine,
+    TokenEvent,
+)
+from weft.serving.engine_client import EngineClient
+from weft.serving.in_flight import PROOF_TOKENS
+from weft.serving.subscription import Subscription
 
 RULE = ConstraintSpec(GrammarSpec("regex", "a+"))
 
@@ -19,7 +29,7 @@ RULE = ConstraintSpec(GrammarSpec("regex", "a+"))
 class Wire:
     """An engine that only listens."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self.heard: list[ToEngine] = []
         client.attach(self, max_rows=16)
 
@@ -31,26 +41,26 @@ class Wire:
         return [message for message in self.heard if isinstance(message, Submit)]
 
 
-def ask(client: Client, *samplings: Sampling, constraint: ConstraintSpec | None = None) -> Ticket:
+def ask(client: EngineClient, *samplings: Sampling, constraint: ConstraintSpec | None = None) -> Subscription:
     return client.submit([[1, 2, 3]], [samplings or (Sampling(),)], [constraint], [()])
 
 
-def tokens(client: Client, number: int, *ids: int, **end: Any) -> None:
-    client.hear(Events(tokens=[TokenEvent(number, token) for token in ids]))
+def tokens(client: EngineClient, number: int, *ids: int, **end: Any) -> None:
+    client.hear(EngineEvents(tokens=[TokenEvent(number, token) for token in ids]))
     if end:
-        client.hear(Events(tokens=[TokenEvent(number, None, **end)]))
+        client.hear(EngineEvents(tokens=[TokenEvent(number, None, **end)]))
 
 
-async def taken(ticket: Ticket) -> list[int | None]:
+async def taken(subscription: Subscription) -> list[int | None]:
     """The tokens of all that has come so far."""
-    return [event.token for _, event in await ticket.take(0.0) if isinstance(event, TokenEvent)]
+    return [event.token for _, event in await subscription.take(0.0) if isinstance(event, TokenEvent)]
 
 
 def test_an_answer_goes_on_in_the_next_engine_and_nothing_is_told_twice() -> None:
     async def story() -> list[int | None]:
-        client = Client()
+        client = EngineClient()
         Wire(client)
-        ticket = ask(client)
+        subscription = ask(client)
         tokens(client, 0, 5, 6)
         client.detach()
         after = Wire(client)
@@ -58,13 +68,13 @@ def test_an_answer_goes_on_in_the_next_engine_and_nothing_is_told_twice() -> Non
 
         assert after.submits[0].given == ((5, 6),)
         assert len(client.live) == 0
-        return await taken(ticket)
+        return await taken(subscription)
 
     assert asyncio.run(story()) == [5, 6, 7, None]
 
 
 def test_choices_without_a_seed_get_one_each_and_keep_it() -> None:
-    client = Client()
+    client = EngineClient()
     before = Wire(client)
     ask(client, Sampling(), Sampling(), Sampling(seed=-5))
     client.detach()
@@ -78,39 +88,39 @@ def test_choices_without_a_seed_get_one_each_and_keep_it() -> None:
 
 
 def test_a_request_that_comes_while_no_engine_is_there_waits_for_one() -> None:
-    client = Client()
-    ticket = ask(client)
+    client = EngineClient()
+    subscription = ask(client)
     gone = ask(client)
     gone.cancel()
     engine = Wire(client)
 
     assert [submit.numbers for submit in engine.submits] == [(0,)]
-    assert ticket.open == {0: 0}
+    assert subscription.open == {0: 0}
     assert not any(isinstance(message, Cancel) for message in engine.heard)
 
 
 def test_a_request_is_taken_once_though_two_engines_took_it() -> None:
-    client = Client()
+    client = EngineClient()
     Wire(client)
-    ticket = ask(client, constraint=RULE)
-    client.hear(Events(verdicts=[Verdict(0)]))
+    subscription = ask(client, constraint=RULE)
+    client.hear(EngineEvents(verdicts=[SubmitOutcome(0)]))
     client.detach()
     Wire(client)
-    client.hear(Events(verdicts=[Verdict(0)]))
+    client.hear(EngineEvents(verdicts=[SubmitOutcome(0)]))
 
-    assert ticket.num_judged == 1
+    assert subscription.num_judged == 1
 
 
 def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> None:
     async def story() -> None:
-        client = Client()
+        client = EngineClient()
         Wire(client)
-        ticket = ask(client, constraint=RULE)
+        subscription = ask(client, constraint=RULE)
         client.detach()
         Wire(client)
-        assert ticket.num_judged == 0
-        client.hear(Events(verdicts=[Verdict(0, "no such thing", "regex")]))
-        await ticket.until_taken(1)
+        assert subscription.num_judged == 0
+        client.hear(EngineEvents(verdicts=[SubmitOutcome(0, "no such thing", "regex")]))
+        await subscription.until_taken(1)
 
     with pytest.raises(GrammarRejected, match="no such thing"):
         asyncio.run(story())
@@ -118,7 +128,7 @@ def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> 
 
 def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_on() -> None:
     async def story() -> None:
-        client = Client()
+        client = EngineClient()
         neighbour, culprit = ask(client), ask(client, Sampling(), Sampling())
         for _ in range(2):
             Wire(client)
@@ -139,7 +149,7 @@ def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_o
 
 
 def test_who_leaves_during_its_trial_lets_the_next_one_in() -> None:
-    client = Client()
+    client = EngineClient()
     first, _ = ask(client), ask(client)
     for _ in range(2):
         Wire(client)
@@ -152,24 +162,24 @@ def test_who_leaves_during_its_trial_lets_the_next_one_in() -> None:
 
 def test_when_no_engine_will_come_everybody_is_told() -> None:
     async def story() -> None:
-        client = Client()
+        client = EngineClient()
         Wire(client)
-        tickets = [ask(client), ask(client, constraint=RULE)]
+        subscriptions = [ask(client), ask(client, constraint=RULE)]
         client.detach()
-        tickets.append(ask(client))
+        subscriptions.append(ask(client))
         client.fail_all(lambda: EngineDied("no more"))
         assert len(client.live) == 0
-        for ticket in tickets:
+        for subscription in subscriptions:
             with pytest.raises(EngineDied, match="no more"):
-                await ticket.take(0.0)
+                await subscription.take(0.0)
         with pytest.raises(EngineDied, match="no more"):
-            await tickets[1].until_taken(1)
+            await subscriptions[1].until_taken(1)
 
     asyncio.run(story())
 
 
 def test_an_engine_was_of_use_when_something_ended_got_on_or_was_found_out() -> None:
-    client = Client()
+    client = EngineClient()
     Wire(client)
     ask(client, Sampling(), Sampling(), Sampling())
     tokens(client, 0, 1, finish="stop")

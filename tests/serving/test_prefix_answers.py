@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import EngineDied, EngineError
 from weft.ipc.messages import AskPrefixes, Prefixes, ToEngine
-from weft.serving.client import Client
+from weft.serving.engine_client import EngineClient
 
 
 class Line:
@@ -25,8 +25,8 @@ def asked(line: Line) -> list[AskPrefixes]:
     return [message for message in line.sent if isinstance(message, AskPrefixes)]
 
 
-def connected() -> tuple[Client, Line]:
-    client, line = Client(), Line()
+def connected() -> tuple[EngineClient, Line]:
+    client, line = EngineClient(), Line()
     client.attach(line, max_rows=4)
     return client, line
 
@@ -70,11 +70,11 @@ def test_a_front_that_gives_its_engine_up_ends_the_waiting() -> None:
 
 def test_without_an_engine_nobody_is_asked() -> None:
     with pytest.raises(EngineDied, match="not there"):
-        asyncio.run(Client().prefixes())
+        asyncio.run(EngineClient().prefixes())
 
 
 def test_a_silent_engine_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.client.ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.engine_client.ANSWER_SECONDS", 0.01)
 
     async def run() -> None:
         client, line = connected()

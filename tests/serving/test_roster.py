@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from weft.ipc.messages import PromptEvent, Sampling, Submit, Timings, TokenEvent, TokenLogprob
-from weft.serving.roster import PROOF_TOKENS, Roster
-from weft.serving.ticket import Ticket
+from weft.serving.in_flight import PROOF_TOKENS, InFlight
+from weft.serving.subscription import Subscription
 
 ROWS = 16
 
 
-def roster_of(*sizes: int, sampling: Sampling | None = None) -> Roster:
+def roster_of(*sizes: int, sampling: Sampling | None = None) -> InFlight:
     """Requests with so many answers each; numbers are counted through from 0, prompts are [100], [101], …"""
-    roster, number = Roster(), 0
+    roster, number = InFlight(), 0
     for place, size in enumerate(sizes):
         numbers = tuple(range(number, number + size))
         number += size
-        roster.add(Submit(numbers, [100 + place], (sampling or Sampling(seed=1),) * size), Ticket(size, lambda _: None))
+        roster.add(Submit(numbers, [100 + place], (sampling or Sampling(seed=1),) * size), Subscription(size, lambda _: None))
     return roster
 
 
-def enter(roster: Roster) -> list[int]:
+def enter(roster: InFlight) -> list[int]:
     """The numbers an engine gets now."""
     return [number for submit in roster.take_due(ROWS) for number in submit.numbers]
 
 
-def say(roster: Roster, number: int, count: int) -> None:
+def say(roster: InFlight, number: int, count: int) -> None:
     for token in range(count):
         roster.inside[number].take(TokenEvent(number, token))
 
@@ -47,9 +47,9 @@ def test_a_sequence_goes_on_with_what_it_was_given() -> None:
 
 
 def test_all_but_answers_and_samplings_is_asked_for_as_before() -> None:
-    roster = Roster()
-    asked = Submit((7,), [1, 2, 3], (Sampling(seed=1),), boundaries=(2,), salt="salt", is_kept=True)
-    roster.add(asked, Ticket(1, lambda _: None))
+    roster = InFlight()
+    asked = Submit((7,), [1, 2, 3], (Sampling(seed=1),), boundaries=(2,), salt="salt", is_retained=True)
+    roster.add(asked, Subscription(1, lambda _: None))
     roster.take_due(ROWS)
     roster.died()
 
@@ -153,7 +153,7 @@ def test_new_requests_wait_until_every_suspect_was_tried() -> None:
         roster.died()
     assert enter(roster) == [0]
 
-    roster.add(Submit((2,), [9], (Sampling(seed=1),)), Ticket(1, lambda _: None))
+    roster.add(Submit((2,), [9], (Sampling(seed=1),)), Subscription(1, lambda _: None))
     order = enter(roster)
     for suspect in (0, 1):
         say(roster, suspect, PROOF_TOKENS)
@@ -168,7 +168,7 @@ def test_a_new_request_that_kills_is_not_blamed_on_the_one_on_trial() -> None:
         enter(roster)
         roster.died()
     enter(roster)
-    roster.add(Submit((1,), [9], (Sampling(seed=1),)), Ticket(1, lambda _: None))
+    roster.add(Submit((1,), [9], (Sampling(seed=1),)), Subscription(1, lambda _: None))
     say(roster, 0, PROOF_TOKENS)
     enter(roster)
 

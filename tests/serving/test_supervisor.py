@@ -14,8 +14,8 @@ import pytest
 from fronts import FAKE_ENGINE
 from weft.errors import EngineDied
 from weft.ipc.messages import Sampling, TokenEvent
-from weft.serving.supervisor import Condition, Supervisor
-from weft.serving.ticket import Ticket
+from weft.serving.engine_process import EngineCondition, Supervisor
+from weft.serving.subscription import Subscription
 
 POISON = 666
 SECONDS = 20.0  # for anything that must happen
@@ -23,7 +23,7 @@ SECONDS = 20.0  # for anything that must happen
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.supervisor.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.engine_process.FIRST_PAUSE_SECONDS", 0.01)
 
 
 def supervised(story: Callable[[Supervisor], Awaitable[None]], *words: str, hang_seconds: float = 60.0) -> None:
@@ -40,7 +40,7 @@ def supervised(story: Callable[[Supervisor], Awaitable[None]], *words: str, hang
     asyncio.run(run())
 
 
-async def until(supervisor: Supervisor, is_so: Callable[[Condition], bool]) -> None:
+async def until(supervisor: Supervisor, is_so: Callable[[EngineCondition], bool]) -> None:
     while not is_so(supervisor.condition):
         await supervisor.changed.wait()
 
@@ -49,23 +49,23 @@ async def ready(supervisor: Supervisor) -> None:
     await until(supervisor, lambda condition: condition.ready is not None and not condition.is_sick)
 
 
-def ask(supervisor: Supervisor, prompt: list[int], num_tokens: int) -> Ticket:
+def ask(supervisor: Supervisor, prompt: list[int], num_tokens: int) -> Subscription:
     return supervisor.client.submit([prompt], [(Sampling(max_tokens=num_tokens),)], [None], [()])
 
 
-async def answer(ticket: Ticket) -> list[int]:
+async def answer(subscription: Subscription) -> list[int]:
     """All tokens of its one sequence, to the end."""
     events: list[TokenEvent] = []
     while not events or events[-1].finish is None:
-        events += [event for _, event in await ticket.take() if isinstance(event, TokenEvent)]
+        events += [event for _, event in await subscription.take() if isinstance(event, TokenEvent)]
     return [event.token for event in events if event.token is not None]
 
 
 def test_answers_survive_engines_that_die_again_and_again(tmp_path: Path) -> None:
     async def story(supervisor: Supervisor) -> None:
         await ready(supervisor)
-        tickets = [ask(supervisor, [place + 1, 50, 60], 200) for place in range(4)]
-        answers = await asyncio.gather(*map(answer, tickets))
+        subscriptions = [ask(supervisor, [place + 1, 50, 60], 200) for place in range(4)]
+        answers = await asyncio.gather(*map(answer, subscriptions))
 
         assert answers == [([place + 1, 50, 60] * 67)[:200] for place in range(4)]
         assert supervisor.restarts == 6
@@ -124,15 +124,15 @@ def test_a_stopped_engine_is_sick_and_well_again_when_it_goes_on() -> None:
     async def story(supervisor: Supervisor) -> None:
         await ready(supervisor)
         assert supervisor.pid is not None
-        ticket = ask(supervisor, [1, 2], 2000)
-        await ticket.take()
+        subscription = ask(supervisor, [1, 2], 2000)
+        await subscription.take()
         os.kill(supervisor.pid, signal.SIGSTOP)
         await asyncio.wait_for(until(supervisor, lambda condition: condition.is_sick), 2.0)
         assert supervisor.condition.ready is not None
         os.kill(supervisor.pid, signal.SIGCONT)
         await ready(supervisor)
 
-        assert len(await answer(ticket)) > 1000
+        assert len(await answer(subscription)) > 1000
         assert supervisor.restarts == 0
 
     supervised(story)
@@ -142,10 +142,10 @@ def test_a_stopped_engine_that_stays_silent_is_replaced() -> None:
     async def story(supervisor: Supervisor) -> None:
         await ready(supervisor)
         assert supervisor.pid is not None
-        ticket = ask(supervisor, [1, 2, 3], 300)
-        first = [event.token for _, event in await ticket.take() if isinstance(event, TokenEvent)]
+        subscription = ask(supervisor, [1, 2, 3], 300)
+        first = [event.token for _, event in await subscription.take() if isinstance(event, TokenEvent)]
         os.kill(supervisor.pid, signal.SIGSTOP)
-        rest = await answer(ticket)
+        rest = await answer(subscription)
 
         assert [token for token in first if token] + rest == [1, 2, 3] * 100
         assert supervisor.restarts == 1
@@ -159,11 +159,11 @@ def test_an_engine_that_dies_whenever_it_is_ready_is_given_up_and_those_who_wait
             await ready(supervisor)
             assert supervisor.pid is not None
             if life == 4:
-                ticket = ask(supervisor, [1], 100)
+                subscription = ask(supervisor, [1], 100)
             os.kill(supervisor.pid, signal.SIGKILL)
             await until(supervisor, lambda condition: condition.ready is None)
         with pytest.raises(EngineDied, match="no other goes on"):
-            await answer(ticket)
+            await answer(subscription)
 
         assert supervisor.condition.failed is not None
         assert "5 times" in supervisor.condition.failed
@@ -175,11 +175,11 @@ def test_an_engine_that_can_not_come_back_ends_what_waits_for_it() -> None:
     async def story(supervisor: Supervisor) -> None:
         await ready(supervisor)
         assert supervisor.pid is not None
-        ticket = ask(supervisor, [1], 10_000)
+        subscription = ask(supervisor, [1], 10_000)
         supervisor.command = [sys.executable, str(FAKE_ENGINE), "--fail", "the weights are gone", "m"]
         os.kill(supervisor.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="the weights are gone"):
-            await answer(ticket)
+            await answer(subscription)
 
     supervised(story, "--token-seconds", "0.01")
 
@@ -188,22 +188,22 @@ def test_a_request_does_not_go_on_with_another_model() -> None:
     async def story(supervisor: Supervisor) -> None:
         await ready(supervisor)
         assert supervisor.pid is not None
-        ticket = ask(supervisor, [1], 10_000)
+        subscription = ask(supervisor, [1], 10_000)
         supervisor.command = [sys.executable, str(FAKE_ENGINE), "--folder", "/elsewhere", "another"]
         os.kill(supervisor.pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="another is served now"):
-            await answer(ticket)
+            await answer(subscription)
 
     supervised(story, "--token-seconds", "0.01")
 
 
 def test_those_who_wait_are_told_when_the_supervisor_is_stopped() -> None:
-    tickets: list[Ticket] = []
+    subscriptions: list[Subscription] = []
 
     async def story(supervisor: Supervisor) -> None:
         await ready(supervisor)
-        tickets.append(ask(supervisor, [1], 10_000))
+        subscriptions.append(ask(supervisor, [1], 10_000))
 
     supervised(story, "--token-seconds", "0.01")
     with pytest.raises(EngineDied, match="the server is being stopped"):
-        asyncio.run(answer(tickets[0]))
+        asyncio.run(answer(subscriptions[0]))

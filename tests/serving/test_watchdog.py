@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.ipc.messages import Beat, Events
+from weft.ipc.messages import Beat, EngineEvents
 from weft.serving.watchdog import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
 
 
@@ -15,7 +15,7 @@ def silent(watchdog: Watchdog, seconds: float) -> Watchdog:
 def test_a_silent_engine_is_sick_before_two_seconds_and_well_when_it_is_heard() -> None:
     watchdog = silent(Watchdog(60), SICK_SECONDS)
     was_sick = watchdog.is_sick
-    watchdog.hear(Events())
+    watchdog.hear(EngineEvents())
 
     assert SICK_SECONDS + 2 * TICK_SECONDS <= 2.0
     assert was_sick

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weft.ipc.messages import Reuse
+from weft.ipc.messages import PrefixReuse
 from weft.model.resolve import TINY_HYBRID
-from weft.text.miss_report import MAX_REPORTS, Report, Reports, explained
+from weft.text.miss_report import MAX_REPORTS, Reports, RequestReport, explained
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Usage
 
@@ -17,12 +17,12 @@ PLACE = IDS.index(TOKENIZER.encode(" dog", add_special_tokens=False)[0])
 CAT = TOKENIZER.encode(" cat", add_special_tokens=False)[0]
 
 
-def why(reuse: Reuse, is_salted: bool = False) -> str:
+def why(reuse: PrefixReuse, is_salted: bool = False) -> str:
     return explained(reuse, IDS, TOKENIZER, is_salted=is_salted).why
 
 
 def test_the_two_tokens_and_the_text_before_them_are_told() -> None:
-    told = explained(Reuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=False)
+    told = explained(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=False)
 
     assert (told.cause, told.matched, told.position, told.token, told.instead) == ("differs", 4, PLACE, " dog", " cat")
     assert told.before == "Once upon a time there was a little"
@@ -31,13 +31,13 @@ def test_the_two_tokens_and_the_text_before_them_are_told() -> None:
 
 
 def test_only_the_last_characters_before_are_told() -> None:
-    told = explained(Reuse("differs", 0, len(IDS) - 1, IDS[-1], CAT), IDS, TOKENIZER, is_salted=False)
+    told = explained(PrefixReuse("differs", 0, len(IDS) - 1, IDS[-1], CAT), IDS, TOKENIZER, is_salted=False)
 
     assert told.before == TEXT.removesuffix(" tree")[-40:]
 
 
 def test_under_a_salt_no_text_is_told() -> None:
-    told = explained(Reuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=True)
+    told = explained(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=True)
 
     assert (told.before, told.token, told.instead) == ("", None, None)
     assert told.why.endswith(f"at token {PLACE + 1} this prompt differs from the nearest known one")
@@ -46,24 +46,24 @@ def test_under_a_salt_no_text_is_told() -> None:
 @pytest.mark.parametrize(
     ("reuse", "words"),
     [
-        (Reuse("whole", len(IDS) - 1), f"the first {len(IDS) - 1} of {len(IDS)} tokens were there; that is all"),
-        (Reuse("differs", 0, 0, IDS[0]), f"none of the {len(IDS)} tokens were there; from token 1 on nothing like it"),
-        (Reuse("cut", 4), "pieces that end at other places"),
-        (Reuse("checkpoint", 4), "not the state of every layer"),
-        (Reuse("evicted", 4), "had to make room; more --cache-megabytes"),
-        (Reuse("salt"), "nothing was asked under this cache_salt before"),
-        (Reuse("logprobs", 0, 5, IDS[5], CAT), "the prompt's log-probabilities were asked for"),
-        (Reuse("off"), "--cache-megabytes is 0"),
+        (PrefixReuse("whole", len(IDS) - 1), f"the first {len(IDS) - 1} of {len(IDS)} tokens were there; that is all"),
+        (PrefixReuse("differs", 0, 0, IDS[0]), f"none of the {len(IDS)} tokens were there; from token 1 on nothing like it"),
+        (PrefixReuse("cut", 4), "pieces that end at other places"),
+        (PrefixReuse("checkpoint", 4), "not the state of every layer"),
+        (PrefixReuse("evicted", 4), "had to make room; more --cache-megabytes"),
+        (PrefixReuse("salt"), "nothing was asked under this cache_salt before"),
+        (PrefixReuse("logprobs", 0, 5, IDS[5], CAT), "the prompt's log-probabilities were asked for"),
+        (PrefixReuse("off"), "--cache-megabytes is 0"),
     ],
 )
-def test_every_cause_has_its_sentence(reuse: Reuse, words: str) -> None:
+def test_every_cause_has_its_sentence(reuse: PrefixReuse, words: str) -> None:
     assert words in why(reuse)
     assert words in why(reuse, is_salted=True)
 
 
 def test_half_a_character_is_shown_as_its_bytes_and_a_line_end_as_an_escape() -> None:
     half, newline = TOKENIZER.encode("漢", add_special_tokens=False)[0], TOKENIZER.encode("\n", add_special_tokens=False)[0]
-    told = explained(Reuse("differs", 0, 0, half, newline), [half], TOKENIZER, is_salted=False)
+    told = explained(PrefixReuse("differs", 0, 0, half, newline), [half], TOKENIZER, is_salted=False)
 
     assert told.token is not None
     assert told.token.startswith("\\xe6")
@@ -75,9 +75,9 @@ def test_half_a_character_is_shown_as_its_bytes_and_a_line_end_as_an_escape() ->
 def test_the_oldest_report_goes_first_and_an_id_used_again_is_young() -> None:
     reports = Reports()
     for number in range(MAX_REPORTS):
-        reports.add(Report(str(number), "m", 0, Usage(1, 1)))
-    reports.add(Report("0", "again", 0, Usage(1, 1)))
-    reports.add(Report("new", "m", 0, Usage(1, 1)))
+        reports.add(RequestReport(str(number), "m", 0, Usage(1, 1)))
+    reports.add(RequestReport("0", "again", 0, Usage(1, 1)))
+    reports.add(RequestReport("new", "m", 0, Usage(1, 1)))
     again = reports.find("0")
 
     assert again is not None

@@ -12,43 +12,43 @@ import pytest
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.model.resolve import TINY_HYBRID
-from weft.text.prompt import Scribe
+from weft.text.codec import Codec
 from weft.text.tools import read_choice, read_tools
-from weft.text.types import CallArguments, CallOpened, Conversation, Generation, Message, Reasoning, Text, ToolCall
+from weft.text.types import CallArguments, CallOpened, Conversation, GenerationRequest, Message, Reasoning, Text, ToolCall
 
 TEMPLATES = Path(__file__).parent / "templates"
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
 SHAPE = GrammarSpec("json_schema", '{"type":"object"}')
 TALK = Conversation((Message("user", "Hi"),))
-PLAIN = Generation(model=None, prompts=(TALK,), sampling={})
+PLAIN = GenerationRequest(model=None, prompts=(TALK,), sampling={})
 
 
-def scribe(folder: Path, template: str) -> Scribe:
+def codec(folder: Path, template: str) -> Codec:
     """A model with the tiny vocabulary and this template."""
     shutil.copy(TINY_HYBRID / "tokenizer.json", folder)
     shutil.copy(TEMPLATES / f"{template}.jinja", folder / "chat_template.jinja")
-    return Scribe(folder)
+    return Codec(folder)
 
 
-def asked(tool_choice: Any = None, **more: Any) -> Generation:
+def asked(tool_choice: Any = None, **more: Any) -> GenerationRequest:
     tools = (WEATHER,)
     prompt = replace(TALK, tools=tools)
     return replace(PLAIN, prompts=(prompt,), tool_choice=read_choice(tool_choice, read_tools(tools)), **more)
 
 
-def constraint(one: Scribe, generation: Generation) -> ConstraintSpec | None:
+def constraint(one: Codec, generation: GenerationRequest) -> ConstraintSpec | None:
     return one.constraint(generation, one.write(generation.prompts[0]))
 
 
-def said(one: Scribe, generation: Generation, text: str) -> list[Any]:
+def said(one: Codec, generation: GenerationRequest, text: str) -> list[Any]:
     reader = one.reader(generation, replace(one.write(generation.prompts[0]), opened=False))
     ids = one.tokenizer.encode(text, add_special_tokens=False)
     return [delta for token in ids for delta in reader.feed(token)] + reader.finish()
 
 
 def test_tools_are_held_to_a_grammar_that_begins_after_the_thinking() -> None:
-    one = Scribe(TINY_HYBRID)
+    one = Codec(TINY_HYBRID)
     for choice in (None, "required", "none"):
         found = constraint(one, asked(choice))
 
@@ -60,7 +60,7 @@ def test_tools_are_held_to_a_grammar_that_begins_after_the_thinking() -> None:
 
 
 def test_calls_are_read_where_tools_may_be_called_and_are_text_elsewhere() -> None:
-    one = Scribe(TINY_HYBRID)
+    one = Codec(TINY_HYBRID)
 
     assert isinstance(said(one, asked(), CALL)[0], CallOpened)
     for generation in (PLAIN, asked("none")):
@@ -68,21 +68,21 @@ def test_calls_are_read_where_tools_may_be_called_and_are_text_elsewhere() -> No
 
 
 def test_triggers_are_kept_out_of_the_thinking_where_there_are_tools(tmp_path: Path) -> None:
-    hermes, anchored = constraint(Scribe(TINY_HYBRID), asked()), constraint(scribe(tmp_path, "llama3"), asked())
+    hermes, anchored = constraint(Codec(TINY_HYBRID), asked()), constraint(codec(tmp_path, "llama3"), asked())
 
     assert hermes is not None
     assert hermes.thinking is not None
-    assert hermes.thinking.shunned == "<tool_call>"
+    assert hermes.thinking.forbidden == "<tool_call>"
     assert anchored is not None
-    assert anchored.thinking is None or anchored.thinking.shunned == ""
-    budgeted = constraint(Scribe(TINY_HYBRID), replace(PLAIN, thinking_budget=5))
+    assert anchored.thinking is None or anchored.thinking.forbidden == ""
+    budgeted = constraint(Codec(TINY_HYBRID), replace(PLAIN, thinking_budget=5))
     assert budgeted is not None
     assert budgeted.thinking is not None
-    assert budgeted.thinking.shunned == ""
+    assert budgeted.thinking.forbidden == ""
 
 
 def test_a_client_that_sends_the_reasoning_back_gets_a_prompt_that_begins_as_the_answer_went_on() -> None:
-    one, generation = Scribe(TINY_HYBRID), asked()
+    one, generation = Codec(TINY_HYBRID), asked()
     conversation = generation.prompts[0]
     assert isinstance(conversation, Conversation)
     before = one.write(conversation)
@@ -103,7 +103,7 @@ def test_a_client_that_sends_the_reasoning_back_gets_a_prompt_that_begins_as_the
 
 
 def test_a_model_without_a_place_for_tools_refuses_them_by_name(tmp_path: Path) -> None:
-    one = scribe(tmp_path, "chatml")
+    one = codec(tmp_path, "chatml")
 
     assert one.calls is None
     with pytest.raises(UnsupportedParameter, match="no place for tools") as caught:
@@ -112,7 +112,7 @@ def test_a_model_without_a_place_for_tools_refuses_them_by_name(tmp_path: Path) 
 
 
 def test_of_shapes_only_a_schema_goes_with_tools() -> None:
-    one = Scribe(TINY_HYBRID)
+    one = Codec(TINY_HYBRID)
 
     assert constraint(one, asked(grammar=SHAPE)) is not None
     with pytest.raises(InvalidRequest, match="a regex can not be asked for together with tools"):
@@ -120,7 +120,7 @@ def test_of_shapes_only_a_schema_goes_with_tools() -> None:
 
 
 def test_where_answers_have_channels_they_are_read_and_shaped_by_them_also_without_tools(tmp_path: Path) -> None:
-    one = scribe(tmp_path, "gpt-oss")
+    one = codec(tmp_path, "gpt-oss")
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Hi"
     shaped = constraint(one, replace(PLAIN, grammar=SHAPE))
     plain_text = replace(PLAIN, split_thinking=False)
@@ -138,10 +138,10 @@ def test_where_answers_have_channels_they_are_read_and_shaped_by_them_also_witho
 
 def test_wishes_about_thinking_are_left_out_where_a_model_does_not_think_and_demands_are_not(tmp_path: Path) -> None:
     wish = replace(PLAIN, effort="high", thinking_budget=5, is_flexible=True)
-    plain, channels = scribe(tmp_path, "chatml"), scribe(tmp_path, "gpt-oss")
+    plain, channels = codec(tmp_path, "chatml"), codec(tmp_path, "gpt-oss")
     plain.markers = channels.markers = None  # the tiny vocabulary has tokens for thinking, those of such models have not
 
-    fitted = {name: one.fitted(wish) for name, one in (("plain", plain), ("channels", channels), ("tiny", Scribe(TINY_HYBRID)))}
+    fitted = {name: one.fitted(wish) for name, one in (("plain", plain), ("channels", channels), ("tiny", Codec(TINY_HYBRID)))}
 
     assert (fitted["plain"].effort, fitted["plain"].thinking_budget) == (None, None)
     assert (fitted["channels"].effort, fitted["channels"].thinking_budget) == ("high", None)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.model.resolve import TINY_HYBRID
-from weft.text.boundaries import Turns
+from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class Writing:
 
     def __init__(self, source: str) -> None:
         self.writer = PromptWriter(ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}))
-        self.turns = Turns(self.writer, TOKENIZER)
+        self.turns = BoundaryFinder(self.writer, TOKENIZER)
 
     def places(self, *messages: Message, **more: Any) -> tuple[list[int], tuple[int, ...]]:
         conversation = Conversation(messages, **more)
@@ -168,7 +168,7 @@ def test_a_mark_at_the_very_end_and_one_without_a_text_are_no_places() -> None:
 
 
 def test_a_model_without_a_template_has_no_turns() -> None:
-    turns = Turns(None, TOKENIZER)
+    turns = BoundaryFinder(None, TOKENIZER)
 
     assert turns.encode(Conversation((user("Hello"),)), "Hello there")[1] == ()
 

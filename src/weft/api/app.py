@@ -21,40 +21,40 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.api import problems
+from weft.api.admin import Status, json_response
 from weft.api.anthropic import messages
 from weft.api.body import read_json
-from weft.api.cache import Cache
+from weft.api.cache_routes import Cache
 from weft.api.deadline import Deadline
-from weft.api.events import Events
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.guards import Guard
+from weft.api.live import LiveEvents
 from weft.api.ollama import chat as ollama
-from weft.api.ollama.models import Models
+from weft.api.ollama.models import OllamaEndpoints
 from weft.api.openai import chat, completions, responses
 from weft.api.openai.response_routes import Responses
 from weft.api.openai.responses import Past
 from weft.api.page import Page
-from weft.api.reply import Asked, Heading
 from weft.api.sse import EventStream, whole
-from weft.api.status import Status, json_response
 from weft.config import ServerConfig
 from weft.errors import ContextTooLong
 from weft.log import request_line
-from weft.serving.answer import Answer
+from weft.serving.answer import ActiveRequest
 from weft.serving.service import Service
-from weft.text.types import Generation
+from weft.text.types import GenerationRequest
 
 LARGE_BODY = 1 << 16  # bytes
 # Their clients come again with more of the same.
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id")
 
-Translate = Callable[..., Asked]  # takes a body, and where there is a Recall the past
+Translate = Callable[..., ParsedRequest]  # takes a body, and where there is a Recall the past
 Recall = Callable[[dict[str, Any], bytes], Awaitable[Past]]  # takes a body, and the key that sends it
 
 
 def make_app(service: Service, config: ServerConfig) -> Starlette:
     """The server as an ASGI application, guards around it."""
-    status, cache, models = Status(service, config), Cache(service, config), Models(service, config)
-    kept, page, events = Responses(service, config, status), Page(), Events(service)
+    status, cache, models = Status(service, config), Cache(service, config), OllamaEndpoints(service, config)
+    kept, page, events = Responses(service, config, status), Page(), LiveEvents(service)
     routes = [
         *(Route(path, page.file) for path in page.files),  # Claude Code asks by HEAD / whether somebody is there
         _generating("/v1/chat/completions", "chat", chat.translate, service, config),
@@ -108,7 +108,7 @@ def _generating(
 ) -> Route:
     async def endpoint(request: Request) -> Any:
         """Understand the body, ask the service, and reply: streamed, whole, or with what is wrong."""
-        visit = Visit(request, wire, service)
+        visit = RequestAccount(request, wire, service)
         try:
             deadline = Deadline.of(request.headers, config.request_timeout)
             body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
@@ -118,8 +118,8 @@ def _generating(
             asked = await asyncio.to_thread(translate, body, **known) if large else translate(body)
             generation = _from(request, replace(asked.generation, wire=wire))
             served = service.find(generation.model)
-            sampling = None if served.scribe is None else served.scribe.sampling(generation.sampling)
-            heading = Heading(visit.request_id, int(time.time()), served.name, _fingerprint(service), sampling)
+            sampling = None if served.codec is None else served.codec.sampling(generation.sampling)
+            heading = ReplyHeader(visit.request_id, int(time.time()), served.name, _fingerprint(service), sampling)
             reply = asked.reply(heading)
             visit.model = served.name
             headers = {"x-ignored-params": quote(", ".join(asked.ignored), safe=", ")[:1000]} if asked.ignored else {}
@@ -150,7 +150,9 @@ def _generating(
     return Route(path, endpoint, methods=["POST"])
 
 
-def _counting(path: str, translate: Callable[[dict[str, Any]], Generation], service: Service, config: ServerConfig) -> Route:
+def _counting(
+    path: str, translate: Callable[[dict[str, Any]], GenerationRequest], service: Service, config: ServerConfig
+) -> Route:
     async def endpoint(request: Request) -> Any:
         """How many tokens a request's prompt has."""
         body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
@@ -160,7 +162,7 @@ def _counting(path: str, translate: Callable[[dict[str, Any]], Generation], serv
     return Route(path, endpoint, methods=["POST"])
 
 
-def _from(request: Request, generation: Generation) -> Generation:
+def _from(request: Request, generation: GenerationRequest) -> GenerationRequest:
     """The same with who asks: a session where the client names one, else a key. Clients take turns; none is known by name."""
     session = generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
     who = request.state.api_key + b"\0" + session.encode()
@@ -168,7 +170,7 @@ def _from(request: Request, generation: Generation) -> Generation:
     return replace(generation, session=session, client=client)
 
 
-class Visit:
+class RequestAccount:
     """One request at the door: who, by which wire, and the line it leaves in log and metrics."""
 
     def __init__(self, request: Request, wire: str, service: Service) -> None:
@@ -178,10 +180,10 @@ class Visit:
         self.path = request.scope["path"]
         self.service = service
         self.model = "-"
-        self.answer: Answer | None = None
+        self.answer: ActiveRequest | None = None
         self.arrived = time.monotonic()
 
-    def ended(self, answer: Answer | None, error: BaseException | None) -> None:
+    def ended(self, answer: ActiveRequest | None, error: BaseException | None) -> None:
         """Count it and say so, once."""
         status = 200 if error is None else problems.status_of(error, self.path) if isinstance(error, Exception) else 499
         usage = answer.usage if answer is not None else None

@@ -23,7 +23,7 @@ from weft.api.openai.schema import (
     UnloadRequest,
 )
 from weft.ipc.messages import MissCause
-from weft.serving.shelf import Verdict
+from weft.serving.fit import Verdict
 
 Schema = dict[str, Any]
 

@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.body import Disconnected
 from weft.api.deadline import Deadline
-from weft.api.reply import EVENTS, Reply
+from weft.api.dialect import EVENTS, Reply
 from weft.errors import InternalError, RequestTimedOut, WeftError
-from weft.serving.answer import Answer
-from weft.serving.service import Waiting
+from weft.serving.answer import ActiveRequest
+from weft.serving.service import WaitingRequest
 
 log = logging.getLogger("weft.api")
 
@@ -28,7 +28,7 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies would keep events back
 ]
 
-Ended = Callable[[Answer | None, BaseException | None], None]
+Ended = Callable[[ActiveRequest | None, BaseException | None], None]
 
 
 class EventStream:
@@ -37,7 +37,7 @@ class EventStream:
     def __init__(
         self,
         reply: Reply,
-        answer: Answer | Waiting,
+        answer: ActiveRequest | WaitingRequest,
         heartbeat: float,
         headers: dict[str, str],
         ended: Ended,
@@ -75,10 +75,10 @@ class EventStream:
             raise
         finally:
             watch.cancel()
-            self.ended(self.answer if isinstance(self.answer, Answer) else None, error)
+            self.ended(self.answer if isinstance(self.answer, ActiveRequest) else None, error)
 
     async def _frames(self) -> AsyncGenerator[bytes]:
-        while isinstance(self.answer, Waiting):
+        while isinstance(self.answer, WaitingRequest):
             opened = await self.answer.take(self.heartbeat)
             if opened is None:
                 yield self.reply.heartbeat(0, 0)
@@ -99,7 +99,7 @@ class EventStream:
         self.answer.abandon(why)  # the one there is by then
 
 
-async def whole(reply: Reply, answer: Answer, receive: Receive, deadline: Deadline) -> dict[str, Any]:
+async def whole(reply: Reply, answer: ActiveRequest, receive: Receive, deadline: Deadline) -> dict[str, Any]:
     """The body of a reply that is not streamed. Raises what ended it, Disconnected when the client went away."""
     watch = asyncio.create_task(_abandon(answer, receive, deadline))
     try:
@@ -112,7 +112,7 @@ async def whole(reply: Reply, answer: Answer, receive: Receive, deadline: Deadli
     return reply.whole()
 
 
-async def _abandon(answer: Answer, receive: Receive, deadline: Deadline) -> None:
+async def _abandon(answer: ActiveRequest, receive: Receive, deadline: Deadline) -> None:
     answer.abandon(await _nobody_waits(receive, deadline))
 
 

@@ -45,7 +45,7 @@ Given = TypeVar("Given")
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     """A response, and the items it answers."""
 
     response: Json
@@ -80,7 +80,7 @@ class ResponseStore:
         """Keep a response. Does not wait for it; a failure is logged."""
         self._thread.submit(self._keep, _owner(api_key), response, items).add_done_callback(_log_failure)
 
-    async def find(self, api_key: bytes, response_id: str) -> Kept | None:
+    async def find(self, api_key: bytes, response_id: str) -> StoredResponse | None:
         """The response of this id, if this key has one."""
         return await self._ask(self._find, _owner(api_key), response_id)
 
@@ -99,12 +99,12 @@ class ResponseStore:
             connection.execute("DELETE FROM responses WHERE kept < ?", (now - self._max_seconds,))
             connection.execute(SHRINK, (self.max_count, self._max_bytes))
 
-    def _find(self, owner: str, response_id: str) -> Kept | None:
+    def _find(self, owner: str, response_id: str) -> StoredResponse | None:
         now = self._clock()
         with self._open() as connection:
             query = "UPDATE responses SET used = ? WHERE owner = ? AND id = ? AND kept >= ? RETURNING response, items"
             row = connection.execute(query, (now, owner, response_id, now - self._max_seconds)).fetchone()
-        return None if row is None else Kept(*map(msgspec.json.decode, row))
+        return None if row is None else StoredResponse(*map(msgspec.json.decode, row))
 
     def _delete(self, owner: str, response_id: str) -> bool:
         with self._open() as connection:

@@ -25,7 +25,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.cli.models import write_columns
 from weft.errors import WeftError
 
@@ -35,7 +35,7 @@ SYSTEM = "You are a careful helper. You look into files, say what is in them, an
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What the command line said."""
 
     clients: int = 8
@@ -59,7 +59,7 @@ class Options:
 
 
 @dataclass
-class Asked:
+class RequestTrace:
     """One request as its client saw it; moments are seconds since the load began."""
 
     client: int
@@ -117,18 +117,18 @@ class _Ids(msgspec.Struct):
     tokens: list[int]
 
 
-class _Model(msgspec.Struct):
+class _BenchModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _BenchModels(msgspec.Struct):
+    data: list[_BenchModel]
 
 
-def bench_serve_command(options: Options) -> int:
+def bench_serve_command(options: BenchOptions) -> int:
     """Load the server, print what was seen. Gives 1 where a request failed."""
     options.check()
-    client = Client(options.url, options.api_key)
+    client = ServerClient(options.url, options.api_key)
     model = _model(client, options.model)
     clients = _agents(options, model) if options.replay else _crowd(options, model, _ids(client, model))
     asked, seconds = _load(options, clients)
@@ -144,7 +144,7 @@ def bench_serve_command(options: Options) -> int:
 Bodies = Iterator[tuple[str, dict[str, Any]]]  # a path and what is sent there, one after the other
 
 
-def _crowd(options: Options, model: str, ids: list[int]) -> list[Bodies]:
+def _crowd(options: BenchOptions, model: str, ids: list[int]) -> list[Bodies]:
     """Clients that take prompts of random tokens from one heap; each begins with the tokens that all share."""
     heap, lock = iter(range(options.requests)), threading.Lock()
     shared = random.Random("shared").choices(ids, k=options.shared_prefix)
@@ -161,7 +161,7 @@ def _crowd(options: Options, model: str, ids: list[int]) -> list[Bodies]:
     return [bodies() for _ in range(options.clients)]
 
 
-def _agents(options: Options, model: str) -> list[Bodies]:
+def _agents(options: BenchOptions, model: str) -> list[Bodies]:
     """Agents, each with a conversation of its own that grows by a call and its result, or by an answer and a question."""
 
     def bodies(agent: int, turns: int) -> Bodies:
@@ -186,25 +186,25 @@ def _agents(options: Options, model: str) -> list[Bodies]:
     return [bodies(agent, share + (agent < rest)) for agent in range(options.clients)]
 
 
-def _body(model: str, options: Options) -> dict[str, Any]:
+def _body(model: str, options: BenchOptions) -> dict[str, Any]:
     asked = {"model": model, "max_tokens": options.max_tokens, "temperature": 0, "ignore_eos": True}
     return {**asked, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _load(options: Options, clients: list[Bodies]) -> tuple[list[Asked], float]:
+def _load(options: BenchOptions, clients: list[Bodies]) -> tuple[list[RequestTrace], float]:
     """Let all clients ask, with bars on stderr; what each request saw, and how long it took in all."""
     pieces = TextColumn("{task.fields[pieces]} pieces of text")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), pieces, TimeElapsedColumn())
-    seen: list[Asked] = []
+    seen: list[RequestTrace] = []
     start = time.perf_counter()
     with Progress(*columns, console=Console(stderr=True)) as bars, ThreadPoolExecutor(len(clients)) as pool:
         bar = bars.add_task("requests", total=options.requests, pieces=0)
         heard = itertools.count(1)
 
         def run(number: int, bodies: Bodies) -> None:
-            client = Client(options.url, options.api_key)
+            client = ServerClient(options.url, options.api_key)
             for path, body in bodies:
-                asked = Asked(number, time.perf_counter() - start)
+                asked = RequestTrace(number, time.perf_counter() - start)
                 _ask(client, path, body, asked, start, lambda: bars.update(bar, pieces=next(heard)))
                 seen.append(asked)
                 bars.advance(bar)
@@ -216,7 +216,9 @@ def _load(options: Options, clients: list[Bodies]) -> tuple[list[Asked], float]:
     return seen, time.perf_counter() - start
 
 
-def _ask(client: Client, path: str, body: dict[str, Any], asked: Asked, start: float, tick: Callable[[], None]) -> None:
+def _ask(
+    client: ServerClient, path: str, body: dict[str, Any], asked: RequestTrace, start: float, tick: Callable[[], None]
+) -> None:
     """Ask and note in `asked` what comes, and when."""
     last = 0.0
     try:
@@ -244,7 +246,7 @@ def _has_text(event: dict[str, Any]) -> bool:
     return False
 
 
-def _note(event: dict[str, Any], asked: Asked) -> None:
+def _note(event: dict[str, Any], asked: RequestTrace) -> None:
     if usage := event.get("usage"):
         asked.prompt_tokens, asked.tokens = usage["prompt_tokens"], usage["completion_tokens"]
         asked.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -252,7 +254,7 @@ def _note(event: dict[str, Any], asked: Asked) -> None:
         asked.prefill_seconds, asked.decode_seconds = timings["prompt_ms"] / 1000, timings["predicted_ms"] / 1000
 
 
-def summarised(asked: list[Asked], model: str, clients: int, seconds: float) -> Summary:
+def summarised(asked: list[RequestTrace], model: str, clients: int, seconds: float) -> Summary:
     """The figures of what the clients saw."""
     good = [each for each in asked if each.error is None]
     computed = [each.prompt_tokens - each.cached_tokens for each in good]
@@ -312,14 +314,14 @@ def _table(summary: Summary) -> list[tuple[str, ...]]:
     ]
 
 
-def _model(client: Client, wanted: str | None) -> str:
-    names = [model.id for model in client.get("/v1/models", _Models, ASK_SECONDS).data]
+def _model(client: ServerClient, wanted: str | None) -> str:
+    names = [model.id for model in client.get("/v1/models", _BenchModels, ASK_SECONDS).data]
     if wanted is None and len(names) > 1:
         raise WeftError(f"the server has several models ({', '.join(names)}); choose one with --model")
     return wanted or names[0]
 
 
-def _ids(client: Client, model: str) -> list[int]:
+def _ids(client: ServerClient, model: str) -> list[int]:
     """Ids of ordinary tokens, for prompts of an exact length."""
     body = {"model": model, "prompt": f" {WORDS}", "add_special_tokens": False}
     return client.post("/tokenize", body, _Ids, ASK_SECONDS).tokens

@@ -14,14 +14,14 @@ from urllib.parse import quote
 import msgspec
 from rich.filesize import decimal
 
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.cli.models import write_columns
 
 ASK_SECONDS = 10.0  # the server gives its engines five
 TAIL = 64  # characters shown of a conversation's end
 
 
-class Node(msgspec.Struct):
+class CachedChunk(msgspec.Struct):
     """A chunk of a prompt, as a server tells it."""
 
     number: int
@@ -35,7 +35,7 @@ class Node(msgspec.Struct):
     text: str | None = None
 
 
-class Kept(msgspec.Struct):
+class CachedModel(msgspec.Struct):
     """What one model's engine keeps."""
 
     model: str
@@ -43,13 +43,13 @@ class Kept(msgspec.Struct):
     budget_bytes: int
     disk_bytes: int
     num_nodes: int
-    nodes: list[Node]
+    nodes: list[CachedChunk]
 
 
 class Listing(msgspec.Struct):
     """What GET /v1/cache says."""
 
-    models: list[Kept]
+    models: list[CachedModel]
 
 
 class Cleared(msgspec.Struct):
@@ -58,7 +58,7 @@ class Cleared(msgspec.Struct):
     cleared: dict[str, int]
 
 
-class Report(msgspec.Struct):
+class CacheReport(msgspec.Struct):
     """What GET /v1/cache/requests/ID says."""
 
     id: str
@@ -78,7 +78,7 @@ class Report(msgspec.Struct):
 
 def ls_command(url: str | None, as_json: bool) -> None:
     """Print the conversations that are kept: every chunk that no other one follows is the end of one."""
-    client = Client(url)
+    client = ServerClient(url)
     if as_json:
         sys.stdout.write(json.dumps(client.get("/v1/cache", dict[str, Any], ASK_SECONDS), indent=2) + "\n")
         return
@@ -93,17 +93,17 @@ def ls_command(url: str | None, as_json: bool) -> None:
 def clear_command(model: str | None, url: str | None) -> None:
     """Make the server forget, and say how much it was."""
     body = {"model": model} if model else {}
-    for name, count in Client(url).post("/v1/cache/clear", body, Cleared, ASK_SECONDS).cleared.items():
+    for name, count in ServerClient(url).post("/v1/cache/clear", body, Cleared, ASK_SECONDS).cleared.items():
         sys.stdout.write(f"{name}: {count} chunks forgotten\n")
 
 
 def why_command(request_id: str, url: str | None, as_json: bool) -> None:
     """Print how much of a request's prompt was known, why no more, and where its time went."""
-    client, path = Client(url), f"/v1/cache/requests/{quote(request_id, safe='')}"
+    client, path = ServerClient(url), f"/v1/cache/requests/{quote(request_id, safe='')}"
     if as_json:
         sys.stdout.write(json.dumps(client.get(path, dict[str, Any], ASK_SECONDS), indent=2) + "\n")
         return
-    report = client.get(path, Report, ASK_SECONDS)
+    report = client.get(path, CacheReport, ASK_SECONDS)
     computed = report.prompt_tokens - report.cached_tokens
     lines = [
         f"{report.id}: {report.model}, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.created))}",
@@ -116,7 +116,7 @@ def why_command(request_id: str, url: str | None, as_json: bool) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _conversations(nodes: list[Node]) -> list[tuple[str, ...]]:
+def _conversations(nodes: list[CachedChunk]) -> list[tuple[str, ...]]:
     """One line for each leaf, the latest used first; its size is that of the whole way to it."""
     by_number = {node.number: node for node in nodes}
     parents = {node.parent for node in nodes}
@@ -124,9 +124,9 @@ def _conversations(nodes: list[Node]) -> list[tuple[str, ...]]:
     return [_line(leaf, by_number) for leaf in leaves]
 
 
-def _line(leaf: Node, by_number: dict[int, Node]) -> tuple[str, ...]:
+def _line(leaf: CachedChunk, by_number: dict[int, CachedChunk]) -> tuple[str, ...]:
     size, text = 0, ""
-    node: Node | None = leaf
+    node: CachedChunk | None = leaf
     while node is not None:
         size += node.bytes
         text = (node.text or "") + text if len(text) < TAIL else text
@@ -137,7 +137,7 @@ def _line(leaf: Node, by_number: dict[int, Node]) -> tuple[str, ...]:
     return str(leaf.length), decimal(size) + where, str(leaf.hits), "yes" if leaf.pins else "-", idle, tail
 
 
-def _difference(report: Report) -> list[str]:
+def _difference(report: CacheReport) -> list[str]:
     """The two texts under each other, where they part."""
     if report.token is None or report.instead is None:
         return []

@@ -26,7 +26,7 @@ SILENCE_SECONDS = 300.0  # a server shows every few seconds that it lives
 T = TypeVar("T")
 
 
-class Client:
+class ServerClient:
     """One server, asked one thing at a time. Its address is `url`, else WEFT_URL, else this machine's default port.
 
     Its key is `key`, else the first of WEFT_API_KEY.

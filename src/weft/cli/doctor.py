@@ -23,11 +23,11 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from weft import __version__
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.cli.service import log_end
-from weft.cli.trials import MODEL, Verdict, trials
+from weft.cli.trials import MODEL, Finding, trials
 from weft.config import cache_folder
-from weft.engine.ledger import Ledger
+from weft.engine.budget import MemoryBudget
 from weft.errors import RequestError, WeftError
 
 STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
@@ -51,7 +51,7 @@ def doctor_command(bundle: Path | None) -> int:
     return 1 if any(verdict.grade == "wrong" for verdict in verdicts) else 0
 
 
-def examine(log: Path) -> Iterator[Verdict]:
+def examine(log: Path) -> Iterator[Finding]:
     """Everything that is looked at, cheap things first. The trial server's log is written to `log`."""
     yield versions()
     yield settings()
@@ -61,54 +61,54 @@ def examine(log: Path) -> Iterator[Verdict]:
     yield from trials(log)
 
 
-def versions() -> Verdict:
+def versions() -> Finding:
     """Of Python and of what weft stands on, the model definitions being pinned."""
     found = {name: _version(name) for name in ("mlx", "mlx-lm", "llguidance")}
     words = f"weft {__version__}, Python {platform.python_version()}, " + ", ".join(f"{name} {found[name]}" for name in found)
     needed = next((need for need in importlib.metadata.requires("weft") or () if need.startswith("mlx-lm==")), "")
     if needed and needed != f"mlx-lm=={found['mlx-lm']}":
-        return Verdict("wrong", "versions", words, f"weft needs {needed}: install it with pip")
-    return Verdict("ok", "versions", words)
+        return Finding("wrong", "versions", words, f"weft needs {needed}: install it with pip")
+    return Finding("ok", "versions", words)
 
 
-def settings() -> Verdict:
+def settings() -> Finding:
     """What `weft serve` would start with here."""
     done = _dumped()
     if done.returncode:
-        return Verdict("wrong", "settings", done.stderr.strip().removeprefix("weft: "), "`weft serve` says the same")
+        return Finding("wrong", "settings", done.stderr.strip().removeprefix("weft: "), "`weft serve` says the same")
     table = tomllib.loads(done.stdout)["serve"]
     keys = f"{len(table['api_key'])} API keys" if table["api_key"] else "no API key"
     models = ", ".join(table["models"]) or "the default model"
-    return Verdict("ok", "settings", f"{models} at {table['host']}:{table['port']}, {keys}")
+    return Finding("ok", "settings", f"{models} at {table['host']}:{table['port']}, {keys}")
 
 
-def disk(folder: Path) -> Verdict:
+def disk(folder: Path) -> Finding:
     """Room where models are fetched and converted."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(there).free
     words = f"{decimal(free)} free in {folder}"
     if not os.access(there, os.W_OK):
-        return Verdict("wrong", "disk", f"{there} can not be written", "set WEFT_CACHE to a folder that can")
+        return Finding("wrong", "disk", f"{there} can not be written", "set WEFT_CACHE to a folder that can")
     if free < ROOM_BYTES:
-        return Verdict("wrong", "disk", words, f"models need {decimal(ROOM_BYTES)} and more; set WEFT_CACHE to another disk")
-    return Verdict("ok", "disk", words)
+        return Finding("wrong", "disk", words, f"models need {decimal(ROOM_BYTES)} and more; set WEFT_CACHE to another disk")
+    return Finding("ok", "disk", words)
 
 
-def running_server() -> Verdict:
+def running_server() -> Finding:
     """What answers where other commands would ask."""
-    client = Client()
+    client = ServerClient()
     try:
         status = client.get("/v1/status", dict[str, object], 5.0)
     except RequestError as error:
-        return Verdict("wrong", "port", f"{client.url}: {error}", "set WEFT_API_KEY to the server's key")
+        return Finding("wrong", "port", f"{client.url}: {error}", "set WEFT_API_KEY to the server's key")
     except WeftError as error:
         if "no server answers" in str(error):
-            return Verdict("ok", "port", f"{client.url} is free")
-        return Verdict("wrong", "port", str(error), "end it, or serve elsewhere with --port")
-    return Verdict("ok", "port", f"{client.url} is weft {status.get('version')}, up for {status.get('uptime_seconds')} s")
+            return Finding("ok", "port", f"{client.url} is free")
+        return Finding("wrong", "port", str(error), "end it, or serve elsewhere with --port")
+    return Finding("ok", "port", f"{client.url} is weft {status.get('version')}, up for {status.get('uptime_seconds')} s")
 
 
-def device() -> Iterator[Verdict]:
+def device() -> Iterator[Finding]:
     """What MLX computes on and with, and what fits into memory: asked from the model itself, loaded here."""
     try:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
@@ -117,50 +117,50 @@ def device() -> Iterator[Verdict]:
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:
-        yield Verdict("wrong", "device", f"{MODEL} can not be loaded: {error}", "reinstall weft, and mlx with it")
+        yield Finding("wrong", "device", f"{MODEL} can not be loaded: {error}", "reinstall weft, and mlx with it")
         return
     machine = f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
-    yield Verdict("ok", "device", f"{machine}, MLX on {llm.device}")
+    yield Finding("ok", "device", f"{machine}, MLX on {llm.device}")
     yield _products(BLAS.name, BLAS.threads, BLAS.warning)
     adapter = llm.engine.adapter
     yield _gated_delta(llm.device, adapter.gated_delta_modules)
     context, budget = llm.engine.limits.context_length, safe_memory()
-    yield _memory(Ledger(adapter.row_bytes, adapter.weights_bytes, budget), context, llm.config.max_rows)
+    yield _memory(MemoryBudget(adapter.row_bytes, adapter.weights_bytes, budget), context, llm.config.max_rows)
 
 
-def _products(name: str, threads: int | None, warning: str | None) -> Verdict:
+def _products(name: str, threads: int | None, warning: str | None) -> Finding:
     match name:
         case "none":
-            return Verdict("ok", "products", "MLX's own on this device")
+            return Finding("ok", "products", "MLX's own on this device")
         case "weft+openblas":
-            return Verdict("ok", "products", f"weft's sgemm in front of OpenBLAS, {threads} threads")
+            return Finding("ok", "products", f"weft's sgemm in front of OpenBLAS, {threads} threads")
         case "openblas":
             advice = "reinstall weft with a C compiler present: small batches would be faster, and exact"
-            return Verdict("slow", "products", f"OpenBLAS alone, {threads} threads", advice)
-    return Verdict("slow", "products", warning or "MLX's reference BLAS", "" if warning else "reinstall weft")
+            return Finding("slow", "products", f"OpenBLAS alone, {threads} threads", advice)
+    return Finding("slow", "products", warning or "MLX's reference BLAS", "" if warning else "reinstall weft")
 
 
-def _gated_delta(device: str, modules: list[str]) -> Verdict:
+def _gated_delta(device: str, modules: list[str]) -> Finding:
     if modules:
-        return Verdict("ok", "gated delta", f"weft's, in chunks, on {device} ({', '.join(modules)})")
+        return Finding("ok", "gated delta", f"weft's, in chunks, on {device} ({', '.join(modules)})")
     if device == "metal":
-        return Verdict("ok", "gated delta", "mlx-lm's Metal kernel")
-    return Verdict("slow", "gated delta", "mlx-lm's loop over tokens", "install the mlx-lm that weft names")
+        return Finding("ok", "gated delta", "mlx-lm's Metal kernel")
+    return Finding("slow", "gated delta", "mlx-lm's loop over tokens", "install the mlx-lm that weft names")
 
 
-def _memory(ledger: Ledger, context: int, max_rows: int) -> Verdict:
-    weights, row = decimal(ledger.weights_bytes), ledger.bytes_of(context)
+def _memory(budget: MemoryBudget, context: int, max_rows: int) -> Finding:
+    weights, row = decimal(budget.weights_bytes), budget.bytes_of(context)
     words = f"{MODEL}: weights {weights}, a row of {context:,} tokens {decimal(row)}"
-    if ledger.budget_bytes is None or ledger.room_bytes is None:
-        return Verdict("ok", "memory", f"{words}; how much there is is not known here", "set --memory")
-    fitting = ledger.room_bytes // row
-    words = f"--memory would be {ledger.budget_bytes >> 20:,} (MiB); {words}, {fitting:,} fit, {max_rows} run together"
+    if budget.budget_bytes is None or budget.room_bytes is None:
+        return Finding("ok", "memory", f"{words}; how much there is is not known here", "set --memory")
+    fitting = budget.room_bytes // row
+    words = f"--memory would be {budget.budget_bytes >> 20:,} (MiB); {words}, {fitting:,} fit, {max_rows} run together"
     if not fitting:
-        return Verdict("wrong", "memory", words, "end other programs: not even this model has room")
-    return Verdict("ok", "memory", words)
+        return Finding("wrong", "memory", words, "end other programs: not even this model has room")
+    return Finding("ok", "memory", words)
 
 
-def write_bundle(file: Path, verdicts: list[Verdict], log: Path) -> None:
+def write_bundle(file: Path, verdicts: list[Finding], log: Path) -> None:
     """All that a report needs, in one zip."""
     logs: dict[str, Callable[[], str]] = {
         "report.txt": lambda: "".join(f"{verdict}\n" for verdict in verdicts),

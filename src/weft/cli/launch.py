@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from weft.cli.agents import AGENTS, KEY, Agent, Start, Target
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.errors import WeftError
 
 ASK_SECONDS = 5.0
@@ -25,18 +25,18 @@ NO_KEY = "none"  # agents want one, also for a server that does not
 SHORT_CONTEXT = 32768  # tokens; what agents say first takes 10,000 to 25,000
 
 
-class _Model(msgspec.Struct):
+class _LaunchModel(msgspec.Struct):
     id: str
     context_length: int | None = None  # known once it is loaded
     capabilities: list[str] = []
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _LaunchModels(msgspec.Struct):
+    data: list[_LaunchModel]
 
 
 @dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """What the command line said."""
 
     agent: str
@@ -47,11 +47,11 @@ class Options:
     arguments: tuple[str, ...] = ()  # for the agent
 
 
-def launch_command(options: Options) -> None:
+def launch_command(options: LaunchOptions) -> None:
     """Become the agent, or print what it would be started with."""
     agent = _agent(options.agent)
-    client = Client(options.url, options.api_key)
-    model = _model(client.get("/v1/models", _Models, ASK_SECONDS).data, options.model)
+    client = ServerClient(options.url, options.api_key)
+    model = _model(client.get("/v1/models", _LaunchModels, ASK_SECONDS).data, options.model)
     assert model.context_length is not None
     target = Target(client.url, client.key or NO_KEY, model.id, model.context_length, data_folder() / "agents" / options.agent)
     start = agent.start(target)
@@ -96,7 +96,7 @@ def _agent(name: str) -> Agent:
     return AGENTS[name]
 
 
-def _model(models: Sequence[_Model], asked: str | None) -> _Model:
+def _model(models: Sequence[_LaunchModel], asked: str | None) -> _LaunchModel:
     names = ", ".join(model.id for model in models)
     found = [model for model in models if asked in (None, model.id)]
     if not found:
@@ -108,7 +108,7 @@ def _model(models: Sequence[_Model], asked: str | None) -> _Model:
     return found[0]
 
 
-def _notes(model: _Model) -> list[str]:
+def _notes(model: _LaunchModel) -> list[str]:
     """What will go wrong, before it does."""
     notes = []
     if "tools" not in model.capabilities:

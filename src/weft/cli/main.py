@@ -128,9 +128,9 @@ def run(
     local
         Load the model here even if a server has it.
     """
-    from weft.cli.run import Options, run_command
+    from weft.cli.run import RunOptions, run_command
 
-    run_command(Options(model, prompt, max_tokens, temperature, top_p, top_k, seed, think, chat, local))
+    run_command(RunOptions(model, prompt, max_tokens, temperature, top_p, top_k, seed, think, chat, local))
 
 
 @app.command
@@ -275,9 +275,9 @@ def launch(
     show
         Print environment, files and command as lines for a shell, without the key, and start nothing.
     """
-    from weft.cli.launch import Options, launch_command
+    from weft.cli.launch import LaunchOptions, launch_command
 
-    launch_command(Options(agent, model, url, api_key, show, arguments))
+    launch_command(LaunchOptions(agent, model, url, api_key, show, arguments))
 
 
 cache = App(name="cache", help="What a running server keeps of computed prompts, and why it had to compute one.")
@@ -397,10 +397,10 @@ def bench_serve(
     json_file
         Write all figures, those of every request too, to this file.
     """
-    from weft.cli.bench import Options, bench_serve_command
+    from weft.cli.bench import BenchOptions, bench_serve_command
 
     return bench_serve_command(
-        Options(clients, requests, prompt_tokens, max_tokens, shared_prefix, replay, model, url, api_key, json_file)
+        BenchOptions(clients, requests, prompt_tokens, max_tokens, shared_prefix, replay, model, url, api_key, json_file)
     )
 
 

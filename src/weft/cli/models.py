@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from rich.filesize import decimal
 
-from weft.cli.client import SILENCE_SECONDS, Client
+from weft.cli.client import SILENCE_SECONDS, ServerClient
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.serving.shelf import Fit
+    from weft.serving.fit import Fit
 
 STATUS_SECONDS = 5.0
 LOOK_SECONDS = 0.2  # between two looks at how far a model is
@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.2  # between two looks at how far a model is
 def ls_command(as_json: bool) -> None:
     """Print what is here: name, size, whether it fits into memory now, kind, folder."""
     from weft.model.resolve import local_models
-    from weft.serving.shelf import Fit, free_bytes, needed_bytes
+    from weft.serving.fit import Fit, free_bytes, needed_bytes
 
     models, free = local_models(), free_bytes()
     fits = [Fit(needed_bytes(model), free) for model in models]
@@ -82,7 +82,7 @@ class ServerStatus(msgspec.Struct):
 
 def ps_command(url: str | None, as_json: bool) -> None:
     """Print what the server at `url` says of itself."""
-    client = Client(url)
+    client = ServerClient(url)
     if as_json:
         sys.stdout.write(json.dumps(client.get("/v1/status", dict[str, Any], STATUS_SECONDS), indent=2) + "\n")
         return
@@ -102,7 +102,7 @@ def load_command(name: str, url: str | None, fetch: bool, force: bool) -> None:
     """Have the server at `url` load a model, and wait until it answers. Raises WeftError where it never will."""
     from weft.model.fetch import shown
 
-    client = Client(url)
+    client = ServerClient(url)
     name = _name_there(client, name)
     told = client.post("/v1/models/load", {"model": name, "fetch": fetch, "force": force}, ModelStatus, SILENCE_SECONDS)
     with shown(None) as report:
@@ -119,13 +119,13 @@ def load_command(name: str, url: str | None, fetch: bool, force: bool) -> None:
 
 def unload_command(name: str, url: str | None) -> None:
     """Have the server at `url` unload a model, and wait until its memory is free."""
-    client = Client(url)
+    client = ServerClient(url)
     name = _name_there(client, name)
     client.post("/v1/models/unload", {"model": name}, dict[str, Any], SILENCE_SECONDS)
     sys.stdout.write(f"{name} is unloaded\n")
 
 
-def _name_there(client: Client, name: str) -> str:
+def _name_there(client: ServerClient, name: str) -> str:
     """A name as the server must be told it: its current folder is another one than ours."""
     from weft.model.resolve import ALIASES
 

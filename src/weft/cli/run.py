@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import msgspec
 from rich.console import Console
 
-from weft.cli.client import DEFAULT_URL, Client
+from weft.cli.client import DEFAULT_URL, ServerClient
 from weft.errors import RequestError, WeftError
-from weft.text.prompt import Scribe
-from weft.text.types import Conversation, Delta, Finish, Generation, Message, Reasoning, Text, Usage
+from weft.text.codec import Codec
+from weft.text.types import Conversation, Delta, Finish, GenerationRequest, Message, Reasoning, Text, Usage
 
 STORYTELLERS = frozenset({"tiny-hybrid"})  # by its card no assistant: it continues a text better than it answers one
 
@@ -29,7 +29,7 @@ Prompt = str | list[Message]  # a text to be continued, or a conversation
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """What the command line said."""
 
     model: str
@@ -55,7 +55,7 @@ class Options:
         return {} if self.think is None else {"enable_thinking": self.think}
 
 
-def run_command(options: Options) -> None:
+def run_command(options: RunOptions) -> None:
     """Find who answers, then answer once or chat."""
     notes = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     options = replace(options, prompt=_with_piped(options.prompt))
@@ -95,7 +95,7 @@ class Chat:
     """A conversation in the terminal."""
 
     teller: Teller
-    options: Options
+    options: RunOptions
     notes: Console
     messages: list[Message] = field(default_factory=list)
 
@@ -170,22 +170,22 @@ def _summary(finish: Finish, start: float, first: float) -> str:
 # --- by a server -----------------------------------------------------------------------------------------------------
 
 
-class _Row(msgspec.Struct):
+class _ServedName(msgspec.Struct):
     id: str
     root: str | None = None
 
 
-class _Rows(msgspec.Struct):
-    data: list[_Row]
+class _ServedNames(msgspec.Struct):
+    data: list[_ServedName]
 
 
-def find_server(options: Options, notes: Console) -> Remote | None:
+def find_server(options: RunOptions, notes: Console) -> Remote | None:
     """The server that runs and serves the model, if there is one."""
-    client = Client()
+    client = ServerClient()
     names = {options.model, str(Path(options.model).expanduser().absolute())}
     try:
         client.get("/health", msgspec.Raw)  # says 503 while it loads
-        rows = client.get("/v1/models", _Rows).data
+        rows = client.get("/v1/models", _ServedNames).data
     except RequestError as error:  # it is there and does not want us, for the lack of a key, say
         notes.print(f"[{client.url}: {error}]", style="yellow")
         return None
@@ -204,9 +204,9 @@ def find_server(options: Options, notes: Console) -> Remote | None:
 class Remote:
     """A model that a server has loaded."""
 
-    client: Client
+    client: ServerClient
     model: str
-    options: Options
+    options: RunOptions
     has_template: bool = True  # the server says so when there is none
 
     def tell(self, prompt: Prompt) -> Iterator[Delta]:
@@ -239,23 +239,23 @@ class Remote:
 class Local:
     """A model in this process."""
 
-    def __init__(self, options: Options, notes: Console) -> None:
+    def __init__(self, options: RunOptions, notes: Console) -> None:
         from weft.llm import BLAS, LLM
 
         if BLAS.warning:
             notes.print(f"weft: {BLAS.warning}", style="yellow")
         self.options = options
         self.llm = LLM(options.model, progress=True)
-        self.scribe = Scribe(self.llm.loaded.folder)
-        self.has_template = self.scribe.writer is not None
+        self.codec = Codec(self.llm.loaded.folder)
+        self.has_template = self.codec.writer is not None
 
     def tell(self, prompt: Prompt) -> Iterator[Delta]:
         """Drive the engine until the answer is there."""
         asked = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=self.options.template)
-        generation = Generation(model=None, prompts=(asked,), sampling=self.options.sampling)
-        written = self.scribe.write(asked)
-        reader, told = self.scribe.reader(generation, written), 0
-        sequence = self.llm.submit(written.ids, self.scribe.sampling(generation.sampling))
+        generation = GenerationRequest(model=None, prompts=(asked,), sampling=self.options.sampling)
+        written = self.codec.write(asked)
+        reader, told = self.codec.reader(generation, written), 0
+        sequence = self.llm.submit(written.ids, self.codec.sampling(generation.sampling))
         # A KeyboardInterrupt inside a step would leave the engine between two states.
         with interrupts() as interrupted:
             while not sequence.is_finished:

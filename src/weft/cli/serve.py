@@ -27,11 +27,11 @@ def serve_command(config: ServerConfig, *, dump_config: bool) -> int:
     from weft.api.app import make_app
     from weft.serving.server import serve
 
-    with Screen(has_key=bool(config.api_keys)) as screen:
+    with Terminal(has_key=bool(config.api_keys)) as screen:
         return serve(config, screen, make_app)
 
 
-class Screen:
+class Terminal:
     """The terminal of a server that starts. The server tells it what happens; nothing here waits."""
 
     def __init__(self, *, has_key: bool = False) -> None:
@@ -42,7 +42,7 @@ class Screen:
         self._url: str | None = None
         self._model: str | None = None
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.errors import WeftError
 
 NAME = "weft"
@@ -180,7 +180,7 @@ def uninstall_command() -> None:
 
 def status_command() -> int:
     """Print whether it is installed, how it is, and whether a server answers. Gives 0 only where all three are well."""
-    manager, client = _manager(), Client()
+    manager, client = _manager(), ServerClient()
     installed = manager.file.exists()
     state = manager.state() if installed else "not installed"
     try:

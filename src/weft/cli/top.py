@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from weft.cli.client import Client
+from weft.cli.client import ServerClient
 from weft.errors import WeftError
 
 LINGER_SECONDS = 5.0  # a request that has its end is shown so long
@@ -26,7 +26,7 @@ MEMORY = {"weights": "blue", "rows": "green", "prefixes": "cyan", "reserve": "ye
 STATES = {"queued": "yellow", "following": "magenta", "prefill": "cyan", "decode": "green", "finished": "dim"}
 
 
-class Request(msgspec.Struct):
+class TopRequest(msgspec.Struct):
     """One request, as a server tells it. Before its model has taken it there is only an id."""
 
     id: str
@@ -45,7 +45,7 @@ class Request(msgspec.Struct):
     finish: str | None = None
 
 
-class Model(msgspec.Struct):
+class TopModel(msgspec.Struct):
     """One model, as a server tells it."""
 
     name: str
@@ -64,13 +64,13 @@ class News(msgspec.Struct):
     """What one event says."""
 
     time: float
-    models: list[Model]
-    requests: list[Request]
+    models: list[TopModel]
+    requests: list[TopRequest]
 
 
 def top_command(url: str | None, api_key: str | None) -> None:
     """Watch until Ctrl-C, or until the server goes."""
-    client, console, board = Client(url, api_key), Console(), Board()
+    client, console, board = ServerClient(url, api_key), Console(), Board()
     try:
         with closing(client.stream("/v1/events", None)) as events:
             if not console.is_terminal:
@@ -96,8 +96,8 @@ class Board:
     """Knows the last that was said of each model and each request."""
 
     def __init__(self) -> None:
-        self.models: list[Model] = []
-        self.requests: dict[str, Request] = {}
+        self.models: list[TopModel] = []
+        self.requests: dict[str, TopRequest] = {}
         self._ended: dict[str, float] = {}
         self._time = 0.0
 
@@ -152,7 +152,7 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def _memory(model: Model) -> Text:
+def _memory(model: TopModel) -> Text:
     """A bar of the whole budget, or where there is none of what was in use at most."""
     used = {kind: model.memory.get(kind, 0) for kind in MEMORY}
     whole = max(model.memory.get("budget", 0) or model.memory.get("peak", 0), sum(used.values()), 1)
@@ -164,7 +164,7 @@ def _memory(model: Model) -> Text:
     return bar.append(f"\n{words} of {decimal(whole)}")
 
 
-def _notes(request: Request) -> str:
+def _notes(request: TopRequest) -> str:
     notes = [f"×{request.choices}"] if request.choices > 1 else []
     notes += ["constrained"] if request.constrained else []
     notes += ["resumed"] if request.resumed else []

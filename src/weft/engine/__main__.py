@@ -49,7 +49,7 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
     from weft.engine.bring_up import bring_up, device_in_use, safe_memory
     from weft.engine.canary import Canary
     from weft.engine.host import Host, memory_in_use
-    from weft.engine.sharing import Sharing
+    from weft.engine.prefix import PrefixSharing
     from weft.grammar.compiler import Compiler
 
     def progress(what: str, done: int, total: int | None) -> None:
@@ -88,10 +88,12 @@ def _serve(channel: EngineEnd, asked: argparse.Namespace) -> None:
     assert compiler.tokenizer  # built now: it holds the interpreter, and streams would feel it
     channel.send(ready)
     host = Host(engine, compiler, channel, time.monotonic)
-    host.canary = Canary(engine.sharing, engine.runner) if asked.cache_canary and isinstance(engine.sharing, Sharing) else None
+    host.canary = (
+        Canary(engine.prefix, engine.runner) if asked.cache_canary and isinstance(engine.prefix, PrefixSharing) else None
+    )
     host.run()
-    if engine.sharing.disk is not None:
-        engine.sharing.disk.close(CLOSE_SECONDS)
+    if engine.prefix.disk is not None:
+        engine.prefix.disk.close(CLOSE_SECONDS)
 
 
 def _arguments() -> argparse.Namespace:

@@ -12,8 +12,8 @@ import random
 
 import mlx.core as mx
 
+from weft.engine.prefix import PrefixSharing
 from weft.engine.runner import Runner
-from weft.engine.sharing import Sharing
 from weft.memory.prefix_tree import Node
 from weft.model.adapter import LayerCaches, Saved
 
@@ -25,8 +25,8 @@ TOLERANCE = 1e-3  # of the largest value in a state; computed again they are bit
 class Canary:
     """Checks one path at a time."""
 
-    def __init__(self, sharing: Sharing, runner: Runner, chance: random.Random | None = None) -> None:
-        self.sharing = sharing
+    def __init__(self, prefix: PrefixSharing, runner: Runner, chance: random.Random | None = None) -> None:
+        self.prefix = prefix
         self.runner = runner
         self.chance = chance or random.Random()
         self.num_checked = 0  # chunks
@@ -40,7 +40,7 @@ class Canary:
         if not self._left and not self._begin():
             return False
         node, self._left = self._left[0], self._left[1:]
-        if node.is_out or node.parent is None or node.parent.children.get(node.tokens) is not node:
+        if node.is_detached or node.parent is None or node.parent.children.get(node.tokens) is not node:
             self._left = []  # it went meanwhile
             return True
         assert self._caches is not None
@@ -55,18 +55,18 @@ class Canary:
 
     def _begin(self) -> bool:
         """Choose a path with something in it that was not checked yet; those behind others first, they check the others too."""
-        nodes = [node for node in self.sharing.tree.nodes() if node.checkpoint is not None and node.number not in self._seen]
+        nodes = [node for node in self.prefix.tree.nodes() if node.checkpoint is not None and node.number not in self._seen]
         if not nodes:
             return False
         self._left = self.chance.choice(nodes).path()
         self._caches = self.runner.adapter.new_caches(self._left[-1].length + 1)
-        self._seen &= {node.number for node in self.sharing.tree.nodes()}
+        self._seen &= {node.number for node in self.prefix.tree.nodes()}
         return True
 
     def _quarantine(self, node: Node, worst: float) -> None:
         self._left = []
         self.num_wrong += 1
-        count = self.sharing.throw_out(node)
+        count = self.prefix.invalidate_subtree(node)
         log.error(
             "a kept prompt is not what it was when computed again: tokens %d to %d differ by %.3g of their size; "
             "it and what stands on it (%d chunks) are thrown out",

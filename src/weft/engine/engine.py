@@ -14,18 +14,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from weft.config import EngineConfig
+from weft.engine.bisect import Bisection
+from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import OUTPUT_WEIGHT
 from weft.engine.faults import Faults
-from weft.engine.ledger import Ledger
 from weft.engine.plan import Plan, Row
-from weft.engine.runner import RowBroken, Runner, Step
+from weft.engine.prefix import NoPrefixSharing, PrefixSharing
+from weft.engine.runner import RowFailure, Runner, Step
 from weft.engine.sampler import Logprobs
 from weft.engine.scheduler import Scheduler
 from weft.engine.sequence import Sequence
-from weft.engine.sharing import NoSharing, Sharing
-from weft.engine.trial import Trial
 from weft.errors import InternalError, RowFailed
-from weft.grammar.constraint import Constraint, Demand
+from weft.grammar.constraint import Constraint, TokenDemand
 from weft.grammar.masks import Masks
 from weft.ipc.messages import FinishReason, Limits, PromptEvent, Sampling, Submit, TokenEvent, TokenLogprob
 from weft.memory.disk import DiskTier
@@ -52,14 +52,14 @@ class Engine:
         self.config = config
         self.clock = clock
         self.faults = faults or Faults()
-        self.ledger = Ledger(adapter.row_bytes, adapter.weights_bytes, config.memory_bytes)
-        self.scheduler = Scheduler(config, self.ledger)
+        self.budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, config.memory_bytes)
+        self.scheduler = Scheduler(config, self.budget)
         self.runner = Runner(adapter, config, clock, self.faults)
-        self.trial = Trial()
+        self.trial = Bisection()
         self.num_failed_turns = 0  # in a row
         self.last_failure: Exception | None = None
         self.pending: Step | None = None
-        self.sharing = self._sharing(disk)
+        self.prefix = self._sharing(disk)
         self.masks = Masks(adapter.vocab_size)
         self.limits = self._limits()
         self.events: deque[TokenEvent] = deque()
@@ -67,15 +67,15 @@ class Engine:
         self.on_settled: Callable[[], None] = lambda: None  # called when there are tokens to be told and a turn goes on
         self._numbers = itertools.count()
 
-    def _sharing(self, disk: DiskTier | None) -> NoSharing:
+    def _sharing(self, disk: DiskTier | None) -> NoPrefixSharing:
         if not self.config.cache_bytes or not self.adapter.can_be_saved:
-            return NoSharing(self.scheduler, self.runner)
+            return NoPrefixSharing(self.scheduler, self.runner)
         tree = PrefixTree(self.config.cache_bytes, self.clock, is_exact=self.config.exact)
-        return Sharing(tree, self.scheduler, self.runner, disk)
+        return PrefixSharing(tree, self.scheduler, self.runner, disk)
 
     def _limits(self) -> Limits:
-        context, room = self.adapter.context_length, self.ledger.room_bytes
-        if room is None or (fitting := self.ledger.most_tokens(context)) >= context:
+        context, room = self.adapter.context_length, self.budget.room_bytes
+        if room is None or (fitting := self.budget.most_tokens(context)) >= context:
             return Limits(self.adapter.vocab_size, context)
         return Limits(self.adapter.vocab_size, context, fitting, room)
 
@@ -97,10 +97,10 @@ class Engine:
             stops |= self.adapter.eos_token_ids
         sequence = Sequence(asked.numbers[place], asked.prompt, sampling, max_tokens=room, stop_ids=stops)
         sequence.timings.submitted = self.clock()
-        sequence.salt, sequence.is_kept = asked.salt, asked.is_kept
+        sequence.salt, sequence.is_retained = asked.salt, asked.is_retained
         sequence.client, sequence.priority = asked.client, asked.priority
         sequence.boundaries = tuple(sorted({at for at in asked.boundaries if 0 < at < len(asked.prompt) - 1}))
-        sequence.begin_again(given, self.config.max_replayed)
+        sequence.restart(given, self.config.max_replayed_tokens)
         if constraint is not None:
             sequence.constraint = constraint.fork()
             sequence.constraint.limit_to(room)
@@ -110,7 +110,7 @@ class Engine:
 
     def _queue(self, sequences: list[Sequence]) -> None:
         leader, *forks = sequences
-        if not leader.is_prefilled and all(sequence.known == leader.known for sequence in forks):
+        if not leader.is_prefilled and all(sequence.prefill_ids == leader.prefill_ids for sequence in forks):
             leader.forks = forks
             self.scheduler.add(leader)
             return
@@ -150,16 +150,16 @@ class Engine:
                 self.pipelined_step(plan)
             else:
                 self.plain_step(plan)
-            if plan.chunk is not None and self.config.tells_first:
+            if plan.chunk is not None and self.config.settle_first:
                 self._settle_pending()
-        except RowBroken as broken:
+        except RowFailure as broken:
             self._fail(broken.sequence, "restoring its states", broken)
         except Exception as error:  # a border: whatever the model or the device raise, nobody may pay for another
             self._undo(plan, last, error)
             return
         for row in plan.steps:
-            self.sharing.seated(row.sequence)
-        if plan.chunk is not None and not plan.chunk.sequence.has_gone:
+            self.prefix.allocated(row.sequence)
+        if plan.chunk is not None and not plan.chunk.sequence.is_abandoned:
             self.prefill(plan.chunk, plan.slice_seconds)
         elif is_quiet and last is not None and self.pending is not None:
             self.scheduler.measured(self.clock() - started)
@@ -168,7 +168,7 @@ class Engine:
         """Compute the chunk, when all tokens are told that are there; the steps are planned anew, its row perhaps among them."""
         self._settle_pending()
         assert plan.chunk is not None
-        if not plan.chunk.sequence.has_gone:
+        if not plan.chunk.sequence.is_abandoned:
             self.prefill(plan.chunk, None)
         return replace(self.scheduler.plan(self.trial.may_step, may_hold_back=False), chunk=None)
 
@@ -184,15 +184,15 @@ class Engine:
         last, self.pending = self.pending, None
         try:
             self.pending = self.runner.forward(plan, last)
-            if self.pending is not None and not self.config.tells_first:
+            if self.pending is not None and not self.config.settle_first:
                 self.runner.start(self.pending)
         finally:
             if last is not None:
                 self.settle(last)
-        if self.config.tells_first:
+        if self.config.settle_first:
             self.on_settled()
         if self.pending is not None:
-            if self.config.tells_first:
+            if self.config.settle_first:
                 self.runner.start(self.pending)
             self.choose(self.pending)
 
@@ -208,10 +208,10 @@ class Engine:
         """Work on a prompt; a chunk that is done can be stood on by others."""
         try:
             self.faults.at("prefill", row.sequence)
-            self.sharing.begin(row.sequence)
+            self.prefix.begin(row.sequence)
             if not self.runner.prefill(row, seconds):
                 return
-            self.sharing.enter(row)
+            self.prefix.enter(row)
         except Exception as error:  # a border: one prompt at a time is computed, so it is this one's
             self._fail(row.sequence, "computing its prompt", error)
             return
@@ -227,7 +227,7 @@ class Engine:
         if sequence.is_prefilled:
             forks = self.scheduler.release_forks(sequence)
             for fork in forks:
-                self.sharing.fork(sequence, fork)
+                self.prefix.fork(sequence, fork)
             for one in (sequence, *forks):
                 self._finish_empty(one)
 
@@ -238,7 +238,7 @@ class Engine:
             self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
         self.runner.choose(step, allowed)
 
-    def _demand(self, sequence: Sequence, is_new: bool) -> Demand | None:
+    def _demand(self, sequence: Sequence, is_new: bool) -> TokenDemand | None:
         if not is_new:
             return None
         try:
@@ -252,24 +252,24 @@ class Engine:
         """Let go of who is done, take back whom there is no room for, let others in, and let prompts stand on what is there."""
         self._release_finished()
         self.trial.settle()
-        while (sequence := self.scheduler.to_take_back()) is not None:
-            self._take_back(sequence)
+        while (sequence := self.scheduler.to_preempt()) is not None:
+            self._preempt(sequence)
         self.scheduler.admit(self.clock())
-        self.sharing.limit(self.ledger.left_for_prefixes(self.scheduler.running, self.config.cache_bytes))
-        done = self.sharing.share()
-        for sequence, error in self.sharing.take_failures():
+        self.prefix.limit(self.budget.left_for_prefixes(self.scheduler.running, self.config.cache_bytes))
+        done = self.prefix.share()
+        for sequence, error in self.prefix.take_failures():
             self._fail(sequence, "finding what is known of its prompt", error)
         for sequence in done:
             self._told_prompt(sequence)
 
-    def _take_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         """A running sequence gives all it holds away and waits again; of its answer a token in flight is chosen once more."""
         if self.pending is not None:
             self.pending.forget(sequence)
         self.runner.release(sequence)
-        self.sharing.leave(sequence)
-        self.scheduler.take_back(sequence)
-        sequence.begin_again(sequence.output, self.config.max_replayed)
+        self.prefix.leave(sequence)
+        self.scheduler.preempt(sequence)
+        sequence.restart(sequence.output, self.config.max_replayed_tokens)
 
     def _undo(self, plan: Plan, last: Step | None, error: Exception) -> None:
         """A step failed: all rows in memory are computed again, those that were in it in halves."""
@@ -282,7 +282,7 @@ class Engine:
         self.pending = None
         self._release_finished()
         for sequence in [one for one in reversed(self.scheduler.running) if one.is_prefilled]:
-            self._take_back(sequence)
+            self._preempt(sequence)
         self.runner.reset()
         guilty = self.trial.failed([one for one in suspects if not one.is_finished])
         if guilty is not None:
@@ -295,8 +295,8 @@ class Engine:
         log.error("sequence %d ends: %s failed", sequence.id, what, exc_info=error)
         self.last_failure = error
         self.runner.release(sequence, poisoned=True)
-        self.sharing.rewind(sequence)
-        self.sharing.expel(sequence)
+        self.prefix.reset_to_prefix(sequence)
+        self.prefix.invalidate(sequence)
         self._finish(sequence, "error", f"{what} failed: {error}")
 
     def settle(self, step: Step) -> None:
@@ -309,7 +309,7 @@ class Engine:
             if sequence.is_finished:
                 continue
             if index in problems:
-                self.sharing.expel(sequence)
+                self.prefix.invalidate(sequence)
                 self._finish(sequence, "error", problems[index])
             elif step.is_new[index]:
                 self._settle_row(sequence, tokens[index], logprobs.get(index))
@@ -361,8 +361,8 @@ class Engine:
         sequence.finish, sequence.error = reason, error
         sequence.timings.finished = self.clock()
         sequence.timings.cached_tokens, sequence.timings.reuse = sequence.num_cached, sequence.reuse
-        if sequence.has_gone:  # else a fork inherits what it stands on
-            self.sharing.leave(sequence)
+        if sequence.is_abandoned:  # else a fork inherits what it stands on
+            self.prefix.leave(sequence)
         told = told if token is not None else None
         self.events.append(TokenEvent(sequence.id, token, told, reason, error, sequence.stop, sequence.timings))
 
@@ -374,4 +374,4 @@ class Engine:
     def _release_finished(self) -> None:
         for sequence in self.scheduler.drop_finished():
             self.runner.release(sequence)
-            self.sharing.leave(sequence)
+            self.prefix.leave(sequence)

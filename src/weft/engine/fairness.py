@@ -38,4 +38,4 @@ class Fairness:
 
     def _rank(self, sequence: Sequence) -> tuple[bool, int, float, bool]:
         served = self.served.get(sequence.client, 0.0)
-        return not sequence.is_on_trial, -sequence.priority, served, not sequence.is_taken_back
+        return not sequence.is_suspect, -sequence.priority, served, not sequence.is_preempted

@@ -20,7 +20,17 @@ from weft.errors import GrammarRejected, RequestError
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
 from weft.ipc.channel import EngineEnd
-from weft.ipc.messages import AskPrefixes, Cancel, EngineStatus, Events, Prefixes, PrefixNode, Shutdown, Submit, Verdict
+from weft.ipc.messages import (
+    AskPrefixes,
+    Cancel,
+    EngineEvents,
+    EngineStatus,
+    Prefixes,
+    PrefixNode,
+    Shutdown,
+    Submit,
+    SubmitOutcome,
+)
 from weft.memory.disk import DiskTier
 from weft.memory.prefix_tree import Node
 
@@ -51,7 +61,7 @@ class Host:
         self.channel = channel
         self.clock = clock
         self.compiling: list[Compiling] = []
-        self.verdicts: list[Verdict] = []
+        self.verdicts: list[SubmitOutcome] = []
         self.live: dict[int, Sequence] = {}
         engine.on_settled = self.tell
         self.canary: Canary | None = None
@@ -84,7 +94,7 @@ class Host:
     def _patience(self) -> float:
         """How long it may wait for a message: not at all while there is anything to do."""
         if not self.engine.idle:
-            return COMPILING_SECONDS if self.engine.sharing.is_loading else 0.0
+            return COMPILING_SECONDS if self.engine.prefix.is_loading else 0.0
         if self.compiling:
             return COMPILING_SECONDS
         return 0.0 if self.canary is not None and self.canary.check() else IDLE_SECONDS
@@ -109,7 +119,7 @@ class Host:
         verdicts, self.verdicts = self.verdicts, []
         status = self._status()
         if tokens or prompts or verdicts or status:
-            self.channel.send(Events(verdicts, prompts, tokens, status))
+            self.channel.send(EngineEvents(verdicts, prompts, tokens, status))
 
     def _hear_submit(self, message: Submit) -> None:
         if message.constraint is None:
@@ -144,10 +154,10 @@ class Host:
             return
         self.live.update(zip(message.numbers, sequences, strict=True))
         if constraint is not None:
-            self.verdicts.append(Verdict(message.numbers[0]))
+            self.verdicts.append(SubmitOutcome(message.numbers[0]))
 
     def _refuse(self, message: Submit, error: RequestError) -> None:
-        self.verdicts.append(Verdict(message.numbers[0], str(error), error.param))
+        self.verdicts.append(SubmitOutcome(message.numbers[0], str(error), error.param))
 
     def _status(self) -> EngineStatus | None:
         """The counts, when they changed and some time has passed, or when all work is done, or now and then."""
@@ -166,7 +176,7 @@ class Host:
 
     def _prefixes(self) -> dict[str, int]:
         """What happened to computed prompts so far."""
-        tree, disk, canary = self.engine.sharing.tree, self.engine.sharing.disk, self.canary
+        tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary
         counts = {"evicted": tree.num_evicted} if tree is not None else {}
         if canary is not None:
             counts |= {"checked": canary.num_checked, "wrong": canary.num_wrong}
@@ -178,16 +188,16 @@ class Host:
 
 def memory_in_use(engine: Engine) -> dict[str, int]:
     """Bytes by kind, as the device's allocator and our slabs count them; and where there is a budget, what of it is promised."""
-    ledger = engine.ledger
+    budget = engine.budget
     promised = {
-        "budget": ledger.budget_bytes or 0,
-        "reserve": ledger.reserve_bytes,
-        "promised": ledger.reserved(engine.scheduler.running),
+        "budget": budget.budget_bytes or 0,
+        "reserve": budget.reserve_bytes,
+        "promised": budget.reserved(engine.scheduler.running),
     }
-    return ({} if ledger.budget_bytes is None else promised) | {
+    return ({} if budget.budget_bytes is None else promised) | {
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
-        "prefixes": engine.sharing.held_bytes,
+        "prefixes": engine.prefix.held_bytes,
         "active": mx.get_active_memory(),
         "reusable": mx.get_cache_memory(),
         "peak": mx.get_peak_memory(),
@@ -196,10 +206,10 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
 
 def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
     """What is kept, told; forgotten first where that is asked."""
-    tree, disk = engine.sharing.tree, engine.sharing.disk
+    tree, disk = engine.prefix.tree, engine.prefix.disk
     if tree is None:
         return Prefixes(asked.number, (), 0, 0, 0)
-    num_cleared = engine.sharing.clear() if asked.clear else 0
+    num_cleared = engine.prefix.clear() if asked.clear else 0
     if disk is not None and asked.clear:
         disk.clear()
     now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
@@ -207,7 +217,7 @@ def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
         asked.number,
         tuple(_told(node, now, salted, disk) for node in itertools.islice(tree.nodes(), MAX_NODES_TOLD)),
         len(tree),
-        engine.sharing.held_bytes,
+        engine.prefix.held_bytes,
         engine.config.cache_bytes,
         disk.held_bytes if disk is not None else 0,
         num_cleared,

@@ -23,7 +23,7 @@ class Plan:
     steps: tuple[Row, ...]
     chunk: Row | None
     slice_seconds: float | None  # None: nobody waits, do all of it
-    coming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
+    upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
 
     @property
     def begins_with_chunk(self) -> bool:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weft.config import EngineConfig
 from weft.engine.faults import Faults
 from weft.engine.plan import Plan, Row
-from weft.engine.sampler import Choice, Logprobs, choose, logprobs_of
+from weft.engine.sampler import Logprobs, SampledTokens, choose, logprobs_of
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
 from weft.memory.disk import Loaded, Packed
@@ -29,12 +29,12 @@ from weft.model.packing import pack, unpack
 
 
 @dataclass
-class Memory:
+class RowMemory:
     """A sequence's states: its own caches until it is seated in the pool, and the prompt chunk under way."""
 
     own: LayerCaches | None
     state: RowState = field(default_factory=RowState)
-    spare: tuple[LayerCaches, int] | None = None  # its own caches once it is seated, and how many tokens are in them
+    retained: tuple[LayerCaches, int] | None = None  # its own caches once it is seated, and how many tokens are in them
     chunk: Chunk | None = None
     chunk_seconds: float = 0.0  # that were spent on it
     logprobs: Logprobs | None = None  # of the chunk under way, where the prompt's are asked for
@@ -47,7 +47,7 @@ class Step:
     sequences: list[Sequence]
     logits: mx.array  # (rows, V)
     is_new: list[bool]  # for each row: its token is a new one; else one was read again that it gave before
-    choice: Choice | None = None
+    choice: SampledTokens | None = None
 
     def forget(self, sequence: Sequence) -> None:
         """Its token is not wanted any more."""
@@ -60,7 +60,7 @@ class Step:
         return self.choice.tokens
 
 
-class RowBroken(WeftError):
+class RowFailure(WeftError):
     """Something failed that only this row has to do with."""
 
     def __init__(self, sequence: Sequence, error: Exception) -> None:
@@ -86,9 +86,9 @@ class Runner:
         sequences = [row.sequence for row in plan.steps]
         for sequence in sequences:
             try:
-                self._seat(sequence, plan.coming)
+                self._allocate(sequence, plan.upcoming)
             except Exception as error:  # a border: whatever it is, it is this row's
-                raise RowBroken(sequence, error) from error
+                raise RowFailure(sequence, error) from error
         self.faults.at("decode", *sequences)
         order: list[Sequence] = []
         logits: list[mx.array] = []
@@ -179,11 +179,11 @@ class Runner:
 
     def _caches(self, sequence: Sequence) -> LayerCaches:
         """Caches of its own for a sequence, filled with what it stands on."""
-        if sequence.trunk is None:
-            return self.adapter.new_caches(len(sequence.known))
+        if sequence.prefix_node is None:
+            return self.adapter.new_caches(len(sequence.prefill_ids))
         self.faults.at("restore", sequence)
-        blocks = [node.block for node in sequence.trunk.path()]
-        return self.adapter.restore(blocks, sequence.trunk.checkpoint, len(sequence.known))
+        blocks = [node.block for node in sequence.prefix_node.path()]
+        return self.adapter.restore(blocks, sequence.prefix_node.checkpoint, len(sequence.prefill_ids))
 
     def save(self, row: Row) -> tuple[Saved, Saved]:
         """A chunk that was just computed: its keys and values, and the other layers' states at its end."""
@@ -217,16 +217,16 @@ class Runner:
         return sequence.memory is not None and _memory(sequence).chunk is not None
 
     @staticmethod
-    def hand_over(sequence: Sequence, heir: Sequence) -> None:
+    def hand_over(sequence: Sequence, successor: Sequence) -> None:
         """Give all states and the chunk under way to a sequence that stands at the same place."""
-        heir.memory, sequence.memory = sequence.memory, None
+        successor.memory, sequence.memory = sequence.memory, None
 
     @staticmethod
-    def take_spare(sequence: Sequence) -> tuple[LayerCaches, int] | None:
+    def take_retained(sequence: Sequence) -> tuple[LayerCaches, int] | None:
         """The caches that a row has no need of since it is seated, and how many tokens are in them."""
         memory = _memory(sequence)
-        spare, memory.spare = memory.spare, None
-        return spare
+        retained, memory.retained = memory.retained, None
+        return retained
 
     def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
         """Let a sequence go on with another's caches, which end where it stands."""
@@ -242,9 +242,9 @@ class Runner:
         like = self.adapter.new_leaves()
         return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
 
-    def _start_chunk(self, row: Row, memory: Memory) -> Chunk:
+    def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
         assert memory.own is not None
-        chunk, logits = self.adapter.prefill(row.sequence.known[row.start : row.start + row.count], memory.own)
+        chunk, logits = self.adapter.prefill(row.sequence.prefill_ids[row.start : row.start + row.count], memory.own)
         if (count := row.sequence.sampling.prompt_logprobs) is not None:
             memory.logprobs = logprobs_of(logits[0], mx.array(_followers(row), mx.int32), count)
             chunk.also(memory.logprobs.arrays())
@@ -252,7 +252,7 @@ class Runner:
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
         """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
-        fork.memory = Memory(own=copy.deepcopy(_memory(leader).own))
+        fork.memory = RowMemory(own=copy.deepcopy(_memory(leader).own))
         fork.num_computed = leader.num_computed
 
     def _slice(self, chunk: Chunk, seconds: float) -> None:
@@ -270,7 +270,7 @@ class Runner:
             self.pool.leave(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
             sequence.memory = None
 
-    def _seat(self, sequence: Sequence, coming: tuple[int, ...]) -> None:
+    def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
         memory = _memory(sequence)
         if memory.own is None and memory.state.slab is None:
             memory.own = self._caches(sequence)  # a prompt of one token, or one that others computed
@@ -278,31 +278,31 @@ class Runner:
             return
         contents = self.adapter.contents(memory.own)
         if self.pool.refusal(contents, sequence.num_computed) is None:
-            self.pool.seat(memory.state, contents, sequence.num_computed, coming)
-            memory.spare = memory.own, sequence.num_computed
+            self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
+            memory.retained = memory.own, sequence.num_computed
             memory.own = None
 
     def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
         """(rows,) each row's newest token: known ones from the host, those in flight from the device."""
         places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
         flying = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
-        known = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
+        prefill_ids = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
         if last is None or max(flying) < 0:
-            return mx.array(known, mx.int32)
+            return mx.array(prefill_ids, mx.int32)
         if flying == list(range(len(last.sequences))):
             return last.tokens
         taken = last.tokens[mx.array([max(place, 0) for place in flying])]
-        return mx.where(mx.array([place >= 0 for place in flying]), taken, mx.array(known, mx.int32))
+        return mx.where(mx.array([place >= 0 for place in flying]), taken, mx.array(prefill_ids, mx.int32))
 
 
-def _memory(sequence: Sequence) -> Memory:
+def _memory(sequence: Sequence) -> RowMemory:
     if sequence.memory is None:
-        sequence.memory = Memory(own=None)
+        sequence.memory = RowMemory(own=None)
     memory = sequence.memory
-    assert isinstance(memory, Memory)
+    assert isinstance(memory, RowMemory)
     return memory
 
 
 def _followers(row: Row) -> list[int]:
     """The tokens that stand after each token of a chunk."""
-    return row.sequence.known[row.start + 1 : row.start + row.count + 1]
+    return row.sequence.prefill_ids[row.start + 1 : row.start + row.count + 1]

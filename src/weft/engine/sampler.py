@@ -21,7 +21,7 @@ CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partitio
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledTokens:
     """What was chosen for the rows of a step, still on the device."""
 
     tokens: mx.array  # (B,) int32
@@ -76,7 +76,7 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
-def choose(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> Choice:
+def choose(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> SampledTokens:
     """Choose a token for each row of `logits` (B, V), of the `allowed` (B, V) ones where that is given."""
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
@@ -88,7 +88,7 @@ def choose(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = No
     hot = [index for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
     tokens = _draw(adjusted, rows, hot, greedy) if hot else greedy
     finite = mx.isfinite(mx.max(raw, axis=-1))
-    return Choice(tokens, finite, possible, _logprobs(raw, rows, tokens))
+    return SampledTokens(tokens, finite, possible, _logprobs(raw, rows, tokens))
 
 
 def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.array) -> mx.array:

@@ -10,8 +10,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 
 from weft.config import EngineConfig
+from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import Fairness
-from weft.engine.ledger import Ledger
 from weft.engine.plan import Plan, Row
 from weft.engine.sequence import Sequence
 
@@ -23,9 +23,9 @@ FIRST_GUESS_SECONDS = 0.05  # how long a decode step takes, until one was measur
 class Scheduler:
     """Owns the two queues: waiting for a place, and running."""
 
-    def __init__(self, config: EngineConfig, ledger: Ledger) -> None:
+    def __init__(self, config: EngineConfig, budget: MemoryBudget) -> None:
         self.config = config
-        self.ledger = ledger
+        self.budget = budget
         self.fairness = Fairness()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -41,16 +41,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether anybody still wants something; finished sequences leave with the next turn."""
-        return any(not sequence.has_gone for queue in (self.waiting, self.running) for sequence in queue)
+        return any(not sequence.is_abandoned for queue in (self.waiting, self.running) for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         self.fairness.arrived(sequence, (*self.waiting, *self.running))
         self.waiting.append(sequence)
 
-    def take_back(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """A running sequence waits again, before all others that wait."""
-        sequence.is_taken_back = True
+        sequence.is_preempted = True
         self.running = [one for one in self.running if one is not sequence]
         self.prompts = deque(one for one in self.prompts if one is not sequence)
         self.waiting.appendleft(sequence)
@@ -58,13 +58,18 @@ class Scheduler:
     def drop_finished(self) -> list[Sequence]:
         """Let go of sequences that have their end; give back those that were running."""
         gone = [sequence for sequence in self.running if sequence.is_finished]
-        heirs = {id(s): s.bequeath() for queue in (self.running, self.waiting) for s in queue if s.is_finished and not s.has_gone}
+        successors = {
+            id(s): s.hand_over_prompt()
+            for queue in (self.running, self.waiting)
+            for s in queue
+            if s.is_finished and not s.is_abandoned
+        }
         if gone:
-            self.running = _living(self.running, heirs)
+            self.running = _living(self.running, successors)
         if any(sequence.is_finished for sequence in self.prompts):
-            self.prompts = deque(_living(self.prompts, heirs))
+            self.prompts = deque(_living(self.prompts, successors))
         if any(sequence.is_finished for sequence in self.waiting):
-            self.waiting = deque(_living(self.waiting, heirs))
+            self.waiting = deque(_living(self.waiting, successors))
         return gone
 
     def plan(self, may_step: Callable[[Sequence], bool], *, may_hold_back: bool = True) -> Plan:
@@ -72,7 +77,7 @@ class Scheduler:
         ready = (one for one in self.running if one.is_prefilled and one.wants_token and may_step(one))
         steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
         chunk = self._next_chunk()
-        is_short = chunk is not None and chunk.count <= self.config.whole_tokens
+        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens
         if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MOST_HELD_BACK:
             self._num_held_back += 1
             return Plan((), chunk, None, self._coming())
@@ -102,17 +107,17 @@ class Scheduler:
         """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
         lengths, work = [], 0
         for sequence in self.prompts:
-            work += len(sequence.known) - sequence.num_computed
+            work += len(sequence.prefill_ids) - sequence.num_computed
             if work > COMING_CHUNKS * self.config.chunk_tokens:
                 break
-            lengths.append(len(sequence.known))
+            lengths.append(len(sequence.prefill_ids))
         return tuple(lengths)
 
     def admit(self, now: float) -> None:
         """Let those who wait in, as far as there are places and bytes; then say whose prompt has the turn."""
         while self.waiting and len(self.running) < self.config.max_rows:
             sequence = self.fairness.first(self.waiting)
-            if not self.ledger.fits(sequence, self.running):
+            if not self.budget.fits(sequence, self.running):
                 break  # nobody smaller goes before it, or it would wait for ever
             self.waiting.remove(sequence)
             sequence.timings.admitted = sequence.timings.admitted or now  # a fork has its leader's
@@ -122,18 +127,18 @@ class Scheduler:
         if len(self.prompts) > 1:
             self.put_first(self.fairness.first(self.prompts))
 
-    def to_take_back(self) -> Sequence | None:
+    def to_preempt(self) -> Sequence | None:
         """Who has to make room, if anybody: the youngest row when there are too few bytes or one on trial waits, or the youngest
         of the client that has most places, when another waits that has none."""
         running = [one for one in self.running if not one.is_finished]
-        if len(running) > 1 and self.ledger.is_over(running):
+        if len(running) > 1 and self.budget.is_over(running):
             return running[-1]
         if not self.waiting or not running:
             return None
         first = self.fairness.first(self.waiting)
-        is_full = len(self.running) >= self.config.max_rows or not self.ledger.fits(first, running)
-        if is_full and first.is_on_trial:  # the others do not step before it has
-            return next((one for one in reversed(running) if not one.is_on_trial), None)
+        is_full = len(self.running) >= self.config.max_rows or not self.budget.fits(first, running)
+        if is_full and first.is_suspect:  # the others do not step before it has
+            return next((one for one in reversed(running) if not one.is_suspect), None)
         client, count = Counter(one.client for one in running).most_common(1)[0]
         if not is_full or count < 2 or self.fairness.served[first.client] >= self.fairness.served[client]:
             return None
@@ -150,7 +155,7 @@ class Scheduler:
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Where the chunks of a prompt end, from what is computed on."""
-        size, last, end = self.config.chunk_tokens, len(sequence.known) - 1, sequence.num_computed
+        size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
         boundaries = iter(place for place in sequence.boundaries if place > end)
         boundary = next(boundaries, last)
         while end < last:
@@ -172,6 +177,8 @@ class Scheduler:
         return done
 
 
-def _living(queue: Iterable[Sequence], heirs: dict[int, Sequence]) -> list[Sequence]:
+def _living(queue: Iterable[Sequence], successors: dict[int, Sequence]) -> list[Sequence]:
     """A queue without its finished sequences, heirs in their places."""
-    return [heirs.get(id(sequence), sequence) for sequence in queue if id(sequence) in heirs or not sequence.is_finished]
+    return [
+        successors.get(id(sequence), sequence) for sequence in queue if id(sequence) in successors or not sequence.is_finished
+    ]

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from weft.grammar.constraint import Constraint, Demand
-from weft.ipc.messages import FinishReason, Reuse, Sampling, Timings, TokenLogprob
+from weft.grammar.constraint import Constraint, TokenDemand
+from weft.ipc.messages import FinishReason, PrefixReuse, Sampling, Timings, TokenLogprob
 
 
 class Sequence:
@@ -34,7 +34,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.output: list[int] = []
-        self.known = prompt  # what is computed as a prompt is, in chunks
+        self.prefill_ids = prompt  # what is computed as a prompt is, in chunks
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.forks: list[Sequence] = []  # same prompt: they wait for its states, and have no place in a queue till then
@@ -48,17 +48,17 @@ class Sequence:
         self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
         self.constraint: Constraint | None = None  # what its tokens must be
         self.boundaries: tuple[int, ...] = ()  # of its prompt, in order: chunks end there
-        self.parted_at: int | None = None  # where it was last cut because others go another way
-        self.trunk: Any = None  # the node of the prefix tree it stands on
-        self.first_own: Any = None  # the first node it computed itself
+        self.cut_at: int | None = None  # where it was last cut because others go another way
+        self.prefix_node: Any = None  # the node of the prefix tree it stands on
+        self.first_own_node: Any = None  # the first node it computed itself
         self.num_cached = 0  # tokens of its prompt that it did not compute itself
-        self.reuse: Reuse | None = None  # why it were no more
+        self.reuse: PrefixReuse | None = None  # why it were no more
         self.client = ""  # who asked for it
         self.priority = 0
-        self.is_on_trial = False  # a step it was in failed
-        self.is_taken_back = False  # it ran before, and had to make room
+        self.is_suspect = False  # a step it was in failed
+        self.is_preempted = False  # it ran before, and had to make room
         self.salt = ""  # it shares what was computed only with those that have the same one
-        self.is_kept = False  # its client will come again
+        self.is_retained = False  # its client will come again
         self.is_shared = True  # what it computes is kept; there may be no room for that
         self.is_loading = False  # it waits for the disk
         self.is_following = False  # it waits for another to compute a chunk that it needs too
@@ -85,14 +85,14 @@ class Sequence:
         return self.finish is not None
 
     @property
-    def has_gone(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether nobody waits for it, nor for the prompt it computes."""
         return self.is_finished and all(fork.is_finished for fork in self.forks)
 
     @property
     def is_prefilled(self) -> bool:
         """Whether all but the newest token are in memory."""
-        return self.num_computed >= len(self.known) - 1
+        return self.num_computed >= len(self.prefill_ids) - 1
 
     @property
     def wants_token(self) -> bool:
@@ -100,7 +100,7 @@ class Sequence:
         return not self.is_finished and len(self.output) + self.num_in_flight < self.max_tokens
 
     @property
-    def demand(self) -> Demand | None:
+    def demand(self) -> TokenDemand | None:
         """What its next token must be."""
         if self.constraint is None or self.is_finished:
             return None
@@ -125,31 +125,31 @@ class Sequence:
         if len(self.output) >= self.max_tokens:
             self.finish = "length"
 
-    def begin_again(self, given: Iterable[int], max_replayed: int) -> None:
+    def restart(self, given: Iterable[int], max_replayed_tokens: int) -> None:
         """Be as new, but for the tokens that were given: a few are stepped through again, many are computed as a prompt.
 
         Stepping gives the very bits the answer had; a long answer would take as long as it took the first time.
         """
         self.output = list(given)
-        self.known = self.prompt if len(self.output) <= max_replayed else [*self.prompt, *self.output]
-        if len(self.known) > len(self.prompt):  # chunks ended there before
+        self.prefill_ids = self.prompt if len(self.output) <= max_replayed_tokens else [*self.prompt, *self.output]
+        if len(self.prefill_ids) > len(self.prompt):  # chunks ended there before
             self.boundaries = tuple(sorted({*self.boundaries, len(self.prompt) - 1} - {0}))
         if self.counts is not None:
             self.counts = Counter(self.output)
         self.num_computed = self.num_in_flight = 0
-        self.memory = self.trunk = self.first_own = None
+        self.memory = self.prefix_node = self.first_own_node = None
         self.is_loading = self.has_asked_disk = False
         self.is_shared = True
 
-    def bequeath(self) -> Sequence:
+    def hand_over_prompt(self) -> Sequence:
         """Hand the prompt's work over to the first fork that still wants it; this sequence is finished."""
-        heir, *others = [fork for fork in self.forks if not fork.is_finished]
-        heir.forks, self.forks = others, []
-        heir.num_computed, heir.memory, self.memory = self.num_computed, self.memory, None
-        heir.trunk, heir.num_cached, self.trunk = self.trunk, self.num_cached, None
-        heir.reuse, heir.first_own, heir.is_shared = self.reuse, self.first_own, self.is_shared
-        heir.timings.admitted, heir.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
-        return heir
+        successor, *others = [fork for fork in self.forks if not fork.is_finished]
+        successor.forks, self.forks = others, []
+        successor.num_computed, successor.memory, self.memory = self.num_computed, self.memory, None
+        successor.prefix_node, successor.num_cached, self.prefix_node = self.prefix_node, self.num_cached, None
+        successor.reuse, successor.first_own_node, successor.is_shared = self.reuse, self.first_own_node, self.is_shared
+        successor.timings.admitted, successor.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
+        return successor
 
     def uniform(self, position: int) -> float:
         """The random number in [0, 1) for the token at `position`: from seed and position, and nothing else."""

@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.errors import GrammarRejected
-from weft.grammar.constraint import Constraint, Matcher, Shunned, Thinking
+from weft.grammar.constraint import Constraint, ForbiddenText, Matcher, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 MAX_CACHED = 64
@@ -39,7 +39,7 @@ class Compiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and its uses
-        self._known_shunned: dict[str, Shunned] = {}
+        self._known_shunned: dict[str, ForbiddenText] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS, "compile")
 
@@ -85,15 +85,15 @@ class Compiler:
         matcher = None if spec.grammar is None else self.compile(spec.grammar)
         thinking = None
         if spec.thinking is not None:
-            thinking = Thinking(
-                spec.thinking, self.tokenizer, self._shunned(spec.thinking.shunned), before_grammar=matcher is not None
+            thinking = ReasoningBudget(
+                spec.thinking, self.tokenizer, self._shunned(spec.thinking.forbidden), before_grammar=matcher is not None
             )
         return Constraint(matcher, thinking)
 
-    def _shunned(self, text: str) -> Shunned:
+    def _shunned(self, text: str) -> ForbiddenText:
         """Of texts that must not come there are few: the trigger of the model's tools."""
         if text not in self._known_shunned:
-            self._known_shunned[text] = Shunned(text, self.tokenizer)
+            self._known_shunned[text] = ForbiddenText(text, self.tokenizer)
         return self._known_shunned[text]
 
     def compile(self, spec: GrammarSpec) -> Matcher:

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from weft.errors import RowFailed
-from weft.ipc.messages import ThinkingSpec
+from weft.ipc.messages import ReasoningSpec
 
 ANSWER_TOKENS = 256  # of a limited answer so many, or half of it, are kept from the thinking
 
@@ -60,7 +60,7 @@ class Matcher:
 
 
 @dataclass(frozen=True)
-class Demand:
+class TokenDemand:
     """What a constraint wants of the next token: all of these conditions."""
 
     only: tuple[int, ...] | None = None  # one of these
@@ -71,7 +71,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Thought:
+class ReasoningState:
     """Where the thinking stands. Frozen, so that taking tokens back is going back to an earlier one."""
 
     phase: str  # "start": it may begin; "thinking"; "answer"
@@ -82,7 +82,7 @@ class Thought:
     then: str = "answer"  # the phase after them
 
 
-class Shunned:
+class ForbiddenText:
     """Which tokens would complete a text that must not come. Made once for a vocabulary."""
 
     def __init__(self, text: str, tokenizer: LLTokenizer) -> None:
@@ -106,13 +106,13 @@ class Shunned:
         return self._known[begun]
 
 
-class Thinking:
+class ReasoningBudget:
     """Counts the thinking and ends it when its budget is spent. Markers may be one token or several."""
 
-    def __init__(self, spec: ThinkingSpec, tokenizer: LLTokenizer, shunned: Shunned, *, before_grammar: bool) -> None:
+    def __init__(self, spec: ReasoningSpec, tokenizer: LLTokenizer, forbidden: ForbiddenText, *, before_grammar: bool) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
-        self.shunned = shunned
+        self.forbidden = forbidden
         self.before_grammar = before_grammar
         self.open_bytes, self.close_bytes = spec.open.encode(), spec.close.encode()
         self.open_ids = tuple(tokenizer.tokenize_str(spec.open, parse_special=True))
@@ -120,9 +120,9 @@ class Thinking:
         self.gap_ids = tuple(tokenizer.tokenize_str(spec.gap)) if spec.gap else ()
         self.budget = spec.budget
 
-    def begin(self) -> Thought:
+    def begin(self) -> ReasoningState:
         """Where it stands before the first token."""
-        first = Thought("thinking" if self.spec.opened else "start" if self.spec.may_open else "answer")
+        first = ReasoningState("thinking" if self.spec.opened else "start" if self.spec.may_open else "answer")
         return self._checked(first) if self.spec.opened else first
 
     def limit_to(self, max_tokens: int) -> None:
@@ -130,7 +130,7 @@ class Thinking:
         room = max_tokens - min(ANSWER_TOKENS, max_tokens // 2) - len(self.close_ids) - len(self.gap_ids)
         self.budget = max(0, room if self.budget is None else min(self.budget, room))
 
-    def after(self, thought: Thought, token: int) -> Thought:
+    def after(self, thought: ReasoningState, token: int) -> ReasoningState:
         """Where the thinking stands after a token."""
         if thought.forced:
             rest = thought.forced[1:]
@@ -144,18 +144,18 @@ class Thinking:
             case _:  # a model may open its thinking again; only a token that means nothing else counts as that
                 return self._entered(replace(thought, then="thinking")) if self.open_ids == (token,) else thought
 
-    def _thought(self, thought: Thought, data: bytes) -> Thought:
+    def _thought(self, thought: ReasoningState, data: bytes) -> ReasoningState:
         seen = thought.tail + data
         if self.close_bytes in seen:
             left = seen.partition(self.close_bytes)[2]
             if self.before_grammar and left.strip():
                 raise RowFailed(f"the answer began inside the token that closed the thinking ({left[:20]!r})")
             gap = self.gap_ids if self.before_grammar and not left else ()  # a grammar has no room for it
-            return Thought("answer", spent=thought.spent, forced=gap)
-        tail = seen[-max(len(self.close_bytes) + 4, len(self.shunned.data)) :]
+            return ReasoningState("answer", spent=thought.spent, forced=gap)
+        tail = seen[-max(len(self.close_bytes) + 4, len(self.forbidden.data)) :]
         return self._checked(replace(thought, tail=tail, spent=thought.spent + 1))
 
-    def _checked(self, thought: Thought) -> Thought:
+    def _checked(self, thought: ReasoningState) -> ReasoningState:
         """Force the close marker once the budget is spent, at the end of a character."""
         if self.budget is None or thought.spent < self.budget:
             return thought
@@ -163,7 +163,7 @@ class Thinking:
             return replace(thought, forced=self.close_ids + self.gap_ids, then="answer")
         return replace(thought, late=thought.late + 1)
 
-    def _started(self, thought: Thought, token: int, data: bytes) -> Thought:
+    def _started(self, thought: ReasoningState, token: int, data: bytes) -> ReasoningState:
         if token == self.open_ids[0]:
             opening = replace(thought, forced=self.open_ids[1:], then="thinking")
             return opening if opening.forced else self._entered(opening)
@@ -171,11 +171,11 @@ class Thinking:
         if seen.startswith(self.open_bytes):
             return self._checked(replace(thought, phase="thinking", tail=seen[len(self.open_bytes) :]))
         may = self.open_bytes.startswith(seen) and len(thought.tail) < 32
-        return replace(thought, tail=thought.tail + data) if may else Thought("answer", spent=thought.spent)
+        return replace(thought, tail=thought.tail + data) if may else ReasoningState("answer", spent=thought.spent)
 
-    def _entered(self, thought: Thought) -> Thought:
+    def _entered(self, thought: ReasoningState) -> ReasoningState:
         """The phase that follows what was forced."""
-        entered = Thought(thought.then, spent=thought.spent)
+        entered = ReasoningState(thought.then, spent=thought.spent)
         return self._checked(entered) if entered.phase == "thinking" else entered
 
     def _bytes(self, token: int) -> bytes:
@@ -185,10 +185,10 @@ class Thinking:
 class Constraint:
     """Grammar and thinking of one sequence, as one thing."""
 
-    def __init__(self, matcher: Matcher | None, thinking: Thinking | None) -> None:
+    def __init__(self, matcher: Matcher | None, thinking: ReasoningBudget | None) -> None:
         self.matcher = matcher
         self.thinking = thinking
-        self._history = [thinking.begin() if thinking is not None else Thought("answer")]
+        self._history = [thinking.begin() if thinking is not None else ReasoningState("answer")]
         self._fed: list[bool] = []  # for each token taken, whether the grammar had it
 
     def limit_to(self, max_tokens: int) -> None:
@@ -203,22 +203,22 @@ class Constraint:
         other._history, other._fed = list(self._history), list(self._fed)
         return other
 
-    def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> Demand | None:
+    def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
         """What the next token must be; None when anything may come. `ends` are the tokens that end the sequence.
 
         An endless one goes on wherever its grammar lets it.
         """
         now = self._history[-1]
         if now.forced:
-            return Demand(only=now.forced[:1])
+            return TokenDemand(only=now.forced[:1])
         if now.phase == "thinking" and self.thinking is not None:
             never = ends if self.matcher is not None else ()  # no end before the answer
-            never += self.thinking.shunned.after(now.tail)
-            return Demand(never=never) if never else None
+            never += self.thinking.forbidden.after(now.tail)
+            return TokenDemand(never=never) if never else None
         if self.matcher is None:
             return None
         opening = self.thinking.open_ids[:1] if self.thinking is not None and now.phase == "start" else ()
-        return Demand(matcher=self.matcher, also=opening, late=self.matcher.ends if is_endless else ())
+        return TokenDemand(matcher=self.matcher, also=opening, late=self.matcher.ends if is_endless else ())
 
     def accept(self, token: int) -> None:
         """Take the token that came. Raises RowFailed: this request ends, nobody else notices."""
@@ -226,13 +226,13 @@ class Constraint:
         feeds = self.matcher is not None and self._is_answer(now, token)
         if feeds and self.matcher is not None:
             self.matcher.accept(token)
-            then = Thought("answer", spent=now.spent)
+            then = ReasoningState("answer", spent=now.spent)
         else:
             then = now if self.thinking is None else self.thinking.after(now, token)
         self._history.append(then)
         self._fed.append(feeds)
 
-    def _is_answer(self, now: Thought, token: int) -> bool:
+    def _is_answer(self, now: ReasoningState, token: int) -> bool:
         """Whether a token is the grammar's. Under a grammar thinking begins with the very first token or not at all."""
         if now.forced or now.phase == "thinking":
             return False

@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from weft.grammar.constraint import Demand, Matcher
+from weft.grammar.constraint import Matcher, TokenDemand
 
 
 class Masks:
@@ -18,7 +18,7 @@ class Masks:
         self.vocab_size = vocab_size
         self._executor: LLExecutor | None = None
 
-    def fill(self, demands: Sequence[Demand | None]) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
+    def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
         """(rows, V) what may come next, None when anything may; and why a row can not go on, by its place."""
         if not any(demands):
             return None, {}

@@ -96,7 +96,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     lenient: bool = False  # json_schema: leave out the keywords that can not be enforced, instead of refusing them
 
 
-class ThinkingSpec(msgspec.Struct, frozen=True):
+class ReasoningSpec(msgspec.Struct, frozen=True):
     """How a sequence thinks before it answers. A grammar holds after the thinking."""
 
     open: str  # the markers around it
@@ -105,14 +105,14 @@ class ThinkingSpec(msgspec.Struct, frozen=True):
     may_open: bool  # the answer may begin with the open marker
     budget: int | None = None  # tokens that may be thought; then the close marker is forced. None: no limit
     gap: str = ""  # what the model was taught to write between the close marker and the answer
-    shunned: str = ""  # a text that must not come within it
+    forbidden: str = ""  # a text that must not come within it
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
     """Everything that says which tokens may come next. Belongs to one sequence and nobody else."""
 
     grammar: GrammarSpec | None = None
-    thinking: ThinkingSpec | None = None
+    thinking: ReasoningSpec | None = None
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 MissCause = Literal["whole", "differs", "cut", "checkpoint", "evicted", "salt", "logprobs", "off"]
 
 
-class Reuse(msgspec.Struct, frozen=True, array_like=True):
+class PrefixReuse(msgspec.Struct, frozen=True, array_like=True):
     """How far a prompt was known when its own work began, and what ended that.
 
     whole: nothing did, all but the last tokens was there. differs: at `position` every known prompt has another token. cut:
@@ -195,7 +195,7 @@ class Timings(msgspec.Struct, kw_only=True):
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0  # of the prompt, not computed for this sequence
-    reuse: Reuse | None = None
+    reuse: PrefixReuse | None = None
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -221,7 +221,7 @@ class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class SubmitOutcome(msgspec.Struct, frozen=True, array_like=True):
     """Engine → asker: a constrained request was taken, or refused and why. Comes before anything else of its sequences."""
 
     sequence: int  # the first of the request's
@@ -251,7 +251,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""  # prompts share what was computed only under the same one
     client: str = ""  # who asks; clients get their turns by the tokens they have had
     priority: int = 0  # higher ones go first
-    is_kept: bool = False  # the client says that it will come again: what is computed is worth more
+    is_retained: bool = False  # the client says that it will come again: what is computed is worth more
     given: tuple[tuple[int, ...], ...] = ()  # what an earlier engine has answered, for each sampling: go on from there
 
 
@@ -306,10 +306,10 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     turn_seconds: float
 
 
-class Events(msgspec.Struct, frozen=True, tag=True):
+class EngineEvents(msgspec.Struct, frozen=True, tag=True):
     """Engine → front: what happened in a turn. A sequence's prompt comes before its tokens."""
 
-    verdicts: list[Verdict] = []
+    verdicts: list[SubmitOutcome] = []
     prompts: list[PromptEvent] = []
     tokens: list[TokenEvent] = []
     status: EngineStatus | None = None
@@ -344,7 +344,7 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Submit | Cancel | AskPrefixes | Shutdown
-ToFront = Events | Beat | Prefixes | Loading | Ready | Failed
+ToFront = EngineEvents | Beat | Prefixes | Loading | Ready | Failed
 
 
 def _within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:

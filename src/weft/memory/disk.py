@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 from weft.memory import disk_entry as file_format
-from weft.memory.disk_entry import Damaged, Entry, Foreign, Packed, Plane
+from weft.memory.disk_entry import Damaged, Entry, Foreign, Packed, StoredArray
 from weft.memory.disk_folder import Folder
 from weft.memory.disk_identity import identity_of
 
-__all__ = ["DiskTier", "Loaded", "Packed", "Plane", "identity_of"]
+__all__ = ["DiskTier", "Loaded", "Packed", "StoredArray", "identity_of"]
 
 QUEUE_BYTES = 256 << 20
 WARNING_SECONDS = 60.0  # a disk that can not be written is mentioned once in so long
@@ -32,7 +32,7 @@ log = logging.getLogger("weft.memory")
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _IndexedEntry:
     """What is known of an entry that is on disk."""
 
     parent: bytes
@@ -50,7 +50,7 @@ class DiskTier:
         self._folder = Folder(folder, identity, budget_bytes)
         self._on_damage = on_damage
         self._changed = threading.Condition()  # guards all that follows, and the numbers
-        self._kept: dict[bytes, _Kept] = {}
+        self._kept: dict[bytes, _IndexedEntry] = {}
         self._queue: dict[bytes, Entry] = {}  # to be written, oldest first
         self._queued_bytes = 0
         self._sizes: dict[bytes, set[int]] = {}  # of the chunks that were ever here after a key
@@ -157,7 +157,7 @@ class DiskTier:
             self._refuse(path, error)
             return
         self._sizes.setdefault(bytes.fromhex(metadata.parent), set()).add(metadata.tokens.count(",") + 1)
-        self._kept[key] = _Kept(bytes.fromhex(metadata.parent), metadata.checkpoint is not None, nbytes)
+        self._kept[key] = _IndexedEntry(bytes.fromhex(metadata.parent), metadata.checkpoint is not None, nbytes)
 
     # The worker's thread: clears, then writes, then verifies.
 
@@ -204,7 +204,7 @@ class DiskTier:
                 self._unqueue(entry.key)
             self._changed.notify_all()
 
-    def _written(self, entry: Entry) -> _Kept:
+    def _written(self, entry: Entry) -> _IndexedEntry:
         pieces = file_format.encode(entry, self.identity)
         nbytes = sum(len(piece) for piece in pieces)
         path = [entry.key, *self._ancestry(entry.parent)]
@@ -217,7 +217,7 @@ class DiskTier:
         self._folder.touch(path)  # again, so that it goes before its ancestors when room is made
         before = self._kept.get(entry.key)
         self._folder.held_bytes += nbytes - (before.nbytes if before is not None else 0)
-        return _Kept(entry.parent, entry.checkpoint is not None, nbytes)
+        return _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
 
     def _verify(self, key: bytes) -> None:
         kept = self._kept.get(key)
@@ -239,10 +239,10 @@ class DiskTier:
 
     # The loader's thread, and what both use.
 
-    def _load(self, wanted: list[tuple[bytes, Entry | _Kept | None]], generation: int) -> list[Loaded]:
+    def _load(self, wanted: list[tuple[bytes, Entry | _IndexedEntry | None]], generation: int) -> list[Loaded]:
         loaded: list[Loaded] = []
         for key, known in wanted:
-            found = self._read(key, known) if isinstance(known, _Kept) else known
+            found = self._read(key, known) if isinstance(known, _IndexedEntry) else known
             if found is None:
                 break
             loaded.append(found)
@@ -260,7 +260,7 @@ class DiskTier:
             self._num_loading -= 1
             self._changed.notify_all()
 
-    def _read(self, key: bytes, kept: _Kept) -> Entry | None:
+    def _read(self, key: bytes, kept: _IndexedEntry) -> Entry | None:
         """An entry from disk. One that is not right is dropped, and reported by whoever met it first."""
         path = self._folder.file(key)
         try:
@@ -272,7 +272,7 @@ class DiskTier:
                 self._refuse(path, error)
         return None
 
-    def _drop(self, key: bytes, kept: _Kept) -> bool:
+    def _drop(self, key: bytes, kept: _IndexedEntry) -> bool:
         with self._changed:
             if self._kept.get(key) is not kept:
                 return False

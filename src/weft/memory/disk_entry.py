@@ -37,7 +37,7 @@ class Foreign(WeftError):
 
 
 @dataclass(frozen=True)
-class Plane:
+class StoredArray:
     """An array as its bytes."""
 
     name: str
@@ -51,7 +51,7 @@ class Packed:
     """Layer states of one row as host data: what they are, in JSON, and the arrays in them."""
 
     description: str
-    planes: tuple[Plane, ...]
+    planes: tuple[StoredArray, ...]
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +75,7 @@ class Entry:
         return self.block.nbytes + (self.checkpoint.nbytes if self.checkpoint is not None else 0)
 
 
-class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
+class EntryMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a file says of itself. All are strings, as safetensors wants it; the digest stands first, see `encode`."""
 
     digest: str
@@ -89,10 +89,10 @@ class Metadata(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Header(msgspec.Struct):
-    metadata: Metadata = msgspec.field(name="__metadata__")
+    metadata: EntryMetadata = msgspec.field(name="__metadata__")
 
 
-class _Tensor(msgspec.Struct):
+class _TensorEntry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -107,7 +107,7 @@ def encode(entry: Entry, identity: str) -> list[bytes | memoryview]:
     end = 0
     for name, plane in planes:
         start, end = end, end + len(plane.data)
-        header[name] = _Tensor(plane.dtype, plane.shape, (start, end))
+        header[name] = _TensorEntry(plane.dtype, plane.shape, (start, end))
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % LENGTH_BYTES)
     pieces = [plane.data for _, plane in planes]
@@ -137,7 +137,7 @@ def remove_if_abandoned(path: Path) -> None:
         path.unlink()
 
 
-def read_metadata(path: Path, identity: str, key: bytes) -> Metadata:
+def read_metadata(path: Path, identity: str, key: bytes) -> EntryMetadata:
     """What a file says of itself, from its header alone: its arrays are not looked at, the digest is not checked."""
     with path.open("rb", buffering=0) as file:
         metadata = _metadata(_read_header(file))
@@ -161,8 +161,8 @@ def read(path: Path, identity: str, key: bytes) -> Entry:
         raise Damaged(f"it can not be understood ({error})") from error
 
 
-def _describe(entry: Entry, identity: str) -> Metadata:
-    return Metadata(
+def _describe(entry: Entry, identity: str) -> EntryMetadata:
+    return EntryMetadata(
         digest=UNKNOWN_DIGEST,
         format=FORMAT,
         identity=identity,
@@ -174,14 +174,14 @@ def _describe(entry: Entry, identity: str) -> Metadata:
     )
 
 
-def _decode(metadata: Metadata, header: bytes, body: memoryview) -> Entry:
+def _decode(metadata: EntryMetadata, header: bytes, body: memoryview) -> Entry:
     tensors = msgspec.json.decode(header)
     del tensors["__metadata__"]
-    found = msgspec.convert(tensors, dict[str, _Tensor])
+    found = msgspec.convert(tensors, dict[str, _TensorEntry])
 
     def packed(description: str, prefix: str) -> Packed:
         chosen = ((name.removeprefix(prefix), tensor) for name, tensor in found.items() if name.startswith(prefix))
-        planes = (Plane(name, tensor.dtype, tensor.shape, body[slice(*tensor.data_offsets)]) for name, tensor in chosen)
+        planes = (StoredArray(name, tensor.dtype, tensor.shape, body[slice(*tensor.data_offsets)]) for name, tensor in chosen)
         return Packed(description, tuple(planes))
 
     return Entry(
@@ -212,14 +212,14 @@ def _read_header(file: FileIO) -> bytes:
     return file.read(length)
 
 
-def _metadata(header: bytes) -> Metadata:
+def _metadata(header: bytes) -> EntryMetadata:
     try:
         return msgspec.json.decode(header, type=_Header).metadata
     except (msgspec.MsgspecError, ValueError) as error:
         raise Damaged(f"its header can not be read ({error})") from error
 
 
-def _check_place(metadata: Metadata, identity: str, key: bytes) -> None:
+def _check_place(metadata: EntryMetadata, identity: str, key: bytes) -> None:
     """A file must say that it is what its place says."""
     for what, found, wanted in (
         ("format", metadata.format, FORMAT),

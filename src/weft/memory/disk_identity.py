@@ -25,7 +25,7 @@ class _Known(msgspec.Struct, frozen=True):
     digest: str
 
 
-class _Memory(msgspec.Struct):
+class _DigestFile(msgspec.Struct):
     """The remembered file; believed only if its digest is right."""
 
     files: dict[str, _Known]  # by real path
@@ -51,7 +51,7 @@ def identity_of(folder: Path, facts: Sequence[str], remembered: Path) -> str:
 
 def _recall(path: Path) -> dict[str, _Known]:
     with suppress(OSError, msgspec.MsgspecError, ValueError):
-        memory = msgspec.json.decode(path.read_bytes(), type=_Memory)
+        memory = msgspec.json.decode(path.read_bytes(), type=_DigestFile)
         if memory.digest == _digest(memory.files):
             return memory.files
     return {}
@@ -62,7 +62,7 @@ def _remember(path: Path, known: dict[str, _Known]) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(_Memory(known, _digest(known))))
+        temporary.write_bytes(msgspec.json.encode(_DigestFile(known, _digest(known))))
         temporary.replace(path)
 
 

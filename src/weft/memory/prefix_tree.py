@@ -15,11 +15,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from weft.ipc.messages import Reuse
+from weft.ipc.messages import PrefixReuse
 
 LATTICE = 4  # every so many chunks a checkpoint is kept, whatever comes
 PROTECTED_SHARE = 0.5  # of the budget is for prompts that were used again; the rest is for new ones
-MAX_GHOSTS = 20_000  # nodes that had to go and are remembered by name, to say so when they are missed
+MAX_EVICTED_KEYS = 20_000  # nodes that had to go and are remembered by name, to say so when they are missed
 MAX_LOOKED_AT = 256  # children of one node that are compared with a prompt that missed
 MIN_SHARED = 16  # tokens; prompts that share fewer of a chunk are not cut where they part
 
@@ -53,7 +53,9 @@ class Node:
         self.used_at = 0.0
         self.keep = False  # its checkpoint is worth its bytes: a prompt ended here, or two parted
         self.is_protected = False  # one-off prompts do not push it out
-        self.is_out: bool = parent is not None and parent.is_out  # it was thrown out while somebody stood on it or behind it
+        self.is_detached: bool = (
+            parent is not None and parent.is_detached
+        )  # it was thrown out while somebody stood on it or behind it
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +104,7 @@ class PrefixTree:
         self._new: OrderedDict[Node, None] = OrderedDict()
         self._protected: OrderedDict[Node, None] = OrderedDict()
         self._protected_bytes = 0
-        self._ghosts: OrderedDict[bytes, None] = OrderedDict()
+        self._evicted_keys: OrderedDict[bytes, None] = OrderedDict()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -112,7 +114,7 @@ class PrefixTree:
         """Where the prompts with this salt begin."""
         if salt not in self._roots:
             node = self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
-            node.checkpoint = _Nothing()
+            node.checkpoint = _NoState()
         return self._roots[salt]
 
     def roots(self) -> list[tuple[str, Node]]:
@@ -146,7 +148,7 @@ class PrefixTree:
                         found = child
         return found
 
-    def parting(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
+    def best_cut(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
         """Where a chunk after `node` is best cut, so that known prompts and these others share what comes before."""
         known = itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
         shared = [_num_same(child.tokens, prompt, node.length) for child in known]
@@ -164,20 +166,20 @@ class PrefixTree:
         self._touch(node)
 
     def enter(
-        self, parent: Node, tokens: tuple[int, ...], block: Stored, checkpoint: Stored | None, *, is_kept: bool = False
+        self, parent: Node, tokens: tuple[int, ...], block: Stored, checkpoint: Stored | None, *, is_retained: bool = False
     ) -> Node:
         """A chunk is there after `parent`. Gives its node; an older one is kept, and gets what it lacks."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(next(self._numbers), parent, tokens, key_of(parent.key, tokens), block)
             parent.sizes[len(tokens)] += 1
-            if not node.is_out:
+            if not node.is_detached:
                 self._new[node] = None
                 self.held_bytes += block.nbytes
         if node.checkpoint is None and checkpoint is not None:
             node.checkpoint = checkpoint
             self._resized(node, checkpoint.nbytes)
-        if is_kept:
+        if is_retained:
             self._protect(node)
         self._touch(node)
         return node
@@ -220,12 +222,12 @@ class PrefixTree:
         """Forget everything that nobody stands on; how many nodes that were."""
         before = len(self)
         self.shrink(0)
-        self._ghosts.clear()
+        self._evicted_keys.clear()
         return before - len(self)
 
-    def expel(self, node: Node) -> int:
+    def invalidate(self, node: Node) -> int:
         """Throw a node and all behind it out, at once and for all: what is in it is wrong. How many nodes that were."""
-        if node.parent is None or node.is_out:
+        if node.parent is None or node.is_detached:
             return 0
         _detach(node)
         nodes = list(node.subtree())
@@ -237,20 +239,20 @@ class PrefixTree:
         """All of them, the most recently used first, parents before children."""
         return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
 
-    def reuse(self, trunk: Node, prompt: Sequence[int], end: int, salt: str) -> Reuse:
-        """Why a prompt can stand on no more than `trunk`; `end` is where its next chunk ends."""
+    def reuse(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
+        """Why a prompt can stand on no more than `prefix_node`; `end` is where its next chunk ends."""
         root = self.root(salt)
         if salt and not root.children:
-            return Reuse("salt")
+            return PrefixReuse("salt")
         position, instead = self._known(root, prompt)
         known = prompt[position] if position < len(prompt) else None
-        chunk = tuple(prompt[trunk.length : end])
+        chunk = tuple(prompt[prefix_node.length : end])
         if position >= end:
-            is_cut = self.is_exact and chunk not in trunk.children
-            return Reuse("cut" if is_cut else "checkpoint", trunk.length, position, known, instead)
-        if key_of(trunk.key, chunk) in self._ghosts:
-            return Reuse("evicted", trunk.length)
-        return Reuse("differs", trunk.length, position, known, instead)
+            is_cut = self.is_exact and chunk not in prefix_node.children
+            return PrefixReuse("cut" if is_cut else "checkpoint", prefix_node.length, position, known, instead)
+        if key_of(prefix_node.key, chunk) in self._evicted_keys:
+            return PrefixReuse("evicted", prefix_node.length)
+        return PrefixReuse("differs", prefix_node.length, position, known, instead)
 
     def _known(self, root: Node, prompt: Sequence[int]) -> tuple[int, int | None]:
         """How many of a prompt's tokens some known prompt begins with, wherever that was cut, and what it has next."""
@@ -277,7 +279,7 @@ class PrefixTree:
     def _touch(self, node: Node) -> None:
         now = self.clock()
         above: Node | None = node
-        while above is not None and above.parent is not None and not above.is_out:
+        while above is not None and above.parent is not None and not above.is_detached:
             above.used_at = now
             self._row(above).move_to_end(above)
             above = above.parent
@@ -286,13 +288,13 @@ class PrefixTree:
         return self._protected if node.is_protected else self._new
 
     def _resized(self, node: Node, num_bytes: int) -> None:
-        if not node.is_out:
+        if not node.is_detached:
             self.held_bytes += num_bytes
             self._protected_bytes += num_bytes * node.is_protected
 
     def _protect(self, node: Node) -> None:
         for one in node.path():
-            if not one.is_protected and not one.is_out:
+            if not one.is_protected and not one.is_detached:
                 del self._new[one]
                 one.is_protected = True
                 self._protected[one] = None
@@ -309,9 +311,9 @@ class PrefixTree:
         parent = _detach(node)
         self._drop(node)
         self.num_evicted += 1
-        self._ghosts[node.key] = None
-        if len(self._ghosts) > MAX_GHOSTS:
-            self._ghosts.popitem(last=False)
+        self._evicted_keys[node.key] = None
+        if len(self._evicted_keys) > MAX_EVICTED_KEYS:
+            self._evicted_keys.popitem(last=False)
         if parent.parent is not None and parent.checkpoint is None and not parent.children and not parent.pins:
             self._evict(parent)
         self._forget_empty_root(parent)
@@ -319,7 +321,7 @@ class PrefixTree:
     def _drop(self, node: Node) -> None:
         del self._row(node)[node]
         self._resized(node, -node.nbytes)
-        node.is_out = True
+        node.is_detached = True
 
     def _forget_empty_root(self, node: Node) -> None:
         """Salts are as many as clients like: one that nothing is kept for leaves nothing behind."""
@@ -327,7 +329,7 @@ class PrefixTree:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
 
 
-class _Nothing:
+class _NoState:
     """The states before the first token: none."""
 
     nbytes = 0

@@ -15,7 +15,7 @@ from weft.errors import InternalError
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Recurrent, mismatch
 
 SMALLEST_CAPACITY = 32
-SEAT_ROOM = 32  # a row is seated with room for one in so many of its tokens
+GROWTH_ROOM = 32  # a row is seated with room for one in so many of its tokens
 
 
 class RowState:
@@ -159,7 +159,7 @@ def _newcomer(row: RowState | None, layer: int, part: int, geometry: tuple[tuple
 
 
 class Pool:
-    """All slabs and tables of one model. `seat`, `grow`, `leave` are the only ways in, up and out."""
+    """All slabs and tables of one model. `allocate`, `grow`, `leave` are the only ways in, up and out."""
 
     def __init__(
         self,
@@ -186,11 +186,13 @@ class Pool:
                 return f"layer {layer} ({type(spec).__name__}): {reason}"
         return None
 
-    def seat(self, row: RowState, contents: Sequence[LayerContents | None], length: int, coming: Sequence[int] = ()) -> None:
-        """Copy a row's own states into a free slot. Ask `refusal` first. `coming`: lengths of rows that will follow soon."""
+    def allocate(
+        self, row: RowState, contents: Sequence[LayerContents | None], length: int, upcoming: Sequence[int] = ()
+    ) -> None:
+        """Copy a row's own states into a free slot. Ask `refusal` first. `upcoming`: lengths of rows that will follow soon."""
         row.length = length
         capacity = self._first_capacity(length)
-        self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in coming))
+        self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in upcoming))
         assert row.slab is not None
         loose: list[tuple[mx.array | None, ...]] = []
         for layer, content in enumerate(contents):
@@ -270,7 +272,7 @@ class Pool:
 
     def _first_capacity(self, length: int) -> int:
         """With some room, so that a long row does not move up a class with its first tokens."""
-        return self.capacity_for(length + 1 + length // SEAT_ROOM)
+        return self.capacity_for(length + 1 + length // GROWTH_ROOM)
 
     def _place(self, row: RowState, capacity: int, wanted: int) -> None:
         for slab in self.slabs:

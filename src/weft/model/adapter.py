@@ -311,7 +311,7 @@ class Probe:
             contents = self.adapter.contents(self._prefilled(row))
             if reason := pool.refusal(contents, len(self.prompts[row])):
                 return reason
-            pool.seat(state, contents, len(self.prompts[row]))
+            pool.allocate(state, contents, len(self.prompts[row]))
         number = {id(state): row for row, state in enumerate(states)}
         for step in range(PROBE_STEPS):
             for batch in make_batches(pool, states, seam=way == "seam", width=None):

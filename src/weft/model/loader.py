@@ -59,7 +59,7 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
     written = _read_config(folder)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     files = _weight_files(folder)
-    watch = _Watch(folder, _model_class(folder, written))
+    watch = _LoadObserver(folder, _model_class(folder, written))
     model, config = _build(folder, watch)
     _bring_in(folder, model, progress or (lambda *_: None))
     text_config = _text_config(config)
@@ -230,7 +230,7 @@ def _model_class(folder: Path, config: Json) -> tuple[Any, Any]:
     return model_class, args_class
 
 
-def _build(folder: Path, watch: _Watch) -> tuple[nn.Module, Json]:
+def _build(folder: Path, watch: _LoadObserver) -> tuple[nn.Module, Json]:
     """Let mlx-lm make the model, with lazy weights, and look over its shoulder."""
     try:
         model, config = mlx_lm_utils.load_model(folder, lazy=True, strict=False, get_model_classes=watch.classes)
@@ -245,7 +245,7 @@ def _build(folder: Path, watch: _Watch) -> tuple[nn.Module, Json]:
     return model, config
 
 
-class _Watch:
+class _LoadObserver:
     """Sees which tensors of the files the model takes.
 
     mlx-lm reads, renames and quantises in one function; the two methods it calls on the model on the way are watched.

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from weft.errors import UnsupportedModel
-from weft.memory.disk_entry import Damaged, Packed, Plane
+from weft.memory.disk_entry import Damaged, Packed, StoredArray
 from weft.model.adapter import Saved
 
 TYPES: dict[str, mx.Dtype] = {
@@ -43,7 +43,7 @@ Described = Any  # whatever JSON holds
 
 def pack(saved: Saved) -> Packed:
     """Layer states as host data. Arrays are not copied where the host can read them; another thread may, without mlx."""
-    planes: list[Plane] = []
+    planes: list[StoredArray] = []
     layers = [_describe_layer(layer, str(index), planes) for index, layer in enumerate(saved.layers)]
     return Packed(json.dumps(layers), tuple(planes))
 
@@ -59,7 +59,7 @@ def unpack(packed: Packed, like: Sequence[Any]) -> Saved:
     return Saved(restored)
 
 
-def _describe_layer(layer: Any, place: str, planes: list[Plane]) -> Described:
+def _describe_layer(layer: Any, place: str, planes: list[StoredArray]) -> Described:
     if layer is None or type(layer) is tuple:
         return _describe(layer, place, planes)
     if not hasattr(layer, "__dict__"):
@@ -68,7 +68,7 @@ def _describe_layer(layer: Any, place: str, planes: list[Plane]) -> Described:
     return {"class": type(layer).__name__, "attributes": attributes}
 
 
-def _describe(value: Any, place: str, planes: list[Plane]) -> Described:
+def _describe(value: Any, place: str, planes: list[StoredArray]) -> Described:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
@@ -103,17 +103,17 @@ def _restore(value: Described, arrays: dict[str, mx.array]) -> Any:
             return value
 
 
-def _plane(name: str, array: mx.array) -> Plane:
+def _plane(name: str, array: mx.array) -> StoredArray:
     array = copy.copy(array)  # a handle of our own: the buffer lives as long as the view, whatever happens to the other
     if array.size == 0:
-        return Plane(name, NAMES[array.dtype], array.shape, b"")
+        return StoredArray(name, NAMES[array.dtype], array.shape, b"")
     view = memoryview(array)  # type: ignore[arg-type]  # sync: evaluates it, if it was not
     if not view.c_contiguous:
         view = memoryview(mx.contiguous(array))  # type: ignore[arg-type]
-    return Plane(name, NAMES[array.dtype], array.shape, view.cast("B"))
+    return StoredArray(name, NAMES[array.dtype], array.shape, view.cast("B"))
 
 
-def _array(plane: Plane) -> mx.array:
+def _array(plane: StoredArray) -> mx.array:
     dtype = TYPES.get(plane.dtype)
     if dtype is None or len(plane.data) != math.prod(plane.shape) * dtype.size:
         raise Damaged(f"{plane.name} is no {plane.dtype} array of shape {plane.shape}")

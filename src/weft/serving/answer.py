@@ -12,35 +12,35 @@ from collections.abc import AsyncGenerator, Callable
 from weft.errors import RowFailed, WeftError
 from weft.ipc.messages import FinishReason, PromptEvent, TokenEvent, TokenLogprob
 from weft.metrics import Metrics
-from weft.serving.choice import Choice
-from weft.serving.ticket import Ticket
-from weft.text.miss_report import Report
-from weft.text.prompt import Scribe, Written
+from weft.serving.choice_stream import ChoiceStream
+from weft.serving.subscription import Subscription
+from weft.text.codec import Codec, EncodedPrompt
+from weft.text.miss_report import RequestReport
 from weft.text.schema import SchemaCheck
-from weft.text.types import Delta, Generation, Text, Usage
+from weft.text.types import Delta, GenerationRequest, Text, Usage
 
 Parts = list[tuple[int, list[Delta]]]
 
 
-class Answer:
+class ActiveRequest:
     """What the choices of one request have new. Leaving `parts` cancels it."""
 
     def __init__(
         self,
         request_id: str,
         model: str,
-        scribe: Scribe,
-        generation: Generation,
-        written: list[Written],
+        codec: Codec,
+        generation: GenerationRequest,
+        written: list[EncodedPrompt],
         arrived: float,
         metrics: Metrics,
-        on_close: Callable[[Answer], None],
+        on_close: Callable[[ActiveRequest], None],
     ) -> None:
         self.request_id = request_id
         self.model = model
         self.generation = generation
         self.written = written
-        self.ticket: Ticket  # given when the engine is asked
+        self.subscription: Subscription  # given when the engine is asked
         self.arrived = arrived
         self.error: WeftError | None = None
         self._created = int(time.time())
@@ -49,12 +49,12 @@ class Answer:
         prompts = [prompt for prompt in written for _ in range(generation.n)]
         grammar = generation.grammar
         check = SchemaCheck(grammar) if grammar is not None and grammar.kind == "json_schema" and grammar.lenient else None
-        self.choices = [Choice(scribe, prompt, generation, check) for prompt in prompts]
+        self.choices = [ChoiceStream(codec, prompt, generation, check) for prompt in prompts]
         self.computed = [0] * len(written)
         self._prompt_logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(written)
         if generation.echo:
             for place, choice in enumerate(self.choices):
-                choice.opening = lambda place=place: self._echo(scribe, place)
+                choice.opening = lambda place=place: self._echo(codec, place)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,11 +82,11 @@ class Answer:
         )
 
     @property
-    def report(self) -> Report | None:
+    def report(self) -> RequestReport | None:
         """What can be said of it later; None before the engine has said anything."""
         if self.choices[0].timings is None:
             return None
-        return Report(self.request_id, self.model, self._created, self.usage)
+        return RequestReport(self.request_id, self.model, self._created, self.usage)
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -99,7 +99,7 @@ class Answer:
         try:
             told = time.monotonic()
             while any(choice.finish is None for choice in self.choices):
-                news = self._read(await self.ticket.take(max(0.0, told + silence - time.monotonic())))
+                news = self._read(await self.subscription.take(max(0.0, told + silence - time.monotonic())))
                 if news or time.monotonic() - told >= silence:
                     yield news
                     told = time.monotonic()
@@ -111,13 +111,13 @@ class Answer:
 
     def close(self) -> None:
         """Nobody waits for it any more."""
-        self.ticket.cancel()
+        self.subscription.cancel()
         self._on_close(self)
 
     def abandon(self, error: WeftError) -> None:
         """End it from outside: whoever reads `parts` gets this error."""
-        self.ticket.cancel()
-        self.ticket.fail(error)
+        self.subscription.cancel()
+        self.subscription.fail(error)
 
     def _read(self, events: list[tuple[int, PromptEvent | TokenEvent]]) -> Parts:
         news: dict[int, list[Delta]] = {}
@@ -135,7 +135,7 @@ class Answer:
                 self._metrics.token_gap(self.model, now - choice.last_at)
             news.setdefault(place, []).extend(choice.take(event, now))
             if choice.finish is not None and event.finish is None:
-                self.ticket.cancel(place)
+                self.subscription.cancel(place)
         return [(place, deltas) for place, deltas in news.items() if deltas]
 
     def _note_prompt(self, place: int, event: PromptEvent) -> None:
@@ -144,10 +144,10 @@ class Answer:
         if event.logprobs is not None:
             self._prompt_logprobs[prompt] = event.logprobs
 
-    def _echo(self, scribe: Scribe, place: int) -> Delta:
+    def _echo(self, codec: Codec, place: int) -> Delta:
         """The prompt as the first piece of the answer."""
         ids = self.choices[place].written.ids
-        text = scribe.tokenizer.decode(ids, skip_special_tokens=False)  # what was asked, to the letter
+        text = codec.tokenizer.decode(ids, skip_special_tokens=False)  # what was asked, to the letter
         if self.generation.sampling.get("logprobs") is None:
             return Text(text)
-        return Text(text, scribe.tokens(ids, [None, *self._prompt_logprobs[place // self.generation.n]]))
+        return Text(text, codec.tokens(ids, [None, *self._prompt_logprobs[place // self.generation.n]]))

@@ -23,8 +23,8 @@ from weft import log
 from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.metrics import Metrics
-from weft.serving.service import Screen, Served, Service
-from weft.serving.supervisor import Supervisor
+from weft.serving.engine_process import Supervisor
+from weft.serving.service import LoadScreen, ServedModel, Service
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
@@ -33,7 +33,7 @@ DRAIN_TICK_SECONDS = 0.05
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 
 
-class ServerScreen(Screen, Protocol):
+class ServerScreen(LoadScreen, Protocol):
     """Who is told how the start goes."""
 
     def serving(self, url: str) -> None:
@@ -111,8 +111,8 @@ def make_service(config: ServerConfig) -> Service:
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
-    def make(name: str, fallback: str | None = None) -> Served:
-        return Served(name, Supervisor(_command(name, fallback, config), config.hang_seconds), config.late_system)
+    def make(name: str, fallback: str | None = None) -> ServedModel:
+        return ServedModel(name, Supervisor(_command(name, fallback, config), config.hang_seconds), config.late_system)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 

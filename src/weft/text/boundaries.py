@@ -2,7 +2,7 @@
 end and the first user speaks, and where the client says so. The engine ends its chunks there.
 
 The places are looked for in the written prompt; nothing is written or tokenised a second time. Knows a tokenizer and what a
-template writes around texts. `Scribe` uses it.
+template writes around texts. `Codec` uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHORT = 16  # tokens of instructions that are not worth a cut
 QUESTION, ANSWER, INSTRUCTION = Message("user", "Hello"), Message("assistant", "Hi"), Message("system", "Be brief")
 
 
-class Turns:
+class BoundaryFinder:
     """How one model's prompts are cut."""
 
     def __init__(self, writer: PromptWriter | None, tokenizer: Tokenizer) -> None:

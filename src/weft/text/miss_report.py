@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.ipc.messages import Reuse
+from weft.ipc.messages import PrefixReuse
 from weft.text.tokenizer import Tokenizer
-from weft.text.types import Reused, Usage
+from weft.text.types import ReuseExplanation, Usage
 
 MAX_REPORTS = 1000
 CONTEXT = 40  # characters shown in front of the first unknown token, and tokens that surely have as many
@@ -27,18 +27,18 @@ LIMITS = {
 }
 
 
-def explained(reuse: Reuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> Reused:
+def explained(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
     """What the engine said of a prompt, with the texts it is about. Under a salt no text is told."""
     place = reuse.position
     if place is None or is_salted:
-        return Reused(reuse.cause, reuse.matched, _why(reuse, len(ids), None, None), place)
+        return ReuseExplanation(reuse.cause, reuse.matched, _why(reuse, len(ids), None, None), place)
     before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
     token, instead = (None if one is None else _text(one, tokenizer) for one in (reuse.token, reuse.instead))
-    return Reused(reuse.cause, reuse.matched, _why(reuse, len(ids), token, instead), place, before, token, instead)
+    return ReuseExplanation(reuse.cause, reuse.matched, _why(reuse, len(ids), token, instead), place, before, token, instead)
 
 
 @dataclass(frozen=True)
-class Report:
+class RequestReport:
     """What is known of a request when it is over."""
 
     id: str
@@ -51,26 +51,26 @@ class Reports:
     """The last requests' reports, by id."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Report] = {}  # the oldest first
+        self._kept: dict[str, RequestReport] = {}  # the oldest first
 
-    def add(self, report: Report) -> None:
+    def add(self, report: RequestReport) -> None:
         """Keep one more, in the place of the oldest. Of two with one id the later is kept."""
         self._kept.pop(report.id, None)
         self._kept[report.id] = report
         if len(self._kept) > MAX_REPORTS:
             del self._kept[next(iter(self._kept))]
 
-    def find(self, request_id: str) -> Report | None:
+    def find(self, request_id: str) -> RequestReport | None:
         """The report of this request; None when there is none, or none any more."""
         return self._kept.get(request_id)
 
 
-def _why(reuse: Reuse, num_tokens: int, token: str | None, instead: str | None) -> str:
+def _why(reuse: PrefixReuse, num_tokens: int, token: str | None, instead: str | None) -> str:
     known = f"the first {reuse.matched} of {num_tokens}" if reuse.matched else f"none of the {num_tokens}"
     return f"{known} tokens were there; {LIMITS.get(reuse.cause) or _difference(reuse, token, instead)}"
 
 
-def _difference(reuse: Reuse, token: str | None, instead: str | None) -> str:
+def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> str:
     place = (reuse.position or 0) + 1  # people count from one
     if reuse.instead is None:
         return f"from token {place} on nothing like it was asked before"

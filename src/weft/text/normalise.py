@@ -2,7 +2,7 @@
 
 `normalise` reshapes messages as far as the template needs it and no further, and what comes later never moves what came
 before: a prompt that grows keeps its prefix. `PromptWriter` renders them and sees to it that all that was said is in the
-prompt: it is right, or the request is refused. Knows no model names and no wires; `Scribe` uses it.
+prompt: it is right, or the request is refused. Knows no model names and no wires; `Codec` uses it.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class ChatTemplate:
             raise TemplateFailed(f"the model's chat template refuses these messages: {words}", "messages") from error
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks the model's own words for training; here its body is just written."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type that Jinja asks for
@@ -82,7 +82,7 @@ class _Generation(Extension):
 
 
 def _environment() -> jinja2.Environment:
-    extensions: list[str | type[Extension]] = [_Generation, "jinja2.ext.loopcontrols"]
+    extensions: list[str | type[Extension]] = [_GenerationTag, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise

@@ -53,7 +53,7 @@ class Capabilities:
     @staticmethod
     def probe(template: ChatTemplate, *, with_tools: bool = False) -> Capabilities:
         """Try the template, with or without a tool at hand. Never raises: what fails is what it does not take."""
-        trial = _Trial(template, with_tools)
+        trial = _TemplateTrial(template, with_tools)
         system = trial.keeps_system()
         on, off = (trial.rendered(trial.asked, enable_thinking=switch) for switch in (True, False))
         return Capabilities(
@@ -76,7 +76,7 @@ class Capabilities:
         )
 
 
-class _Trial:
+class _TemplateTrial:
     """One template on trial. How contents and calls must look is learnt first; the other questions build on that."""
 
     def __init__(self, template: ChatTemplate, with_tools: bool) -> None:

@@ -1,6 +1,6 @@
 """What the text world speaks of: a conversation, a generation asked for, and the deltas that answer it.
 
-Values only. Every wire translates its own JSON into a `Generation` and its own events out of deltas; nothing here knows
+Values only. Every wire translates its own JSON into a `GenerationRequest` and its own events out of deltas; nothing here knows
 HTTP, token ids of a model, or templates.
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weft.ipc.messages import FinishReason, GrammarSpec, MissCause, TokenLogprob
 
 if TYPE_CHECKING:  # tools are made of the words here
-    from weft.text.tools.choice import Choice
+    from weft.text.tools.selection import ToolSelection
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 LateSystem = Literal["fold", "hoist"]
@@ -58,7 +58,7 @@ Prompt = Conversation | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationRequest:
     """A request in the text world, whichever wire it came by. One choice per prompt and `n`."""
 
     model: str | None
@@ -69,7 +69,7 @@ class Generation:
     echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are asked for
     split_thinking: bool = True  # thinking is told apart from the answer
     grammar: GrammarSpec | None = None  # what the answer must look like
-    tool_choice: Choice | None = None  # which tools may be called; None: there are none
+    tool_choice: ToolSelection | None = None  # which tools may be called; None: there are none
     thinking_budget: int | None = None  # tokens that may be thought before the answer
     effort: Effort | None = None  # how much to think, in OpenAI's words; the model's scribe knows what that means
     skip_special_tokens: bool = True
@@ -132,8 +132,8 @@ class CallClosed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reused:
-    """How far a prompt was known before, and why no further. `wire.Reuse` says the same in ids."""
+class ReuseExplanation:
+    """How far a prompt was known before, and why no further. `wire.PrefixReuse` says the same in ids."""
 
     cause: MissCause
     matched: int  # tokens that were there
@@ -155,7 +155,7 @@ class Usage:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    reuse: Reused | None = None  # None: the engine does not say
+    reuse: ReuseExplanation | None = None  # None: the engine does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from written import FAMILY, calls, function, read, texts, write
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
-from weft.text.tools import Choice, RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
+from weft.text.tools import RawInput, ToolSelection, as_functions, raw_input, read_choice, read_tools, wrapped
 
 PATCH = r"""
 start: begin hunk+ end
@@ -98,7 +98,7 @@ CASES = [
 def test_a_call_has_a_text_of_its_grammar_and_no_other(name: str, grammar: str, kind: str) -> None:
     compiler = vocabulary(kind)
     _, _, right, wrong = GRAMMARS[grammar]
-    spec = form(name, compiler).grammar(Choice("required", tools(grammar), is_parallel=False))
+    spec = form(name, compiler).grammar(ToolSelection("required", tools(grammar), is_parallel=False))
 
     for text in right:
         assert accepts(compiler, spec, called(name, text)), text
@@ -115,7 +115,7 @@ def is_of(grammar: str, text: str) -> bool:
 @pytest.mark.parametrize("grammar", ["words", "nest", "odd"])
 @pytest.mark.parametrize("name", NOTATIONS)
 def test_whatever_the_mask_lets_through_follows_the_grammar(name: str, grammar: str) -> None:
-    for text in walks(vocabulary("tokens"), name, Choice("required", tools(grammar), is_parallel=False), 4):
+    for text in walks(vocabulary("tokens"), name, ToolSelection("required", tools(grammar), is_parallel=False), 4):
         [(_, arguments)] = calls(read(FAMILY[name], [text], tools(grammar)))
         assert is_of(grammar, arguments["input"]), arguments
         assert texts(read(FAMILY[name], [text], tools(grammar))) == ""
@@ -124,7 +124,7 @@ def test_whatever_the_mask_lets_through_follows_the_grammar(name: str, grammar: 
 def test_under_auto_the_grammar_takes_over_at_the_trigger() -> None:
     compiler = vocabulary("tokens")
     for name in ("hermes", "qwen-xml"):
-        spec = form(name, compiler).grammar(Choice("auto", tools("sum")))
+        spec = form(name, compiler).grammar(ToolSelection("auto", tools("sum")))
         assert accepts(compiler, spec, "1+ is no sum. " + called(name, "1+2"))
         assert not accepts(compiler, spec, "1+ is no sum. " + called(name, "1+"))
 
@@ -132,7 +132,9 @@ def test_under_auto_the_grammar_takes_over_at_the_trigger() -> None:
 def test_a_text_can_not_have_what_closes_it() -> None:
     compiler = vocabulary("spelt")
     offered = read_tools([custom("p", "regex", "(x</arg_value>)?y*")])
-    glm, hermes = (form(name, compiler).grammar(Choice("required", offered, is_parallel=False)) for name in ("glm", "hermes"))
+    glm, hermes = (
+        form(name, compiler).grammar(ToolSelection("required", offered, is_parallel=False)) for name in ("glm", "hermes")
+    )
 
     assert accepts(compiler, glm, called("glm", "yy"))
     assert not accepts(compiler, glm, called("glm", "x</arg_value>y"))
@@ -155,7 +157,7 @@ def test_a_text_can_not_have_what_closes_it() -> None:
 )
 def test_what_can_not_be_written_as_json_demands_is_refused_by_name(definition: str, part: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        form("hermes", vocabulary("spelt")).grammar(Choice("auto", read_tools([custom("p", "lark", definition)])))
+        form("hermes", vocabulary("spelt")).grammar(ToolSelection("auto", read_tools([custom("p", "lark", definition)])))
 
     assert str(refusal.value).startswith(f"tools[0].custom.format: {part}")
     assert refusal.value.param == "tools[0].custom.format"
@@ -164,9 +166,9 @@ def test_what_can_not_be_written_as_json_demands_is_refused_by_name(definition: 
 def test_a_literal_with_what_closes_it_is_refused_where_texts_stand_as_they_are() -> None:
     definition = 'start: e\ne: "(" e ")" | "</arg_value>"'
 
-    assert form("hermes", vocabulary("spelt")).grammar(Choice("auto", read_tools([custom("p", "lark", definition)])))
+    assert form("hermes", vocabulary("spelt")).grammar(ToolSelection("auto", read_tools([custom("p", "lark", definition)])))
     with pytest.raises(InvalidRequest, match="</arg_value>"):
-        form("glm", vocabulary("spelt")).grammar(Choice("auto", read_tools([custom("p", "lark", definition)])))
+        form("glm", vocabulary("spelt")).grammar(ToolSelection("auto", read_tools([custom("p", "lark", definition)])))
 
 
 def test_a_custom_tool_is_shown_as_a_function_that_takes_a_text() -> None:
@@ -221,8 +223,8 @@ def test_a_custom_tool_is_chosen_by_its_name() -> None:
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [custom("p")]}}
 
     for given_choice in (custom("p"), {"type": "custom", "name": "p"}):
-        assert read_choice(given_choice, offered) == Choice("required", offered[:1], is_parallel=False)
-    assert read_choice(allowed, offered) == Choice("auto", offered[:1])
+        assert read_choice(given_choice, offered) == ToolSelection("required", offered[:1], is_parallel=False)
+    assert read_choice(allowed, offered) == ToolSelection("auto", offered[:1])
 
 
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)

@@ -8,7 +8,7 @@ import pytest
 from written import function
 
 from weft.errors import InvalidRequest
-from weft.text.tools import Choice, read_choice, read_tools
+from weft.text.tools import ToolSelection, read_choice, read_tools
 
 TOOLS = read_tools([function("f"), function("g", {"properties": {"a": {"type": "string"}}}, strict=True), function("ns.h", None)])
 F, G, H = TOOLS
@@ -67,27 +67,27 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "parallel", "choice"),
     [
-        (None, None, Choice("auto", TOOLS)),
-        ("auto", False, Choice("auto", TOOLS, is_parallel=False)),
-        ("none", True, Choice("none", TOOLS)),
-        ("required", True, Choice("required", TOOLS)),
-        (function("g"), None, Choice("required", (G,), is_parallel=False)),
-        ({"type": "function", "name": "ns.h"}, True, Choice("required", (H,), is_parallel=False)),
-        (allowed("auto", "g", "f"), None, Choice("auto", (F, G))),
-        (allowed("required", "g"), False, Choice("required", (G,), is_parallel=False)),
+        (None, None, ToolSelection("auto", TOOLS)),
+        ("auto", False, ToolSelection("auto", TOOLS, is_parallel=False)),
+        ("none", True, ToolSelection("none", TOOLS)),
+        ("required", True, ToolSelection("required", TOOLS)),
+        (function("g"), None, ToolSelection("required", (G,), is_parallel=False)),
+        ({"type": "function", "name": "ns.h"}, True, ToolSelection("required", (H,), is_parallel=False)),
+        (allowed("auto", "g", "f"), None, ToolSelection("auto", (F, G))),
+        (allowed("required", "g"), False, ToolSelection("required", (G,), is_parallel=False)),
         (
             {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
             None,
-            Choice("auto", (F,)),
+            ToolSelection("auto", (F,)),
         ),
     ],
 )
-def test_a_choice_is_read(given: Any, parallel: bool | None, choice: Choice) -> None:
+def test_a_choice_is_read(given: Any, parallel: bool | None, choice: ToolSelection) -> None:
     assert read_choice(given, TOOLS, parallel) == choice
 
 
 def test_without_tools_nothing_is_called() -> None:
-    assert read_choice(None, ()) == read_choice("auto", ()) == read_choice("none", ()) == Choice("none", ())
+    assert read_choice(None, ()) == read_choice("auto", ()) == read_choice("none", ()) == ToolSelection("none", ())
 
 
 @pytest.mark.parametrize(

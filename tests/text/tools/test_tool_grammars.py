@@ -18,7 +18,7 @@ from written import EXAMPLES, FAMILY, OPTIONAL, PARIS, TOOLS, WEATHER, calls, fu
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
-from weft.text.tools import Choice, Tool, read_tools
+from weft.text.tools import Tool, ToolSelection, read_tools
 from weft.text.types import CallOpened
 
 FITS = {tool.name: jsonschema_rs.validator_for(tool.parameters) for tool in TOOLS}
@@ -38,7 +38,7 @@ def check(name: str, text: str, tools: tuple[Tool, ...] = TOOLS) -> list[tuple[s
 @pytest.mark.parametrize("name", FAMILY)
 def test_a_forced_answer_is_calls_and_nothing_else(name: str, kind: str) -> None:
     compiler = vocabulary(kind)
-    for text in walks(compiler, name, Choice("required", TOOLS), 12):
+    for text in walks(compiler, name, ToolSelection("required", TOOLS), 12):
         assert check(name, text)
         assert texts(read(FAMILY[name], [text])) == ""
 
@@ -50,7 +50,7 @@ def test_in_free_text_the_grammar_takes_over_at_the_trigger(name: str, kind: str
     said = "" if family.is_anchored or family.is_harmony else "Let me see. "
     begin = write(family, [PARIS]).partition("get_weather")[0] if family.is_anchored or family.is_harmony else family.trigger
 
-    for text in walks(compiler, name, Choice("auto", TOOLS), 8, said + begin):
+    for text in walks(compiler, name, ToolSelection("auto", TOOLS), 8, said + begin):
         assert check(name, text) or family.is_anchored  # what begins like a call and is none is text there
         assert texts(read(family, [text])).startswith(said.strip())
 
@@ -61,14 +61,14 @@ def test_what_the_family_writes_is_allowed(name: str, kind: str) -> None:
     compiler = vocabulary(kind)
     text = EXAMPLES[name][0].removesuffix("<|call|>").replace(', "id": "aB3dE5gH7"', "")
     for mode in ("auto", "required"):
-        assert accepts(compiler, form(name, compiler).grammar(Choice(mode, TOOLS)), text)
+        assert accepts(compiler, form(name, compiler).grammar(ToolSelection(mode, TOOLS)), text)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY if not FAMILY[name].is_harmony])
 def test_free_text_is_free_and_ends_anywhere(name: str) -> None:
     compiler = vocabulary("tokens")
     for mode in ("auto", "none"):
-        spec = form(name, compiler).grammar(Choice(mode, TOOLS))
+        spec = form(name, compiler).grammar(ToolSelection(mode, TOOLS))
         assert accepts(compiler, spec, "")
         assert accepts(compiler, spec, 'Say {"name": "x"} [1] <b>é🙂</b>\n\n</tool> \\ ')
 
@@ -79,7 +79,7 @@ def test_without_a_choice_no_call_comes(name: str, kind: str) -> None:
     compiler = vocabulary(kind)
     text = EXAMPLES[name][0]
 
-    assert not accepts(compiler, form(name, compiler).grammar(Choice("none", TOOLS)), text)
+    assert not accepts(compiler, form(name, compiler).grammar(ToolSelection("none", TOOLS)), text)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY if FAMILY[name].between is not None])
@@ -87,8 +87,8 @@ def test_several_calls_come_only_where_they_may(name: str) -> None:
     compiler, family = vocabulary("tokens"), FAMILY[name]
     two = write(family, [PARIS, PARIS])
     for mode in ("auto", "required"):
-        assert accepts(compiler, form(name, compiler).grammar(Choice(mode, TOOLS)), two)
-        single = form(name, compiler).grammar(Choice(mode, TOOLS, is_parallel=False))
+        assert accepts(compiler, form(name, compiler).grammar(ToolSelection(mode, TOOLS)), two)
+        single = form(name, compiler).grammar(ToolSelection(mode, TOOLS, is_parallel=False))
         assert not accepts(compiler, single, two)
         matcher = compiler.compile(single)
         for token in ids(compiler, write(family, [PARIS])):
@@ -99,7 +99,7 @@ def test_several_calls_come_only_where_they_may(name: str) -> None:
 
 def test_a_model_whose_template_writes_one_call_makes_one() -> None:
     compiler = vocabulary("tokens")
-    spec = form("llama3", compiler).grammar(Choice("required", TOOLS))
+    spec = form("llama3", compiler).grammar(ToolSelection("required", TOOLS))
     text = write(FAMILY["llama3"], [PARIS])
 
     assert accepts(compiler, spec, text)
@@ -109,7 +109,7 @@ def test_a_model_whose_template_writes_one_call_makes_one() -> None:
 @pytest.mark.parametrize("name", FAMILY)
 def test_only_tools_that_were_chosen_are_called(name: str) -> None:
     compiler = vocabulary("tokens")
-    for text in walks(compiler, name, Choice("required", TOOLS[2:]), 4):
+    for text in walks(compiler, name, ToolSelection("required", TOOLS[2:]), 4):
         assert {called for called, _ in check(name, text)} == {"set.it"}
 
 
@@ -133,7 +133,7 @@ def test_strict_tools_are_held_to_every_word(name: str) -> None:
     tools = read_tools([function("get_weather", ODD, strict=True)])
     fits = jsonschema_rs.validator_for(ODD, validate_formats=True)
 
-    for text in walks(compiler, name, Choice("required", tools, is_parallel=False), 3):
+    for text in walks(compiler, name, ToolSelection("required", tools, is_parallel=False), 3):
         called = calls(read(FAMILY[name], [text], tools))
         assert called
         assert all(fits.is_valid(arguments) for _, arguments in called), text
@@ -156,7 +156,7 @@ BESIDE = {
 def test_arguments_that_have_no_name_are_held_to_their_schema_too(name: str) -> None:
     compiler, family = vocabulary("tokens"), FAMILY[name]
     tools = read_tools([function("f", BESIDE)])
-    spec = form(name, compiler).grammar(Choice("required", tools, is_parallel=False))
+    spec = form(name, compiler).grammar(ToolSelection("required", tools, is_parallel=False))
     fits = jsonschema_rs.validator_for(BESIDE)
     known = {"list": ["a", 1], "unit": None, "more": {"on": True}}
     known = dict(sorted(known.items())) if name == "gemma4" else known
@@ -170,7 +170,7 @@ def test_arguments_that_have_no_name_are_held_to_their_schema_too(name: str) -> 
     assert is_taken(extra=3)
     assert not is_taken(extra="x")
     assert not is_taken(list=["a"])
-    for text in walks(compiler, name, Choice("required", tools, is_parallel=False), 12):
+    for text in walks(compiler, name, ToolSelection("required", tools, is_parallel=False), 12):
         [(_, called)] = calls(read(family, [text], tools))
         assert fits.is_valid(called), text
 
@@ -179,7 +179,7 @@ def test_an_argument_comes_once() -> None:
     compiler = vocabulary("spelt")
     tools = read_tools([function("f", {"properties": {"a": {"type": "integer"}}, "additionalProperties": True})])
     once, again = "<arg_key>a</arg_key><arg_value>1</arg_value>", "<arg_key>b</arg_key><arg_value>2</arg_value>"
-    spec = form("glm", compiler).grammar(Choice("required", tools))
+    spec = form("glm", compiler).grammar(ToolSelection("required", tools))
 
     assert accepts(compiler, spec, f"<tool_call>f{once}{again}</tool_call>")
     assert not accepts(compiler, spec, f"<tool_call>f{once}{once}</tool_call>")
@@ -198,7 +198,7 @@ def test_an_argument_comes_once() -> None:
 def test_what_a_strict_tool_can_not_be_held_to_is_refused(name: str, schema: Any, words: str) -> None:
     tools = read_tools([function("f", {"type": "object", **schema}, strict=True)])
     with pytest.raises(InvalidRequest, match=re.escape(words)) as refusal:
-        form(name, vocabulary("spelt")).grammar(Choice("auto", tools))
+        form(name, vocabulary("spelt")).grammar(ToolSelection("auto", tools))
 
     assert (refusal.value.param or "").startswith("tools[0].function.parameters")
 
@@ -206,14 +206,14 @@ def test_what_a_strict_tool_can_not_be_held_to_is_refused(name: str, schema: Any
 def test_an_answer_is_calls_or_what_was_asked_for() -> None:
     compiler = vocabulary("tokens")
     answer = GrammarSpec("json_schema", json.dumps(OPTIONAL))
-    spec = form("hermes", compiler).grammar(Choice("auto", TOOLS), answer)
+    spec = form("hermes", compiler).grammar(ToolSelection("auto", TOOLS), answer)
 
     assert accepts(compiler, spec, '{"a": true}')
     assert accepts(compiler, spec, EXAMPLES["hermes"][0])
     assert not accepts(compiler, spec, "Hello")
-    assert form("hermes", compiler).grammar(Choice("none", TOOLS), answer) == answer
+    assert form("hermes", compiler).grammar(ToolSelection("none", TOOLS), answer) == answer
     with pytest.raises(InvalidRequest, match="regex"):
-        form("hermes", compiler).grammar(Choice("auto", TOOLS), GrammarSpec("regex", "a"))
+        form("hermes", compiler).grammar(ToolSelection("auto", TOOLS), GrammarSpec("regex", "a"))
 
 
 def test_a_channel_is_chosen_before_a_call() -> None:
@@ -221,7 +221,7 @@ def test_a_channel_is_chosen_before_a_call() -> None:
     thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
     called = EXAMPLES["harmony"][0].removesuffix("<|call|>")
     said = "<|channel|>final<|message|>Hello."
-    auto, forced, none = (form("harmony", compiler).grammar(Choice(mode, TOOLS)) for mode in ("auto", "required", "none"))
+    auto, forced, none = (form("harmony", compiler).grammar(ToolSelection(mode, TOOLS)) for mode in ("auto", "required", "none"))
 
     assert all(accepts(compiler, auto, thought + rest) for rest in (called, said))
     assert accepts(compiler, forced, thought + called)
@@ -233,7 +233,7 @@ def test_a_channel_is_chosen_before_a_call() -> None:
 
 def test_what_was_asked_for_stands_in_the_final_channel() -> None:
     compiler = vocabulary("tokens")
-    spec = form("harmony", compiler).grammar(Choice("none", ()), GrammarSpec("json_schema", json.dumps(OPTIONAL)))
+    spec = form("harmony", compiler).grammar(ToolSelection("none", ()), GrammarSpec("json_schema", json.dumps(OPTIONAL)))
 
     assert accepts(
         compiler, spec, '<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{"a": true}'
@@ -246,7 +246,7 @@ def test_an_agents_many_tools_are_compiled_within_the_limits(name: str) -> None:
     compiler = vocabulary("tokens")
     tools = read_tools([function(f"tool_{index}", WEATHER) for index in range(62)])
 
-    assert compiler.compile(form(name, compiler).grammar(Choice("auto", tools)))
+    assert compiler.compile(form(name, compiler).grammar(ToolSelection("auto", tools)))
 
 
 WORDS = st.sampled_from(
@@ -280,7 +280,7 @@ def test_no_schema_is_too_odd_for_a_tool_that_is_not_strict(name: str, schema: d
     compiler = vocabulary("tokens")
     try:
         tools = read_tools([function("f", {**schema, "type": "object"})])
-        assert compiler.compile(form(name, compiler).grammar(Choice("auto", tools)))
+        assert compiler.compile(form(name, compiler).grammar(ToolSelection("auto", tools)))
     except InvalidRequest as refusal:
         # A name that can not be written, or a schema that nothing fits.
         assert "argument of that name" in str(refusal) or "nsatisfiable" in str(refusal)  # noqa: PT017 - it may be refused

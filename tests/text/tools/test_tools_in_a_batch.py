@@ -23,7 +23,7 @@ from driver import SMALL, Run, adapter_for
 from weft.engine.sequence import Sequence
 from weft.grammar.constraint import Constraint
 from weft.ipc.messages import ConstraintSpec, Sampling, Submit
-from weft.text.tools import Choice, read_tools
+from weft.text.tools import ToolSelection, read_tools
 from weft.text.tools.arguments import Json, Pairs, Tags
 from weft.text.types import CallOpened
 
@@ -63,7 +63,7 @@ def beginning(name: str) -> list[int]:
 
 
 def constraint(name: str, mode: Any) -> Constraint:
-    return COMPILER.constraint(ConstraintSpec(form(name, COMPILER).grammar(Choice(mode, TOOLS))))
+    return COMPILER.constraint(ConstraintSpec(form(name, COMPILER).grammar(ToolSelection(mode, TOOLS))))
 
 
 def biases(name: str, strength: float) -> dict[int, float]:

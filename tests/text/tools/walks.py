@@ -18,7 +18,7 @@ from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Matcher
 from weft.ipc.messages import GrammarSpec
 from weft.model.resolve import TINY_HYBRID
-from weft.text.tools import CallFormat, Choice
+from weft.text.tools import CallFormat, ToolSelection
 
 END = 4082
 MARKERS = re.compile(r'<\|"\|>|<\|tool_call>|<tool_call\|>|</?[|｜]?[^<>"= ⟨]+>|\[[A-Z_]+\]')
@@ -78,7 +78,7 @@ def walk(compiler: Compiler, matcher: Matcher, rng: np.random.Generator, out: li
     return None
 
 
-def walks(compiler: Compiler, name: str, choice: Choice, count: int, begin: str = "") -> list[str]:
+def walks(compiler: Compiler, name: str, choice: ToolSelection, count: int, begin: str = "") -> list[str]:
     """Texts that a family's grammar lets through behind a beginning."""
     rng, out = np.random.default_rng(0), ways_out(compiler, name)
     spec = form(name, compiler).grammar(choice)

@@ -1,1 +1,1 @@
-"""Anthropic's wire: a translator from JSON to `Generation`, and one from deltas to its events."""
+"""Anthropic's wire: a translator from JSON to `GenerationRequest`, and one from deltas to its events."""

@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count of tokens: a body into a `Generation`, and the reply that its deltas are told by.
+"""POST /v1/messages and its count of tokens: a body into a `GenerationRequest`, and the reply that its deltas are told by.
 
 Knows no HTTP, no template and no model. `app` calls the two functions on top.
 """
@@ -12,21 +12,21 @@ from functools import partial
 from typing import Any
 
 from weft.api.anthropic.blocks import messages_of, skipped_in
-from weft.api.anthropic.reply import MessagesReply, Shape
+from weft.api.anthropic.reply import MessageShape, MessagesReply
 from weft.api.anthropic.schema import HARMLESS, NOT_DONE, CountRequest, MessagesRequest, Thinking, ToolChoice, ToolParam
+from weft.api.dialect import ParsedRequest
 from weft.api.openai.schema import understood
-from weft.api.reply import Asked
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text import schema as constraints
-from weft.text.effort import BUDGETS
-from weft.text.tools import Choice, Tool, read_choice, read_tools
-from weft.text.types import Conversation, Effort, Generation
+from weft.text.reasoning_effort import BUDGETS
+from weft.text.tools import Tool, ToolSelection, read_choice, read_tools
+from weft.text.types import Conversation, Effort, GenerationRequest
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 
 
-def translate(body: dict[str, Any]) -> Asked:
+def translate(body: dict[str, Any]) -> ParsedRequest:
     """Understand a body, or raise InvalidRequest naming the field."""
     request, ignored = understood(body, MessagesRequest, NOT_DONE, HARMLESS)
     generation = replace(
@@ -35,20 +35,22 @@ def translate(body: dict[str, Any]) -> Asked:
         stops=tuple(request.stop_sequences or ()),
         session=(request.metadata and request.metadata.user_id) or "",
     )
-    shape = Shape(request.max_tokens, hides_thinking=bool(request.thinking and request.thinking.display == "omitted"))
+    shape = MessageShape(request.max_tokens, hides_thinking=bool(request.thinking and request.thinking.display == "omitted"))
     unused = [f"tools.{tool.type}" for tool in request.tools or () if not _is_ours(tool)]
-    return Asked(generation, bool(request.stream), (*ignored, *unused, *skipped_in(request)), partial(MessagesReply, shape=shape))
+    return ParsedRequest(
+        generation, bool(request.stream), (*ignored, *unused, *skipped_in(request)), partial(MessagesReply, shape=shape)
+    )
 
 
-def translate_count(body: dict[str, Any]) -> Generation:
+def translate_count(body: dict[str, Any]) -> GenerationRequest:
     """The same for a request whose tokens are to be counted."""
     return _generation(understood(body, CountRequest, NOT_DONE, HARMLESS)[0])
 
 
-def _generation(request: CountRequest) -> Generation:
+def _generation(request: CountRequest) -> GenerationRequest:
     tools = _tools(request.tools or [])
     effort, budget, template_kwargs = _thinking(request)
-    return Generation(
+    return GenerationRequest(
         model=request.model,
         prompts=(_conversation(request, template_kwargs),),
         sampling={},
@@ -136,7 +138,7 @@ def _function(tool: ToolParam, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **described, "parameters": tool.input_schema, **more}}
 
 
-def _choice(given: ToolChoice | None, tools: tuple[Tool, ...]) -> Choice | None:
+def _choice(given: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolSelection | None:
     if given is None:
         return read_choice(None, tools) if tools else None
     if given.type == "tool" and given.name is None:

@@ -15,9 +15,9 @@ import msgspec
 
 from weft.api.anthropic.blocks import tool_use_id
 from weft.api.anthropic.signature import signature
+from weft.api.dialect import ReplyHeader, kept_tokens
 from weft.api.openai.common import encoded
 from weft.api.problems import anthropic_body
-from weft.api.reply import Heading, kept_tokens
 from weft.errors import WeftError
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
@@ -31,7 +31,7 @@ MORE_TEXT = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class MessageShape:
     """What a reply must know of its request."""
 
     max_tokens: int
@@ -41,7 +41,7 @@ class Shape:
 class MessagesReply:
     """A message, or its events."""
 
-    def __init__(self, heading: Heading, shape: Shape) -> None:
+    def __init__(self, heading: ReplyHeader, shape: MessageShape) -> None:
         self.shape = shape
         self._request_id = heading.id
         self._message: dict[str, Any] = {

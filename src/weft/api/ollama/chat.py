@@ -1,4 +1,4 @@
-"""POST /api/chat and POST /api/generate, as pure translators: a body into a `Generation`, deltas into lines of JSON or one.
+"""POST /api/chat and POST /api/generate, as pure translators between bodies, deltas and lines of JSON.
 
 Knows no HTTP, no template and no model. `app` calls the two `translate` functions and feeds the reply.
 """
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.ollama.schema import (
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -23,11 +24,10 @@ from weft.api.ollama.schema import (
 )
 from weft.api.openai.common import encoded
 from weft.api.problems import ollama_body
-from weft.api.reply import Asked, Heading
 from weft.errors import WeftError
 from weft.ipc.messages import GrammarSpec
 from weft.text import schema as constraints
-from weft.text.tools import Choice, read_choice, read_tools
+from weft.text.tools import ToolSelection, read_choice, read_tools
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -36,7 +36,7 @@ from weft.text.types import (
     Delta,
     Effort,
     Finish,
-    Generation,
+    GenerationRequest,
     Message,
     Prompt,
     Reasoning,
@@ -49,23 +49,23 @@ NDJSON = "application/x-ndjson"
 NANOSECONDS = 1_000_000_000
 
 
-def translate_chat(body: dict[str, Any]) -> Asked:
+def translate_chat(body: dict[str, Any]) -> ParsedRequest:
     """Understand a body of /api/chat, or raise InvalidRequest naming the field."""
     request, ignored = understood(body, OllamaChatRequest)
     given = tuple({"type": tool.type, "function": tool.function} for tool in request.tools or ())
     tools = read_tools(given)
     messages = _messages(request.messages or [])
     prompts = (Conversation(messages, given),) if messages else ()
-    return _asked(request, ignored, prompts, ChatReply, tool_choice=read_choice(None, tools) if tools else None)
+    return _asked(request, ignored, prompts, OllamaChatReply, tool_choice=read_choice(None, tools) if tools else None)
 
 
-def translate_generate(body: dict[str, Any]) -> Asked:
+def translate_generate(body: dict[str, Any]) -> ParsedRequest:
     """Understand a body of /api/generate, or raise InvalidRequest naming the field."""
     request, ignored = understood(body, OllamaGenerateRequest)
     prompts: tuple[Prompt, ...] = ()
     if request.prompt:
         prompts = (request.prompt,) if request.raw else (_question(request, request.prompt),)
-    return _asked(request, ignored, prompts, GenerateReply, split_thinking=not request.raw)
+    return _asked(request, ignored, prompts, OllamaGenerateReply, split_thinking=not request.raw)
 
 
 def _asked(
@@ -74,11 +74,11 @@ def _asked(
     prompts: tuple[Prompt, ...],
     reply: type[OllamaReply],
     *,
-    tool_choice: Choice | None = None,
+    tool_choice: ToolSelection | None = None,
     split_thinking: bool = True,
-) -> Asked:
+) -> ParsedRequest:
     options = request.options or Options()
-    generation = Generation(
+    generation = GenerationRequest(
         model=plain_name(request.model),
         prompts=prompts,
         sampling=_sampling(options),
@@ -88,13 +88,13 @@ def _asked(
         tool_choice=tool_choice,
         effort=_effort(request.think),
     )
-    return Asked(generation, request.stream is not False, ignored, reply, media_type=NDJSON)
+    return ParsedRequest(generation, request.stream is not False, ignored, reply, media_type=NDJSON)
 
 
 class OllamaReply:
     """A reply as one JSON object, or as lines of them: pieces first, then one that says it is done and what it took."""
 
-    def __init__(self, heading: Heading) -> None:
+    def __init__(self, heading: ReplyHeader) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(heading.created))
         self._heading = {"model": heading.model, "created_at": created}
         self._taken: list[Delta] = []
@@ -162,7 +162,7 @@ class OllamaReply:
         return encoded({**self._heading, **fields}) + b"\n"
 
 
-class ChatReply(OllamaReply):
+class OllamaChatReply(OllamaReply):
     """A message, or its pieces."""
 
     def said(self, text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class ChatReply(OllamaReply):
         return {"message": message}
 
 
-class GenerateReply(OllamaReply):
+class OllamaGenerateReply(OllamaReply):
     """A text, or its pieces."""
 
     def said(self, text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002 - no tools here

@@ -15,20 +15,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft import __version__
+from weft.api.admin import json_response
 from weft.api.body import read_json
 from weft.api.ollama.schema import EmbedRequest, ShowRequest, plain_name
 from weft.api.openai.schema import converted
-from weft.api.status import json_response
 from weft.config import ServerConfig
 from weft.errors import UnsupportedParameter
 from weft.ipc.messages import Ready
-from weft.serving.service import Served, Service
+from weft.serving.service import ServedModel, Service
 
 WIRE_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses ask for this one or a later one
 NEVER = "9999-12-31T00:00:00Z"
 
 
-class Models:
+class OllamaEndpoints:
     """The endpoints beside the generating ones."""
 
     def __init__(self, service: Service, config: ServerConfig) -> None:
@@ -53,15 +53,15 @@ class Models:
     async def show(self, request: Request) -> Response:
         """One model: what it can, how long its context is, how it writes prompts."""
         asked = converted(await self._body(request), ShowRequest)
-        scribe, ready = self.service.find(plain_name(asked.model or asked.name)).require()
-        found = {"completion": scribe, "tools": scribe.calls, "thinking": scribe.markers}
+        codec, ready = self.service.find(plain_name(asked.model or asked.name)).require()
+        found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers}
         details = _details(ready)
         return json_response(
             {
                 "license": "",
                 "modelfile": "",
-                "parameters": "\n".join(f"{name} {value}" for name, value in scribe.advice.items()),
-                "template": scribe.writer.template.source if scribe.writer is not None else "",
+                "parameters": "\n".join(f"{name} {value}" for name, value in codec.advice.items()),
+                "template": codec.writer.template.source if codec.writer is not None else "",
                 "modified_at": self.started,
                 "details": details,
                 "model_info": {
@@ -81,7 +81,7 @@ class Models:
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_json(request, max_bytes=self.config.max_body_bytes, seconds=self.config.body_seconds)
 
-    def _row(self, served: Served) -> dict[str, Any]:
+    def _row(self, served: ServedModel) -> dict[str, Any]:
         ready = served.supervisor.condition.ready
         return {
             "name": served.name,
@@ -93,7 +93,7 @@ class Models:
         }
 
 
-def _place(served: Served) -> dict[str, Any]:
+def _place(served: ServedModel) -> dict[str, Any]:
     _, ready = served.require()
     size_vram = 0 if ready.device == "cpu" else ready.memory.get("weights", 0)
     return {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}

@@ -1,1 +1,1 @@
-"""The wires in OpenAI's dialect: each endpoint is two pure translators around one `Generation` and its deltas."""
+"""The wires in OpenAI's dialect: each endpoint is two pure translators around one `GenerationRequest` and its deltas."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as two pure translators: a body into a `Generation`, deltas into a completion or its chunks.
+"""POST /v1/chat/completions, as two pure translators: a body into a `GenerationRequest`, deltas into a completion or its chunks.
 
 Knows no HTTP, no template and no model. `app` calls `translate` and feeds the reply.
 """
@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.openai.common import (
     OpenAIReply,
-    Shape,
+    ReplyShape,
     generation_of,
     grammar_of,
     joined,
@@ -21,7 +22,6 @@ from weft.api.openai.common import (
     thinking_budget_of,
 )
 from weft.api.openai.schema import ChatMessage, ChatRequest, ChatToolCall, understood
-from weft.api.reply import Asked, Heading
 from weft.errors import InvalidRequest
 from weft.text.tools import RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
 from weft.text.types import (
@@ -36,7 +36,7 @@ from weft.text.types import (
 )
 
 
-def translate(body: dict[str, Any]) -> Asked:
+def translate(body: dict[str, Any]) -> ParsedRequest:
     """Understand a body, or raise InvalidRequest naming the field."""
     request, ignored = understood(body, ChatRequest)
     if request.top_logprobs and not request.logprobs:
@@ -55,9 +55,9 @@ def translate(body: dict[str, Any]) -> Asked:
         thinking_budget=thinking_budget_of(request),
         effort=request.reasoning_effort,
     )
-    shape = Shape.of(request, prompts=1, logprobs=logprobs is not None)
+    shape = ReplyShape.of(request, prompts=1, logprobs=logprobs is not None)
     custom = frozenset(tool.name for tool in tools if tool.is_custom)
-    return Asked(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape, custom=custom))
+    return ParsedRequest(generation, bool(request.stream), ignored, partial(ChatReply, shape=shape, custom=custom))
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
@@ -95,7 +95,7 @@ class ChatReply(OpenAIReply):
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     silence: ClassVar[dict[str, Any]] = {"delta": {}}
 
-    def __init__(self, heading: Heading, shape: Shape, custom: frozenset[str] = frozenset()) -> None:
+    def __init__(self, heading: ReplyHeader, shape: ReplyShape, custom: frozenset[str] = frozenset()) -> None:
         super().__init__(heading, shape)
         self._custom = custom  # names of tools that take a text
         self._inputs: dict[tuple[int, int], RawInput] = {}  # of their calls, by choice and index

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from weft.api.dialect import ReplyHeader, reused_fields
 from weft.api.openai.schema import CommonRequest, ConversationRequest, NamedSchema, ResponseFormat, StructuredOutputs
 from weft.api.problems import openai_body
-from weft.api.reply import Heading, reused_fields
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
 from weft.ipc.messages import GrammarSpec, Sampling
 from weft.text import schema as constraints
@@ -24,7 +24,7 @@ from weft.text.types import (
     CallOpened,
     Delta,
     Finish,
-    Generation,
+    GenerationRequest,
     Prompt,
     Reasoning,
     Said,
@@ -71,9 +71,9 @@ def thinking_budget_of(request: ConversationRequest) -> int | None:
 
 def generation_of(
     request: CommonRequest, prompts: tuple[Prompt, ...], max_tokens: int | None, logprobs: int | None, **more: Any
-) -> Generation:
+) -> GenerationRequest:
     """What is asked for: what every wire says in the same words, and `more`."""
-    return Generation(
+    return GenerationRequest(
         model=request.model,
         prompts=prompts,
         sampling=sampling_of(request, max_tokens, logprobs),
@@ -87,7 +87,7 @@ def generation_of(
 
 
 @dataclass(frozen=True)
-class Shape:
+class ReplyShape:
     """What a reply must know of its request."""
 
     n: int  # choices of one prompt
@@ -96,7 +96,7 @@ class Shape:
     logprobs: bool
 
     @classmethod
-    def of(cls, request: CommonRequest, prompts: int, logprobs: bool) -> Shape:
+    def of(cls, request: CommonRequest, prompts: int, logprobs: bool) -> ReplyShape:
         """The shape of the reply to this request."""
         options = request.stream_options
         return cls(request.n or 1, prompts, bool(options and options.include_usage), logprobs)
@@ -115,7 +115,7 @@ class OpenAIReply:
     chunk_object: ClassVar[str]
     silence: ClassVar[dict[str, Any]]  # a choice of a chunk that says nothing
 
-    def __init__(self, heading: Heading, shape: Shape) -> None:
+    def __init__(self, heading: ReplyHeader, shape: ReplyShape) -> None:
         self.shape = shape
         self._heading = {
             "id": f"{self.id_prefix}-{heading.id}",

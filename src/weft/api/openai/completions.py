@@ -1,4 +1,4 @@
-"""POST /v1/completions, as two pure translators: a body into a `Generation`, deltas into a completion or its chunks.
+"""POST /v1/completions, as two pure translators: a body into a `GenerationRequest`, deltas into a completion or its chunks.
 
 Knows no HTTP and no model. `app` calls `translate` and feeds the reply.
 """
@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from weft.api.openai.common import OpenAIReply, Shape, generation_of, grammar_of, joined, logprob_of, tokens_of
+from weft.api.dialect import ParsedRequest, ReplyHeader
+from weft.api.openai.common import OpenAIReply, ReplyShape, generation_of, grammar_of, joined, logprob_of, tokens_of
 from weft.api.openai.schema import MAX_CHOICES, CompletionRequest, understood
-from weft.api.reply import Asked, Heading
 from weft.errors import InvalidRequest
 from weft.text.types import Prompt, Reasoning, Said, Text, Token
 
 
-def translate(body: dict[str, Any]) -> Asked:
+def translate(body: dict[str, Any]) -> ParsedRequest:
     """Understand a body, or raise InvalidRequest naming the field."""
     request, ignored = understood(body, CompletionRequest)
     prompts = _prompts(request.prompt)
@@ -36,8 +36,8 @@ def translate(body: dict[str, Any]) -> Asked:
         echo=bool(request.echo),
         split_thinking=False,
     )
-    shape = Shape.of(request, prompts=len(prompts), logprobs=request.logprobs is not None)
-    return Asked(generation, bool(request.stream), ignored, partial(CompletionReply, shape=shape))
+    shape = ReplyShape.of(request, prompts=len(prompts), logprobs=request.logprobs is not None)
+    return ParsedRequest(generation, bool(request.stream), ignored, partial(CompletionReply, shape=shape))
 
 
 class CompletionReply(OpenAIReply):
@@ -48,7 +48,7 @@ class CompletionReply(OpenAIReply):
     chunk_object: ClassVar[str] = "text_completion"
     silence: ClassVar[dict[str, Any]] = {"text": "", "logprobs": None}
 
-    def __init__(self, heading: Heading, shape: Shape) -> None:
+    def __init__(self, heading: ReplyHeader, shape: ReplyShape) -> None:
         super().__init__(heading, shape)
         self._lengths = [0 for _ in shape.choices]  # characters told so far
 

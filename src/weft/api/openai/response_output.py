@@ -55,7 +55,7 @@ class OutputItem:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
 
 
-class Thinking(OutputItem):
+class ReasoningOutput(OutputItem):
     """What is thought before the answer. A summary, where one is asked for, is all of it: nobody here could shorten it."""
 
     prefix = "rs"
@@ -102,7 +102,7 @@ class Thinking(OutputItem):
         return {"type": kind, "text": self.text}
 
 
-class Message(OutputItem):
+class MessageOutput(OutputItem):
     """What is said."""
 
     prefix = "msg"
@@ -140,7 +140,7 @@ class Message(OutputItem):
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
 
 
-class Call(OutputItem):
+class CallOutput(OutputItem):
     """A function that is called. One that is cut short is not told as done: clients would call it."""
 
     prefix = "fc"
@@ -177,7 +177,7 @@ class Call(OutputItem):
         return arguments
 
 
-class CustomCall(Call):
+class CustomCallOutput(CallOutput):
     """A tool that is called with a text, which the model wrote into JSON."""
 
     prefix = "ctc"

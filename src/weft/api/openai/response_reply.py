@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
+from weft.api.dialect import ReplyHeader, kept_tokens
 from weft.api.openai.common import Counts, encoded, ended, kind_of, timings_of, tokens_of
 from weft.api.openai.response_items import Item, filed
-from weft.api.openai.response_output import Call, CustomCall, Event, Message, OutputItem, Thinking
+from weft.api.openai.response_output import CallOutput, CustomCallOutput, Event, MessageOutput, OutputItem, ReasoningOutput
 from weft.api.openai.response_tools import Tools
 from weft.api.problems import headers_of, openai_body
-from weft.api.reply import Heading, kept_tokens
 from weft.errors import BusyError, ContextTooLong, QueueFull, RequestError, WeftError
 from weft.ipc.messages import Sampling
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
@@ -51,7 +51,7 @@ class Frame:
 class ResponseReply:
     """A response, or its events."""
 
-    def __init__(self, heading: Heading, frame: Frame) -> None:
+    def __init__(self, heading: ReplyHeader, frame: Frame) -> None:
         self.heading = heading
         self.frame = frame
         self._output: list[Item] = []
@@ -136,16 +136,18 @@ class ResponseReply:
     def _told(self, run: list[Delta]) -> Iterator[Event]:
         match run[0]:
             case Text():
-                yield from self._said(run, Message, Message)
+                yield from self._said(run, MessageOutput, MessageOutput)
             case Reasoning():
                 frame = self.frame
-                yield from self._said(run, Thinking, lambda: Thinking(has_summary=frame.has_summary, is_sealed=frame.is_sealed))
+                yield from self._said(
+                    run, ReasoningOutput, lambda: ReasoningOutput(has_summary=frame.has_summary, is_sealed=frame.is_sealed)
+                )
             case CallOpened(id=call_id, name=name):
                 called = self.frame.tools.called(name)
-                yield from self._open(CustomCall(call_id, called) if called.is_custom else Call(call_id, called))
+                yield from self._open(CustomCallOutput(call_id, called) if called.is_custom else CallOutput(call_id, called))
             case CallArguments() if self._making is not None:
                 yield from self._making.add(run)
-            case CallClosed() if isinstance(self._making, Call):
+            case CallClosed() if isinstance(self._making, CallOutput):
                 self._making.is_closed = True
                 yield from self._close("completed")
             case Finish() as finish:

@@ -12,12 +12,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.api.admin import Status, json_response
 from weft.api.body import read_json
 from weft.api.openai.response_items import Item, references
 from weft.api.openai.responses import Past, translate
 from weft.api.problems import BorderError
-from weft.api.status import Status, json_response
-from weft.api.store import Kept, ResponseStore
+from weft.api.store import ResponseStore, StoredResponse
 from weft.config import ServerConfig, cache_folder
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.serving.service import Service
@@ -94,7 +94,7 @@ class Responses:
         asked = await asyncio.to_thread(translate, body, await self.recall(body, request.state.api_key))
         return json_response({"object": "response.input_tokens", "input_tokens": await self.service.count(asked.generation)})
 
-    async def _kept(self, request: Request) -> Kept:
+    async def _kept(self, request: Request) -> StoredResponse:
         response_id = request.path_params["id"]
         kept = await self.store.find(request.state.api_key, response_id)
         if kept is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft.text.tools import Choice, as_functions, read_choice, read_tools
+from weft.text.tools import ToolSelection, as_functions, read_choice, read_tools
 
 Shape = dict[str, Any]
 
@@ -76,7 +76,7 @@ class Tools:
         """The tool that the model calls by this name."""
         return self._called.get(flat) or Called(flat)
 
-    def choice(self, given: Any, parallel: bool | None) -> Choice | None:
+    def choice(self, given: Any, parallel: bool | None) -> ToolSelection | None:
         """What is to be called; None where there is nothing to call."""
         choice = read_choice(self._choice(given), self._tools, parallel)
         return choice if self._tools else None

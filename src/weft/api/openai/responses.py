@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from weft.api.dialect import ParsedRequest
 from weft.api.openai.common import generation_of, grammar_of, response_format, thinking_budget_of
 from weft.api.openai.response_items import Item, items_of, messages_of, unheard
 from weft.api.openai.response_reply import Frame, Keep, ResponseReply
 from weft.api.openai.response_tools import Tools, told
 from weft.api.openai.schema import NOT_YET, TIERS, ConversationRequest, Count, ResponseFormat, Schema, understood
-from weft.api.reply import Asked
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import Conversation, Effort, Message
@@ -118,7 +118,7 @@ class Past:
     keep: Keep | None = None  # who keeps the next one
 
 
-def translate(body: dict[str, Any], past: Past | None = None) -> Asked:
+def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
     """Understand a body, or raise InvalidRequest naming the field."""
     past = past or Past()
     request, ignored = understood(body, ResponseRequest, NOT_HERE)
@@ -148,7 +148,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> Asked:
     )
     missing = {f"include.{name}" for name in request.includes - INCLUDABLE} | {f"tools.{kind}" for kind in tools.missing}
     ignored = (*(name for name in ignored if name not in HARMLESS), *sorted(missing | unheard(items)))
-    return Asked(generation, bool(request.stream), ignored, partial(ResponseReply, frame=frame), streams_overflow=True)
+    return ParsedRequest(generation, bool(request.stream), ignored, partial(ResponseReply, frame=frame), streams_overflow=True)
 
 
 def _messages(request: ResponseRequest, past: tuple[Item, ...], items: list[Item]) -> tuple[Message, ...]:

@@ -42,7 +42,7 @@ OTHER_KINDS = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GgufTensor:
     """One tensor where it lies in the file."""
 
     name: str
@@ -57,7 +57,7 @@ class GgufFile:
 
     path: Path
     metadata: dict[str, Any]  # numbers, strings and lists as the file has them
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """The metadata under `key`; without a default it must be there, and it must be of this kind."""
@@ -142,7 +142,7 @@ def read(path: Path) -> GgufFile:
     return GgufFile(path, metadata, _read_tensors(cursor, num_tensors, metadata.get("general.alignment", 32)))
 
 
-def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tensor]:
+def _read_tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
     entries = [_read_entry(cursor) for _ in range(count)]
     if not isinstance(alignment, int) or alignment < 1:
         raise BadModel(f"{cursor.path} has general.alignment = {alignment}; download it again")
@@ -158,7 +158,7 @@ def _read_entry(cursor: _Cursor) -> tuple[str, list[int], int, int]:
     return name, dims, cursor.number("I"), cursor.number("Q")
 
 
-def _tensor(cursor: _Cursor, name: str, dims: list[int], kind_number: int, start: int) -> Tensor:
+def _tensor(cursor: _Cursor, name: str, dims: list[int], kind_number: int, start: int) -> GgufTensor:
     kind = KINDS.get(kind_number)
     if kind is None:
         raise UnsupportedModel(
@@ -172,7 +172,7 @@ def _tensor(cursor: _Cursor, name: str, dims: list[int], kind_number: int, start
     if start + math.prod(shape) > len(cursor.data):
         raise BadModel(f"{cursor.path} ends before the end of {name}: it is incomplete; download it again")
     rows = np.frombuffer(cursor.data, np.uint8, math.prod(shape), start).reshape(shape)
-    return Tensor(name, kind, tuple(reversed(dims)), rows)
+    return GgufTensor(name, kind, tuple(reversed(dims)), rows)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def biases(kind: Kind, rows: Bytes) -> npt.NDArray[np.float16]:
     return scales(kind, rows) * np.float16(-128 if kind is Q8_0 else -8)
 
 
-def has_usable_scales(tensor: Tensor) -> bool:
+def has_usable_scales(tensor: GgufTensor) -> bool:
     """Whether every scale and bias of a quantised tensor is a finite number."""
     with np.errstate(all="ignore"):
         numbers = scales(tensor.kind, tensor.rows), biases(tensor.kind, tensor.rows)

@@ -27,8 +27,8 @@ from weft.model.gguf.file import (
     GROUP,
     Bytes,
     GgufFile,
+    GgufTensor,
     Kind,
-    Tensor,
     biases,
     has_usable_scales,
     read,
@@ -73,7 +73,7 @@ class Planned:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    tensor: Tensor
+    tensor: GgufTensor
     make: Callable[[Kind, Bytes], npt.NDArray[Any]]
 
     @property
@@ -148,7 +148,7 @@ def _places(file: GgufFile, config: dict[str, Any]) -> dict[str, Place]:
     return places
 
 
-def _in_order(file: GgufFile, source: str, place: Place) -> Tensor:
+def _in_order(file: GgufFile, source: str, place: Place) -> GgufTensor:
     """The tensor with its rows as mlx-lm has them.
 
     llama files keep the two halves of each head's q and k rows interleaved: 0, d/2, 1, d/2 + 1, …
@@ -161,10 +161,10 @@ def _in_order(file: GgufFile, source: str, place: Place) -> Tensor:
     if not place.turned_heads:
         return tensor
     order = np.arange(len(tensor.rows)).reshape(place.turned_heads, -1, 2).swapaxes(1, 2).ravel()
-    return Tensor(tensor.name, tensor.kind, tensor.shape, tensor.rows[order])
+    return GgufTensor(tensor.name, tensor.kind, tensor.shape, tensor.rows[order])
 
 
-def _repacked(place: Place, tensor: Tensor, bits: int) -> list[Planned]:
+def _repacked(place: Place, tensor: GgufTensor, bits: int) -> list[Planned]:
     module = place.name.removesuffix(".weight")
     rows, columns = place.shape
     groups = (rows, columns // GROUP)
@@ -181,7 +181,7 @@ def _plain_dtype(file: GgufFile) -> str:
     return "F32" if not kinds else "BF16" if kinds == {BF16} else "F16"
 
 
-def _exact_dtype(tensor: Tensor, wanted: str) -> str:
+def _exact_dtype(tensor: GgufTensor, wanted: str) -> str:
     """`wanted` if it holds every value of the tensor as it is, else F32."""
     values = to_float32(tensor.kind, tensor.rows)
     kind = {"F16": F16, "BF16": BF16, "F32": F32}[wanted]

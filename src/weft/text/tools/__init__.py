@@ -1,6 +1,6 @@
 """Tool calls: one table of families yields the trigger, the grammar, the stream parser and the tests.
 
-`CallFormat` is one model's way with calls; `Scribe` has one. Nothing here knows engines, wires or model names.
+`CallFormat` is one model's way with calls; `Codec` has one. Nothing here knows engines, wires or model names.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from weft.text.reasoning import KNOWN
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools.arguments import decoded
 from weft.text.tools.call_reader import CallReader
-from weft.text.tools.choice import Choice, as_functions, read_choice, read_tools
+from weft.text.tools.custom_input import RawInput, raw_input, wrapped
 from weft.text.tools.families import FAMILIES, GENERIC, Family
 from weft.text.tools.grammar import tool_grammar
 from weft.text.tools.harmony import HarmonyReader
-from weft.text.tools.raw import RawInput, raw_input, wrapped
+from weft.text.tools.selection import ToolSelection, as_functions, read_choice, read_tools
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, Conversation, Message, Text, ToolCall
 
 __all__ = [
     "CallFormat",
     "CallReader",
-    "Choice",
     "Family",
     "HarmonyReader",
     "RawInput",
     "Tool",
+    "ToolSelection",
     "as_functions",
     "find_family",
     "raw_input",
@@ -90,7 +90,7 @@ class CallFormat:
         """A reader for one answer."""
         return HarmonyReader(tools) if self.family.is_harmony else CallReader(self.family, tools)
 
-    def grammar(self, choice: Choice, answer: GrammarSpec | None = None) -> GrammarSpec:
+    def grammar(self, choice: ToolSelection, answer: GrammarSpec | None = None) -> GrammarSpec:
         """What an answer may be. Raises InvalidRequest for a strict tool that can not be held to its schema."""
         return tool_grammar(self.family, choice, self.tokens, answer)
 

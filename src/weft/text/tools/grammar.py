@@ -18,11 +18,11 @@ from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema
 from weft.text.tools.arguments import Json, Pairs, Tags
-from weft.text.tools.choice import Choice
 from weft.text.tools.custom_grammar import embedded, escaped, unescaped
+from weft.text.tools.custom_input import INPUT
 from weft.text.tools.families import Family
 from weft.text.tools.pieces import PLACES
-from weft.text.tools.raw import INPUT
+from weft.text.tools.selection import ToolSelection
 from weft.text.tools.tool import Tool, alternatives, types
 
 BLANK = "[ \n]"
@@ -48,7 +48,7 @@ KEYS = {Tags: re.compile(r'[^<>"\n]+'), Pairs: re.compile(r"[A-Za-z_][\w-]*")}  
 
 @lru_cache(maxsize=32)
 def tool_grammar(
-    family: Family, choice: Choice, tokens: frozenset[tuple[str, int]], answer: GrammarSpec | None = None
+    family: Family, choice: ToolSelection, tokens: frozenset[tuple[str, int]], answer: GrammarSpec | None = None
 ) -> GrammarSpec:
     """What an answer may be; where it is no call it must be `answer`. `tokens` are those the vocabulary has for markers.
 
@@ -64,7 +64,7 @@ def tool_grammar(
 class _Grammar:
     """The rules of one grammar, as they come together."""
 
-    def __init__(self, family: Family, choice: Choice, tokens: dict[str, int]) -> None:
+    def __init__(self, family: Family, choice: ToolSelection, tokens: dict[str, int]) -> None:
         self.family, self.choice = family, choice
         self.is_parallel = choice.is_parallel and family.between is not None
         self.tokens = tokens
@@ -105,9 +105,9 @@ class _Grammar:
             firsts.append(f"FIRST_{index} {blank} {self.arguments(tool)} {tail}")
         return f"{plain} | ({' | '.join(firsts)}) {self.more()}"
 
-    def plain(self, shunned: str) -> str:
+    def plain(self, forbidden: str) -> str:
         """Free text that does not begin like this."""
-        self.rules["PLAIN"] = f"/{ANY_TEXT}/ & ~/{shunned}{ANY_TEXT}/"
+        self.rules["PLAIN"] = f"/{ANY_TEXT}/ & ~/{forbidden}{ANY_TEXT}/"
         return "PLAIN"
 
     def channels(self, free: str) -> str:

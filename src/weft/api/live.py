@@ -15,11 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from weft.api.admin import condition_of
 from weft.api.problems import status_of
 from weft.api.sse import STREAM_HEADERS, gone
-from weft.api.status import condition_of
-from weft.serving.answer import Answer
-from weft.serving.service import Served, Service
+from weft.serving.answer import ActiveRequest
+from weft.serving.service import ServedModel, Service
 
 TICK_SECONDS = 0.25
 QUIET_TICKS = 4  # without news a watcher hears so seldom that all is as it was
@@ -29,18 +29,18 @@ Row = dict[str, Any]
 Counts = list[tuple[float, float]]  # seconds, and how many gaps were no longer
 
 
-class Events:
+class LiveEvents:
     """The endpoint."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def stream(self, request: Request) -> Watching:  # noqa: ARG002 - the endpoints' signature
+    async def stream(self, request: Request) -> LiveResponse:  # noqa: ARG002 - the endpoints' signature
         """Everything that changes, from now on."""
-        return Watching(self.service)
+        return LiveResponse(self.service)
 
 
-class Watching:
+class LiveResponse:
     """The response to one watcher, until he goes away or the server is stopped."""
 
     def __init__(self, service: Service) -> None:
@@ -48,7 +48,7 @@ class Watching:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI protocol
         """Send what is new, tick by tick."""
-        watch, left = Watch(self.service), asyncio.create_task(gone(receive))
+        watch, left = LiveView(self.service), asyncio.create_task(gone(receive))
         self.service.watchers.append(watch.over)
         try:
             headers = [*STREAM_HEADERS, (b"content-type", b"text/event-stream; charset=utf-8")]
@@ -83,19 +83,19 @@ class Work:
     read: int = 0
 
 
-class Watch:
+class LiveView:
     """One watcher's eyes: knows what he was told, and says what is new."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._seen: dict[Answer, Seen] = {}
-        self._ended: list[Answer] = []
+        self._seen: dict[ActiveRequest, Seen] = {}
+        self._ended: list[ActiveRequest] = []
         self._gaps = {served.name: service.metrics.gaps(served.name) for served in service.models}
         self._work: dict[str, Work] = {}
         self._last: float | None = None
         self._quiet = 0
 
-    def over(self, answer: Answer) -> None:
+    def over(self, answer: ActiveRequest) -> None:
         """An answer has its end: the next tick tells it."""
         self._ended.append(answer)
 
@@ -115,7 +115,7 @@ class Watch:
         models = [self._model(served, seconds) for served in self.service.models]
         return {"time": round(time.time(), 3), "seconds": round(seconds, 3), "models": models, "requests": rows}
 
-    def _news(self, answer: Answer, is_over: bool) -> Row | None:
+    def _news(self, answer: ActiveRequest, is_over: bool) -> Row | None:
         """The row of an answer if it is another one than before."""
         if (seen := self._seen.get(answer)) is None:
             seen = self._seen[answer] = Seen(time.time() - time.monotonic() + answer.arrived)
@@ -126,7 +126,7 @@ class Watch:
         seen.row = row
         return row
 
-    def _count(self, answer: Answer, seen: Seen, row: Row) -> None:
+    def _count(self, answer: ActiveRequest, seen: Seen, row: Row) -> None:
         """Add what was done for an answer to its model's work. What was before the first tick is a rate over no time: none."""
         work = self._work.setdefault(answer.model, Work())
         computed = row["computed"] or None
@@ -137,7 +137,7 @@ class Watch:
         work.read += max(0, fresh)
         seen.tokens, seen.computed, seen.read = row["tokens"], computed, seen.read + max(0, fresh)
 
-    def _row(self, answer: Answer, seen: Seen, is_over: bool) -> Row:
+    def _row(self, answer: ActiveRequest, seen: Seen, is_over: bool) -> Row:
         usage, generation = answer.usage, answer.generation
         row = {
             "id": answer.request_id,
@@ -151,7 +151,7 @@ class Watch:
             "cached_tokens": usage.cached_tokens,
             "tokens": usage.completion_tokens,
             "constrained": generation.grammar is not None,
-            "resumed": answer.ticket.num_resumed,
+            "resumed": answer.subscription.num_resumed,
             "cause": None if usage.reuse is None else usage.reuse.cause,
         }
         if answer.choices[0].timings is not None:
@@ -160,18 +160,18 @@ class Watch:
             row |= {"decode_seconds": round(usage.decode_seconds, 4), "finish": _finish(answer)}
         return row
 
-    def _state(self, answer: Answer) -> str:
+    def _state(self, answer: ActiveRequest) -> str:
         engine = next((served.supervisor for served in self.service.models if served.name == answer.model), None)
         if engine is None or engine.condition.ready is None:
             return "queued"
         if any(choice.num_tokens for choice in answer.choices):
             return "decode"
-        if any(number in engine.status.following for number in answer.ticket.open):
+        if any(number in engine.status.following for number in answer.subscription.open):
             return "following"
-        is_prefilled = sum(answer.computed) or any(number in engine.status.prefilling for number in answer.ticket.open)
+        is_prefilled = sum(answer.computed) or any(number in engine.status.prefilling for number in answer.subscription.open)
         return "prefill" if is_prefilled else "queued"
 
-    def _model(self, served: Served, seconds: float) -> Row:
+    def _model(self, served: ServedModel, seconds: float) -> Row:
         status, ready = served.supervisor.status, served.supervisor.condition.ready
         work = self._work.get(served.name, Work())
         before, gaps = self._gaps.get(served.name, []), self.service.metrics.gaps(served.name)
@@ -210,7 +210,7 @@ def _under(counts: Counts, wanted: float) -> float:
     return low
 
 
-def _finish(answer: Answer) -> str:
+def _finish(answer: ActiveRequest) -> str:
     if answer.error is None:
         return answer.finish if all(choice.finish is not None for choice in answer.choices) else "cancelled"
     return "cancelled" if status_of(answer.error) == CANCELLED else "error"

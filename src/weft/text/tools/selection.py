@@ -16,7 +16,7 @@ from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text.enforcement import MAX_DEPTH
 from weft.text.schema import grammar, json_schema, regex
-from weft.text.tools.raw import INPUT
+from weft.text.tools.custom_input import INPUT
 from weft.text.tools.tool import Tool
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
@@ -28,7 +28,7 @@ Mode = Literal["auto", "none", "required"]
 
 
 @dataclass(frozen=True)
-class Choice:
+class ToolSelection:
     """Which tools may be called, and whether one must be."""
 
     mode: Mode
@@ -57,24 +57,24 @@ def as_functions(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
 
 
-def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, place: str = "tool_choice") -> Choice:
+def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, place: str = "tool_choice") -> ToolSelection:
     """What a client wants called. A tool asked for by name is called once: who names one expects one answer."""
     is_parallel = parallel is not False
     match given:
         case None:
-            return Choice("auto" if tools else "none", tools, is_parallel)
+            return ToolSelection("auto" if tools else "none", tools, is_parallel)
         case "none":
-            return Choice("none", tools)
+            return ToolSelection("none", tools)
         case "auto" if not tools:
-            return Choice("none", tools)
+            return ToolSelection("none", tools)
         case "auto" | "required":
-            choice = Choice(given, tools, is_parallel)
+            choice = ToolSelection(given, tools, is_parallel)
         case (
             {"type": "function", "function": {"name": str(name)}}
             | {"type": "custom", "custom": {"name": str(name)}}
             | {"type": "function" | "custom", "name": str(name)}
         ):
-            choice = Choice("required", (_named(name, tools, place),), is_parallel=False)
+            choice = ToolSelection("required", (_named(name, tools, place),), is_parallel=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}} | {
             "type": "allowed_tools",
             "mode": "auto" | "required" as mode,
@@ -82,7 +82,7 @@ def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = Non
         }:
             names = [_name_of(one, f"{place}.tools[{index}]") for index, one in enumerate(allowed)]
             chosen = {_named(name, tools, place).name for name in names}
-            choice = Choice(mode, tuple(tool for tool in tools if tool.name in chosen), is_parallel)
+            choice = ToolSelection(mode, tuple(tool for tool in tools if tool.name in chosen), is_parallel)
         case _:
             message = f"{place} must be auto, none, required, a tool by its name, or allowed_tools with mode and tools"
             raise InvalidRequest(message, place)

@@ -9,15 +9,15 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.api.admin import json_response
 from weft.api.body import read_json
+from weft.api.dialect import request_ids, reused_fields
 from weft.api.openai.schema import ClearRequest, converted
 from weft.api.problems import BorderError
-from weft.api.reply import request_ids, reused_fields
-from weft.api.status import json_response
 from weft.config import ServerConfig
 from weft.ipc.messages import Prefixes, PrefixNode
 from weft.serving.service import Service
-from weft.text.miss_report import MAX_REPORTS, Report
+from weft.text.miss_report import MAX_REPORTS, RequestReport
 from weft.text.tokenizer import Tokenizer
 
 MAX_TEXT = 200  # characters shown of a chunk
@@ -98,7 +98,7 @@ def _excerpt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
     return text if len(text) <= MAX_TEXT else f"{text[: half - 1]}…{text[-half:]}"
 
 
-def _report(report: Report) -> dict[str, Any]:
+def _report(report: RequestReport) -> dict[str, Any]:
     usage = report.usage
     return {
         "id": report.id,

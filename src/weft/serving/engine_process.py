@@ -23,8 +23,8 @@ import zmq
 from weft.config import ServerConfig
 from weft.errors import EngineDied
 from weft.ipc.channel import FRONT_PID, FrontEnd
-from weft.ipc.messages import EngineStatus, Events, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
-from weft.serving.client import Client
+from weft.ipc.messages import EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
+from weft.serving.engine_client import EngineClient
 from weft.serving.watchdog import TICK_SECONDS, Watchdog
 
 log = logging.getLogger("weft.serving")
@@ -38,7 +38,7 @@ STACK_SECONDS = 0.5  # a hung one has so long to say where it hangs
 
 
 @dataclass(frozen=True)
-class Condition:
+class EngineCondition:
     """How an engine is. `ready` has its facts once it is up; `loading` says how far it is; `failed` why it never will be.
 
     `is_sick`: it was up, and should have been heard since.
@@ -56,8 +56,8 @@ class Supervisor:
     def __init__(self, command: list[str], hang_seconds: float = ServerConfig.hang_seconds) -> None:
         self.command = command
         self.hang_seconds = hang_seconds
-        self.client = Client()
-        self.condition = Condition(loading=Loading("starting"))
+        self.client = EngineClient()
+        self.condition = EngineCondition(loading=Loading("starting"))
         self.status = EngineStatus()
         self.restarts = 0
         self.pid: int | None = None
@@ -85,13 +85,13 @@ class Supervisor:
                 was_of_use = self.client.detach()
                 failures = failures + 1 if why and not was_of_use else 0
                 if failures >= MAX_FAILURES:
-                    self._change(Condition(failed=f"{why}; tried {failures} times"))
+                    self._change(EngineCondition(failed=f"{why}; tried {failures} times"))
                 if self.condition.failed is not None:
                     return
                 pause = min(FIRST_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS)
                 self.restarts += 1
                 log.warning("the engine is gone; starting another in %.1f s", pause)
-                self._change(Condition(loading=Loading("starting again")))
+                self._change(EngineCondition(loading=Loading("starting again")))
                 await asyncio.sleep(pause)
         finally:  # nobody waits for an engine that will not come
             why = self.condition.failed or "the server is being stopped"
@@ -164,7 +164,7 @@ class Supervisor:
 
     def _take(self, message: ToFront, channel: FrontEnd) -> None:
         match message:
-            case Events():
+            case EngineEvents():
                 self.status = message.status or self.status
                 self.client.hear(message)
             case Prefixes():
@@ -172,18 +172,18 @@ class Supervisor:
             case Ready():
                 self._attach(message, channel)
             case Loading():
-                self._change(Condition(loading=message))
+                self._change(EngineCondition(loading=message))
             case Failed():
-                self._change(Condition(failed=message.message))
+                self._change(EngineCondition(failed=message.message))
 
     def _attach(self, ready: Ready, channel: FrontEnd) -> None:
         if self._folder not in (None, ready.folder):  # the one asked for could not be had this time
             self.client.fail_all(lambda: EngineDied(f"the engine ended, and {ready.model} is served now: ask again"))
         self._folder, self._ready_at = ready.folder, asyncio.get_running_loop().time()
         self.client.attach(channel, ready.max_rows)
-        self._change(Condition(ready=ready))
+        self._change(EngineCondition(ready=ready))
 
-    def _change(self, condition: Condition) -> None:
+    def _change(self, condition: EngineCondition) -> None:
         self.condition = condition
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()

@@ -19,16 +19,16 @@ from weft.ipc.messages import (
     AskPrefixes,
     Cancel,
     ConstraintSpec,
-    Events,
+    EngineEvents,
     Prefixes,
     Sampling,
     Submit,
+    SubmitOutcome,
     ToEngine,
     TokenEvent,
-    Verdict,
 )
-from weft.serving.roster import Request, Roster
-from weft.serving.ticket import Ticket
+from weft.serving.in_flight import InFlight, InFlightRequest
+from weft.serving.subscription import Subscription
 
 ANSWER_SECONDS = 5.0  # for an engine to say what it keeps; a long step may be under way
 
@@ -40,11 +40,11 @@ class Sender(Protocol):
         """Send and return at once."""
 
 
-class Client:
+class EngineClient:
     """Owns who is waiting."""
 
     def __init__(self) -> None:
-        self.live = Roster()
+        self.live = InFlight()
         self.sender: Sender | None = None  # none while no engine is ready
         self._max_rows = 0
         self._num_ended = 0  # sequences that came to their end in this engine
@@ -60,19 +60,19 @@ class Client:
         salt: str = "",
         client: str = "",
         priority: int = 0,
-        is_kept: bool = False,
-    ) -> Ticket:
+        is_retained: bool = False,
+    ) -> Subscription:
         """Ask for the answers of prompts, several to each; their places are counted through."""
-        ticket = Ticket(sum(map(len, samplings)), self.cancel)
+        subscription = Subscription(sum(map(len, samplings)), self.cancel)
         for prompt, chosen, constraint, places in zip(prompts, samplings, constraints, boundaries, strict=True):
             numbers = tuple(itertools.islice(self._numbers, len(chosen)))
             for number in numbers:
-                ticket.open[number] = len(ticket.open)
-            ticket.num_judged += constraint is None
+                subscription.open[number] = len(subscription.open)
+            subscription.num_judged += constraint is None
             seeded = tuple(map(_seeded, chosen))
-            self.live.add(Submit(numbers, prompt, seeded, constraint, places, salt, client, priority, is_kept), ticket)
+            self.live.add(Submit(numbers, prompt, seeded, constraint, places, salt, client, priority, is_retained), subscription)
         self._send_due()
-        return ticket
+        return subscription
 
     def attach(self, sender: Sender, max_rows: int) -> None:
         """An engine is ready: it gets what waits for one."""
@@ -90,14 +90,14 @@ class Client:
         self._fail_asked(lambda: EngineDied("the engine's process ended before it said what it keeps; try again in a moment"))
         if culprit is not None:
             message = f"the engine died {culprit.deaths} times with this request in it; it is not tried again"
-            self._end(culprit.request.ticket, EngineDied(message))
+            self._end(culprit.request.subscription, EngineDied(message))
         return was_of_use or culprit is not None
 
     def cancel(self, numbers: tuple[int, ...]) -> None:
         """Forget sequences, and tell the engine."""
         for number in numbers:
             if (live := self.live.drop(number)) is not None:
-                live.request.ticket.open.pop(number, None)
+                live.request.subscription.open.pop(number, None)
         if numbers and self.sender is not None:
             self.sender.send(Cancel(numbers))
             self._send_due()  # others may have waited for one of them to prove itself
@@ -123,14 +123,14 @@ class Client:
         if answer is not None and not answer.done():
             answer.set_result(prefixes)
 
-    def hear(self, events: Events) -> None:
+    def hear(self, events: EngineEvents) -> None:
         """Give events to those who wait for them; what nobody waits for is dropped."""
         for verdict in events.verdicts:
             if (live := self.live.inside.get(verdict.sequence)) is not None:
                 self._judge(live.request, verdict)
         for prompt in events.prompts:
             if (live := self.live.inside.get(prompt.sequence)) is not None and live.take_prompt(prompt):
-                live.request.ticket.put(live.number, prompt)
+                live.request.subscription.put(live.number, prompt)
         for token in events.tokens:
             self._hand_out(token)
         self._send_due()
@@ -138,21 +138,21 @@ class Client:
     def _hand_out(self, token: TokenEvent) -> None:
         if (live := self.live.inside.get(token.sequence)) is None:
             return
-        live.request.ticket.put(live.number, live.take(token))
+        live.request.subscription.put(live.number, live.take(token))
         if token.finish is not None:
             self.live.drop(live.number)
             self._num_ended += 1
 
-    def _judge(self, request: Request, verdict: Verdict) -> None:
+    def _judge(self, request: InFlightRequest, verdict: SubmitOutcome) -> None:
         if verdict.refusal is not None:
-            self._end(request.ticket, GrammarRejected(verdict.refusal, verdict.param))
+            self._end(request.subscription, GrammarRejected(verdict.refusal, verdict.param))
         elif not request.is_taken:  # one that goes on in another engine was taken by the first
             request.is_taken = True
-            request.ticket.accept()
+            request.subscription.accept()
 
-    def _end(self, ticket: Ticket, error: WeftError) -> None:
-        self.cancel(tuple(ticket.open))
-        ticket.fail(error)
+    def _end(self, subscription: Subscription, error: WeftError) -> None:
+        self.cancel(tuple(subscription.open))
+        subscription.fail(error)
 
     def _send_due(self) -> None:
         if self.sender is not None:
@@ -162,8 +162,8 @@ class Client:
     def fail_all(self, error: Callable[[], WeftError]) -> None:
         """There will be no engine: everybody gets an error of their own."""
         self.sender = None
-        for ticket in {live.request.ticket for live in self.live.take_all()}:
-            ticket.fail(error())
+        for subscription in {live.request.subscription for live in self.live.take_all()}:
+            subscription.fail(error())
         self._fail_asked(error)
 
     def _fail_asked(self, error: Callable[[], WeftError]) -> None:

@@ -1,7 +1,7 @@
 """The models on this machine, and whether one more would fit into its memory beside those that are loaded.
 
 What an engine needs is reckoned from a model's files as the engine's ledger reckons: weights and a row within its budget,
-a share of which is kept free. Imports no mlx and starts nothing. `stock` and `weft ls` ask here.
+a share of which is kept free. Imports no mlx and starts nothing. `registry` and `weft ls` ask here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ EXPECTED_TOKENS = 256  # of an answer are reserved ahead, and again whenever a r
 SLACK = 1.3  # slabs have free slots and rounded capacities; a row that is seated stands twice for a moment
 
 
-class Ledger:
+class MemoryBudget:
     """Owns the numbers; a budget of None is without end."""
 
     def __init__(self, row_bytes: Callable[[int], int], weights_bytes: int, budget_bytes: int | None = None) -> None:

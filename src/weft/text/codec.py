@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import BadModel, InvalidRequest, RequestError, UnsupportedParameter
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, Sampling, ThinkingSpec, TokenLogprob
-from weft.text.boundaries import Turns
-from weft.text.effort import meaning
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, Sampling, TokenLogprob
+from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import find_markers, opens_in
+from weft.text.reasoning_effort import meaning
 from weft.text.stream import Reader, shown
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
-from weft.text.tools import CallFormat, Choice
-from weft.text.types import Conversation, Effort, Generation, LateSystem, Message, Prompt, Token
+from weft.text.tools import CallFormat, ToolSelection
+from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, Token
 
 log = logging.getLogger("weft.text")
 
@@ -30,7 +30,7 @@ WIRE_DEFAULTS = {"temperature": 1.0}  # OpenAI's, where the model's makers say n
 
 
 @dataclass(frozen=True)
-class Written:
+class EncodedPrompt:
     """A prompt as the engine takes it."""
 
     ids: list[int]
@@ -40,7 +40,7 @@ class Written:
     boundaries: tuple[int, ...] = ()  # where a later prompt may part from this one
 
 
-class Scribe:
+class Codec:
     """Reads and writes for one model."""
 
     def __init__(self, folder: Path, late_system: LateSystem = "fold") -> None:
@@ -50,27 +50,27 @@ class Scribe:
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
         self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer)
         self.gap = self._gap()
-        self.turns = Turns(self.writer, self.tokenizer)
+        self.turns = BoundaryFinder(self.writer, self.tokenizer)
         self.advice = _advice(folder)
 
-    def fitted(self, generation: Generation) -> Generation:
+    def fitted(self, generation: GenerationRequest) -> GenerationRequest:
         """The same without what it says of thinking, where that is no more than a wish and the model does not think."""
         if not generation.is_flexible or self.markers is not None or self.writer is None:
             return generation
         has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
         return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
 
-    def write(self, prompt: Prompt, effort: Effort | None = None) -> Written:
+    def write(self, prompt: Prompt, effort: Effort | None = None) -> EncodedPrompt:
         """A prompt → ids. Raises InvalidRequest with the template's own words."""
         match prompt:
             case Conversation():
                 return self._write_conversation(prompt, effort)
             case str():
-                return Written(self.tokenizer.encode(prompt, add_special_tokens=True))
+                return EncodedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
             case _:
-                return Written(list(prompt))
+                return EncodedPrompt(list(prompt))
 
-    def _write_conversation(self, conversation: Conversation, effort: Effort | None) -> Written:
+    def _write_conversation(self, conversation: Conversation, effort: Effort | None) -> EncodedPrompt:
         if self.writer is None:
             message = "this model has no chat template, so it can not take messages; use /v1/completions with a prompt"
             raise InvalidRequest(message, "messages")
@@ -86,9 +86,9 @@ class Scribe:
         text = self.writer.write(conversation)
         ids, boundaries = self.turns.encode(conversation, text)
         if self.markers is None:
-            return Written(ids, boundaries=boundaries)
+            return EncodedPrompt(ids, boundaries=boundaries)
         closed = text.rstrip().endswith(self.markers.close)
-        return Written(ids, opens_in(text, self.markers), closed, budget, boundaries)
+        return EncodedPrompt(ids, opens_in(text, self.markers), closed, budget, boundaries)
 
     def _gap(self) -> str:
         """What the template writes after a thinking it cuts short: the model was taught to write the same."""
@@ -98,7 +98,7 @@ class Scribe:
         after = self.writer.write(asked).rpartition(self.markers.close)[2]
         return after if not after.strip() else ""
 
-    def constraint(self, generation: Generation, written: Written) -> ConstraintSpec | None:
+    def constraint(self, generation: GenerationRequest, written: EncodedPrompt) -> ConstraintSpec | None:
         """What the answer's tokens must be. Many tools take their time.
 
         Raises UnsupportedParameter for a budget that has nothing to act on, InvalidRequest for tools that can not be held to.
@@ -111,17 +111,17 @@ class Scribe:
         if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
             may_open = not written.opened and not written.closed
             trigger = self.calls.trigger if self.calls is not None and generation.tool_choice is not None else ""
-            thinking = ThinkingSpec(self.markers.open, self.markers.close, written.opened, may_open, budget, self.gap, trigger)
+            thinking = ReasoningSpec(self.markers.open, self.markers.close, written.opened, may_open, budget, self.gap, trigger)
         return None if grammar is None and thinking is None else ConstraintSpec(grammar, thinking)
 
-    def _grammar(self, generation: Generation) -> GrammarSpec | None:
+    def _grammar(self, generation: GenerationRequest) -> GrammarSpec | None:
         """What the answer must look like, calls included. Where answers have channels, a shape stands inside one."""
         choice, answer = generation.tool_choice, generation.grammar
         if self.calls is None or (choice is None and (answer is None or not self._has_channels(generation))):
             return answer
-        return self.calls.grammar(choice or Choice("none", ()), answer)
+        return self.calls.grammar(choice or ToolSelection("none", ()), answer)
 
-    def _has_channels(self, generation: Generation) -> bool:
+    def _has_channels(self, generation: GenerationRequest) -> bool:
         """Whether the answer is one of gpt-oss's, in which thinking and words are messages of their own."""
         return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
@@ -129,7 +129,7 @@ class Scribe:
         """What the client gave; where it gave nothing the makers' advice, else the wire's own default."""
         return Sampling(**{**WIRE_DEFAULTS, **self.advice, **given})
 
-    def reader(self, generation: Generation, written: Written) -> Reader:
+    def reader(self, generation: GenerationRequest, written: EncodedPrompt) -> Reader:
         """A reader for one choice."""
         choice = generation.tool_choice
         tools = choice.tools if choice is not None and choice.mode != "none" else ()

@@ -13,16 +13,16 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.api.body import read_json
+from weft.api.dialect import request_ids
 from weft.api.openai.chat import messages_of
 from weft.api.openai.schema import DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest, converted
 from weft.api.openapi import document
 from weft.api.problems import BorderError
-from weft.api.reply import request_ids
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
 from weft.metrics import CONTENT_TYPE
-from weft.serving.service import Served, Service
-from weft.serving.stock import Choice, Stock
+from weft.serving.registry import ModelOption, ModelRegistry
+from weft.serving.service import ServedModel, Service
 from weft.text.types import Conversation
 
 
@@ -38,7 +38,7 @@ class Status:
         self.service = service
         self.config = config
         self.started = time.time()
-        self.stock = Stock(service, config.memory and config.memory * 2**20, config.drain_seconds)
+        self.registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002 - the endpoints' signature
         """200 when every model the server was started with answers, else 503 and how far each is."""
@@ -69,21 +69,21 @@ class Status:
 
     async def available(self, request: Request) -> Response:  # noqa: ARG002
         """The models on this machine, and whether each would fit beside those that are loaded."""
-        choices = await self.stock.choices()
+        choices = await self.registry.choices()
         return json_response(
-            {"object": "list", "data": [_choice(choice) for choice in choices], "free_bytes": self.stock.free_bytes}
+            {"object": "list", "data": [_choice(choice) for choice in choices], "free_bytes": self.registry.free_bytes}
         )
 
     async def load(self, request: Request) -> Response:
         """Bring a model up: 202 when that has begun, 200 when it is there already."""
         asked = converted(await self._body(request), LoadRequest)
-        served, is_new = await self.stock.load(asked.model, fetch=bool(asked.fetch), force=bool(asked.force))
+        served, is_new = await self.registry.load(asked.model, fetch=bool(asked.fetch), force=bool(asked.force))
         return json_response(self._model_status(served), 202 if is_new else 200)
 
     async def unload(self, request: Request) -> Response:
         """Take a model out. Its answers may end first; the reply comes when its memory is free."""
         asked = converted(await self._body(request), UnloadRequest)
-        await self.stock.unload(asked.model)
+        await self.registry.unload(asked.model)
         return json_response({"id": asked.model, "object": "model", "status": {"value": "unloaded"}})
 
     async def status(self, request: Request) -> Response:  # noqa: ARG002
@@ -128,13 +128,13 @@ class Status:
     async def tokenize(self, request: Request) -> Response:
         """Text or messages → ids."""
         asked = converted(await self._body(request), TokenizeRequest)
-        scribe, ready = self.service.find(asked.model).require()
+        codec, ready = self.service.find(asked.model).require()
         if asked.messages is not None:
             conversation = Conversation(messages_of(asked.messages))
-            ids = (await asyncio.to_thread(scribe.write, conversation)).ids
+            ids = (await asyncio.to_thread(codec.write, conversation)).ids
         elif (text := asked.prompt if asked.prompt is not None else asked.content) is not None:
             special = asked.add_special_tokens is not False
-            ids = await asyncio.to_thread(scribe.tokenizer.encode, text, add_special_tokens=special)
+            ids = await asyncio.to_thread(codec.tokenizer.encode, text, add_special_tokens=special)
         else:
             raise InvalidRequest("give a prompt, a content or messages to tokenize", "prompt")
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
@@ -142,16 +142,16 @@ class Status:
     async def detokenize(self, request: Request) -> Response:
         """Ids → text."""
         asked = converted(await self._body(request), DetokenizeRequest)
-        scribe, ready = self.service.find(asked.model).require()
+        codec, ready = self.service.find(asked.model).require()
         if asked.tokens and max(asked.tokens) >= ready.limits.vocab_size:
             raise InvalidRequest(f"tokens must be below the vocabulary's size of {ready.limits.vocab_size}", "tokens")
-        text = await asyncio.to_thread(scribe.tokenizer.decode, asked.tokens)
+        text = await asyncio.to_thread(codec.tokenizer.decode, asked.tokens)
         return json_response({"prompt": text, "content": text})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         return await read_json(request, max_bytes=self.config.max_body_bytes, seconds=self.config.body_seconds)
 
-    def _model(self, served: Served) -> dict[str, Any]:
+    def _model(self, served: ServedModel) -> dict[str, Any]:
         """A model as OpenAI's and Anthropic's clients, and those who look for a context length, read it."""
         row: dict[str, Any] = {"id": served.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
         row |= {"type": "model", "display_name": served.name, "created_at": _iso(self.started), "root": served.name}
@@ -164,14 +164,14 @@ class Status:
             context = served.supervisor.condition.ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
             row["meta"] = {"context_length": context, "size_bytes": served.memory.get("weights", 0)}
-            scribe = served.scribe
-            found = {} if scribe is None else {"tools": scribe.calls, "thinking": scribe.markers}
+            codec = served.codec
+            found = {} if codec is None else {"tools": codec.calls, "thinking": codec.markers}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
         if served.notice is not None:
             row["notice"] = served.notice
         return row
 
-    def _model_status(self, served: Served) -> dict[str, Any]:
+    def _model_status(self, served: ServedModel) -> dict[str, Any]:
         engine = served.supervisor
         return self._model(served) | {
             "condition": condition_of(served),
@@ -183,7 +183,7 @@ class Status:
         }
 
 
-def condition_of(served: Served) -> dict[str, Any]:
+def condition_of(served: ServedModel) -> dict[str, Any]:
     """How a model is: ready, loading and how far, or what is wrong."""
     condition = served.supervisor.condition
     if served.is_leaving:
@@ -203,7 +203,7 @@ def condition_of(served: Served) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def _choice(choice: Choice) -> dict[str, Any]:
+def _choice(choice: ModelOption) -> dict[str, Any]:
     model, fit = choice.model, choice.fit
     return {
         "id": model.name,
@@ -218,8 +218,8 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _sum(ledgers: list[dict[str, int]]) -> dict[str, int]:
-    kinds = {kind for ledger in ledgers for kind in ledger}
-    return {kind: sum(ledger.get(kind, 0) for ledger in ledgers) for kind in sorted(kinds)}
+    kinds = {kind for budget in ledgers for kind in budget}
+    return {kind: sum(budget.get(kind, 0) for budget in ledgers) for kind in sorted(kinds)}
 
 
 def _iso(seconds: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from weft.engine.sequence import Sequence
 
 
-class Trial:
+class Bisection:
     """Owns the groups that are still to be tried; the first is on trial."""
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class Trial:
         """A step of these rows failed. Gives the guilty one when it is known: alone, and not for the first time."""
         if self.groups:
             self.groups.pop(0)
-        if len(rows) == 1 and rows[0].is_on_trial:
+        if len(rows) == 1 and rows[0].is_suspect:
             return rows[0]
         for one in rows:
-            self._had[one.id], one.is_on_trial = len(one.output), True
+            self._had[one.id], one.is_suspect = len(one.output), True
         half = len(rows) // 2
         self.groups = [group for group in (rows[:half], rows[half:]) if group] + self.groups
         return None
@@ -36,6 +36,6 @@ class Trial:
         """Acquit the group on trial when all of it has gone on."""
         while self.groups and all(one.is_finished or len(one.output) > self._had[one.id] for one in self.groups[0]):
             for one in self.groups.pop(0):
-                one.is_on_trial = False
+                one.is_suspect = False
         if not self.groups:
             self._had.clear()

@@ -17,29 +17,29 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weft.ipc.messages import PromptEvent, Sampling, Submit, TokenEvent
-from weft.serving.ticket import Ticket
+from weft.serving.subscription import Subscription
 
 SUSPECT_DEATHS = 2
 PROOF_TOKENS = 16  # what kills an engine does so at its first step, or soon; a trial holds all others up
 
 
 @dataclass(eq=False)
-class Request:
+class InFlightRequest:
     """A prompt as it was asked for first, with all its answers."""
 
     submit: Submit
-    ticket: Ticket
+    subscription: Subscription
     is_taken: bool  # no verdict is waited for any more
     is_read: bool = False  # the log-probabilities of the prompt have come
 
 
 @dataclass(eq=False)
-class Live:
+class InFlightSequence:
     """One sequence that has no end yet."""
 
     number: int
     sampling: Sampling
-    request: Request
+    request: InFlightRequest
     given: list[int] = field(default_factory=list)
     num_before: int = 0  # of these, given by engines before the last one that had it
     deaths: int = 0  # of engines that had it, since it last proved itself
@@ -68,24 +68,24 @@ class Live:
         self.num_before = len(self.given)
 
 
-class Roster:
+class InFlight:
     """Owns all sequences of one model that have no end yet."""
 
     def __init__(self) -> None:
-        self.inside: dict[int, Live] = {}  # an engine has them
-        self.waiting: dict[int, Live] = {}  # no engine has them
-        self.on_trial: Live | None = None
+        self.inside: dict[int, InFlightSequence] = {}  # an engine has them
+        self.waiting: dict[int, InFlightSequence] = {}  # no engine has them
+        self.suspect: InFlightSequence | None = None
 
     def __len__(self) -> int:
         return len(self.inside) + len(self.waiting)
 
-    def add(self, submit: Submit, ticket: Ticket) -> None:
+    def add(self, submit: Submit, subscription: Subscription) -> None:
         """Somebody asks."""
-        request = Request(submit, ticket, is_taken=submit.constraint is None)
+        request = InFlightRequest(submit, subscription, is_taken=submit.constraint is None)
         for number, sampling in zip(submit.numbers, submit.samplings, strict=True):
-            self.waiting[number] = Live(number, sampling, request)
+            self.waiting[number] = InFlightSequence(number, sampling, request)
 
-    def drop(self, number: int) -> Live | None:
+    def drop(self, number: int) -> InFlightSequence | None:
         """It has its end, or nobody waits for it any more."""
         return self.inside.pop(number, None) or self.waiting.pop(number, None)
 
@@ -100,17 +100,17 @@ class Roster:
             due = [suspect]
         else:
             return []
-        self.on_trial = suspect
+        self.suspect = suspect
         for live in due:
             self.inside[live.number] = self.waiting.pop(live.number)
         return [_submit(list(group)) for _, group in itertools.groupby(due, lambda live: id(live.request))]
 
-    def died(self) -> Live | None:
+    def died(self) -> InFlightSequence | None:
         """The engine is gone: all wait for the next one, but for the culprit where there is one; that is handed out."""
-        culprit = self.on_trial if self._is_trial_open else None
-        self.on_trial = None
-        for ticket in {live.request.ticket for live in self.inside.values()}:
-            ticket.num_resumed += 1
+        culprit = self.suspect if self._is_trial_open else None
+        self.suspect = None
+        for subscription in {live.request.subscription for live in self.inside.values()}:
+            subscription.num_resumed += 1
         for live in self.inside.values():
             live.struck()
         self.waiting = dict(sorted((self.inside | self.waiting).items()))
@@ -119,19 +119,19 @@ class Roster:
             del self.waiting[culprit.number]
         return culprit
 
-    def take_all(self) -> list[Live]:
+    def take_all(self) -> list[InFlightSequence]:
         """Everybody; nobody is left."""
         everybody = [*self.inside.values(), *self.waiting.values()]
-        self.inside, self.waiting, self.on_trial = {}, {}, None
+        self.inside, self.waiting, self.suspect = {}, {}, None
         return everybody
 
     @property
     def _is_trial_open(self) -> bool:
-        suspect = self.on_trial
+        suspect = self.suspect
         return suspect is not None and suspect.number in self.inside and not suspect.has_proved
 
 
-def _submit(siblings: list[Live]) -> Submit:
+def _submit(siblings: list[InFlightSequence]) -> Submit:
     """What was asked, for these answers of it, with what each was given."""
     request, given = siblings[0].request, tuple(tuple(live.given) for live in siblings)
     return msgspec.structs.replace(

@@ -1,6 +1,6 @@
 """Models brought in and taken out while the server runs: what there is, whether it fits, load, unload.
 
-Asks `shelf` what is on this machine and the service for everything that runs. HTTP stands above it.
+Asks `fit` what is on this machine and the service for everything that runs. HTTP stands above it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from weft.errors import ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
-from weft.serving import shelf
-from weft.serving.service import LOAD_IT, Served, Service
-from weft.serving.shelf import Fit
+from weft.serving import fit as fit
+from weft.serving.fit import Fit
+from weft.serving.service import LOAD_IT, ServedModel, Service
 
 if TYPE_CHECKING:
     from weft.model.resolve import LocalModel
@@ -23,7 +23,7 @@ DRAIN_TICK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelOption:
     """A model that may be loaded."""
 
     model: LocalModel
@@ -31,31 +31,31 @@ class Choice:
     is_loaded: bool
 
 
-class Stock:
+class ModelRegistry:
     """Owns who is leaving. `limit_bytes` bounds each engine; None: what is there."""
 
     def __init__(self, service: Service, limit_bytes: int | None, drain_seconds: float) -> None:
         self.service = service
         self.limit_bytes = limit_bytes
         self.drain_seconds = drain_seconds
-        self._leaving: dict[Served, asyncio.Task[None]] = {}
-        self._needed = WeakKeyDictionary[Served, int]()  # what those that were brought in were reckoned with
+        self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
+        self._needed = WeakKeyDictionary[ServedModel, int]()  # what those that were brought in were reckoned with
         self._known = {served.name for served in service.models}  # folders and files that were served are found again
 
-    async def choices(self) -> list[Choice]:
+    async def choices(self) -> list[ModelOption]:
         """Every model on this machine."""
         free, names = self.free_bytes, {served.name for served in self.service.models}
         models = await asyncio.to_thread(_found, self._known | names)
-        return [Choice(model, Fit(needed, free), model.name in names) for model, needed in models]
+        return [ModelOption(model, Fit(needed, free), model.name in names) for model, needed in models]
 
     @property
     def free_bytes(self) -> int | None:
         """What one more engine could have."""
         models = self.service.models
         coming = sum(self._needed.get(served, 0) for served in models if served.is_loading)
-        return shelf.free_bytes(self.limit_bytes, [served.memory for served in models], coming)
+        return fit.free_bytes(self.limit_bytes, [served.memory for served in models], coming)
 
-    async def load(self, name: str, *, fetch: bool = False, force: bool = False) -> tuple[Served, bool]:
+    async def load(self, name: str, *, fetch: bool = False, force: bool = False) -> tuple[ServedModel, bool]:
         """The model of this name, and whether it is only now brought up, in the background.
 
         Raises UnknownModel where there is none, or not on this machine and not to be fetched; ModelConflict where it does
@@ -79,7 +79,7 @@ class Stock:
             )  # fmt: skip
         return await self._bring_in(name, needed or 0), True
 
-    async def _bring_in(self, name: str, needed: int) -> Served:
+    async def _bring_in(self, name: str, needed: int) -> ServedModel:
         served = self.service.make(name)
         served.is_guest = True
         self._needed[served] = needed
@@ -100,7 +100,7 @@ class Stock:
             self._leaving[served] = asyncio.create_task(self._end(served))
         await asyncio.shield(self._leaving[served])  # it goes on, whether or not somebody waits for it
 
-    async def _end(self, served: Served) -> None:
+    async def _end(self, served: ServedModel) -> None:
         try:
             deadline = time.monotonic() + self.drain_seconds
             while self.service.answers_of(served) and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ class Stock:
         finally:
             del self._leaving[served]
 
-    def _there(self, name: str) -> Served | None:
+    def _there(self, name: str) -> ServedModel | None:
         """The model of this name that is up, on its way or leaving; not one that has failed."""
         return next((served for served in self.service.models if served.name == name and served.failed is None), None)
 
@@ -121,7 +121,7 @@ def _looked_at(name: str) -> tuple[LocalModel, int | None]:
 
     try:
         model = locate(name)
-        return model, shelf.needed_bytes(model)
+        return model, fit.needed_bytes(model)
     except (ModelError, OSError, ValueError, RuntimeError) as error:  # any text may come as a name, also ~nobody and \0
         raise UnknownModel(str(error), "model") from error
 
@@ -130,7 +130,7 @@ def _found(known: set[str]) -> list[tuple[LocalModel, int | None]]:
     """The models on this machine, one of each name, and those of the known ones that are elsewhere on its disk."""
     from weft.model.resolve import local_models
 
-    found = {model.name: (model, shelf.needed_bytes(model)) for model in local_models()}
+    found = {model.name: (model, fit.needed_bytes(model)) for model in local_models()}
     for name in sorted(known - found.keys()):
         try:
             found[name] = _looked_at(name)

@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from weft.ipc.messages import Timings, TokenEvent
+from weft.text.codec import Codec, EncodedPrompt
 from weft.text.miss_report import explained
-from weft.text.prompt import Scribe, Written
 from weft.text.schema import SchemaCheck
-from weft.text.types import CallOpened, Delta, Ending, Finish, Generation, Reused, Text, Usage
+from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, ReuseExplanation, Text, Usage
 
 
-class Choice:
+class ChoiceStream:
     """What became of one sequence so far."""
 
-    def __init__(self, scribe: Scribe, written: Written, generation: Generation, check: SchemaCheck | None) -> None:
-        self.reader = scribe.reader(generation, written)
+    def __init__(self, codec: Codec, written: EncodedPrompt, generation: GenerationRequest, check: SchemaCheck | None) -> None:
+        self.reader = codec.reader(generation, written)
         self.written = written
         self.stop_token_ids = generation.sampling.get("stop_token_ids", ())
         self.check = check
@@ -29,8 +29,8 @@ class Choice:
         self.timings: Timings | None = None
         self.first_at = self.last_at = 0.0
         self.finish: Finish | None = None
-        self._reused: Reused | None = None
-        self._tokenizer = scribe.tokenizer
+        self._reused: ReuseExplanation | None = None
+        self._tokenizer = codec.tokenizer
         self._is_salted = bool(generation.cache_salt)
 
     def take(self, event: TokenEvent, now: float) -> list[Delta]:

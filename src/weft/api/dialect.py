@@ -1,4 +1,4 @@
-"""What every wire gives the handler: a request understood (`Asked`), and a `Reply` that turns deltas into its bytes.
+"""What every wire gives the handler: a request understood (`ParsedRequest`), and a `Reply` that turns deltas into its bytes.
 
 The handler in `app` knows only these; a new wire is one more module with a `translate` function.
 """
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from weft.errors import WeftError
 from weft.ipc.messages import Sampling
-from weft.text.types import Delta, Generation, Reused, Usage
+from weft.text.types import Delta, GenerationRequest, ReuseExplanation, Usage
 
 EVENTS = "text/event-stream; charset=utf-8"
 
 
 @dataclass(frozen=True)
-class Heading:
+class ReplyHeader:
     """What all parts of one reply have in common."""
 
     id: str  # the request's id, without a wire's prefix
@@ -56,18 +56,18 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A request body understood."""
 
-    generation: Generation  # without prompts: the model is asked for, and nothing of it
+    generation: GenerationRequest  # without prompts: the model is asked for, and nothing of it
     stream: bool
     ignored: tuple[str, ...]  # fields nobody knows: told in a header
-    reply: Callable[[Heading], Reply]
+    reply: Callable[[ReplyHeader], Reply]
     media_type: str = EVENTS  # of a stream
     streams_overflow: bool = False  # that a prompt is too long is told within the stream: Codex looks for it there
 
 
-def reused_fields(reused: Reused) -> dict[str, Any]:
+def reused_fields(reused: ReuseExplanation) -> dict[str, Any]:
     """How far a prompt was known before, as every wire tells it."""
     return {
         "matched": reused.matched,
@@ -81,8 +81,8 @@ def reused_fields(reused: Reused) -> dict[str, Any]:
 
 def kept_tokens(usage: Usage) -> int:
     """How many tokens of a prompt were computed and are kept: all but its last one, which every request computes, or none."""
-    is_kept = usage.reuse is not None and usage.reuse.cause != "off"
-    return max(usage.prompt_tokens - usage.cached_tokens - 1, 0) if is_kept else 0
+    is_retained = usage.reuse is not None and usage.reuse.cause != "off"
+    return max(usage.prompt_tokens - usage.cached_tokens - 1, 0) if is_retained else 0
 
 
 def request_ids(given: str) -> Iterator[str]:

@@ -14,7 +14,7 @@ from weft.model.adapter import LayerCaches
 SHARE = 8  # of the bytes for kept prompts spares may have one in so many
 
 
-class Spares:
+class RetainedCaches:
     """Owns them; the one that was kept last goes last."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Spares:
         self._shrink()
 
     def _shrink(self) -> None:
-        for node in [node for node in self._kept if node.is_out]:
+        for node in [node for node in self._kept if node.is_detached]:
             self.take(node)
         while self.held_bytes > self.most_bytes:
             self.take(next(iter(self._kept)))

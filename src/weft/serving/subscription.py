@@ -15,7 +15,7 @@ from weft.ipc.messages import PromptEvent, TokenEvent
 Event = PromptEvent | TokenEvent
 
 
-class Ticket:
+class Subscription:
     """The events of a request's sequences, each with the sequence's place in the request."""
 
     def __init__(self, size: int, cancel: Callable[[tuple[int, ...]], None]) -> None:
