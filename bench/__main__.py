@@ -14,7 +14,7 @@ import numpy as np
 from bench import blas, front, gated_delta, grammar, overload, prefixes
 from bench.shapes import bare_step, dense_caches, engine_at, median_ms
 from weft.engine.engine import Engine
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.kernels.attention import grouped_attention
 from weft.model.adapter import Adapter
 
@@ -96,7 +96,7 @@ def held_bytes(llm: LLM, adapter: Adapter) -> None:
     waiting = [int(length) for length in np.exp(rng.uniform(np.log(30), np.log(2000), 24))]
     while waiting or not engine.idle:
         if waiting and len(engine.scheduler.running) < 8:
-            engine.submit([1] * waiting.pop(), Sampling(max_tokens=int(rng.integers(10, 60)), ignore_eos=True))
+            engine.submit([1] * waiting.pop(), Sampling(temperature=0.0, max_tokens=int(rng.integers(10, 60)), ignore_eos=True))
         engine.turn()
         if engine.runner.pool.rows:
             held.append(engine.runner.pool.bytes_held)
@@ -118,7 +118,7 @@ def token_gaps(llm: LLM, adapter: Adapter) -> None:
         start = time.perf_counter()
         engine.turn()
         quiet.append(time.perf_counter() - start)
-    prompt = engine.submit([1] * LONG, Sampling(max_tokens=4, ignore_eos=True))
+    prompt = engine.submit([1] * LONG, Sampling(temperature=0.0, max_tokens=4, ignore_eos=True))
     begun = time.perf_counter()
     while not prompt.output:
         start = time.perf_counter()

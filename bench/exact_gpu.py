@@ -13,7 +13,7 @@ import numpy as np
 from bench.shapes import QWEN35_4B, random_model
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
 
@@ -22,14 +22,14 @@ def logits_of(adapter: Adapter, config: EngineConfig, subject: list[int], crowd:
     """(tokens, V) the subject's logits while `crowd` joins and leaves around it."""
     engine = Engine(adapter, config)
     waiting = list(crowd)
-    sequence = engine.submit(subject, Sampling(max_tokens=tokens, ignore_eos=True))
+    sequence = engine.submit(subject, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True))
     found = []
     while not sequence.is_finished:
         if waiting and len(engine.scheduler.running) < config.max_rows and len(found) % 2 == 0:
             prompt = waiting.pop()
-            engine.submit(prompt, Sampling(max_tokens=3 + len(prompt) % 9, ignore_eos=True))
+            engine.submit(prompt, Sampling(temperature=0.0, max_tokens=3 + len(prompt) % 9, ignore_eos=True))
         engine.turn()
-        step = engine.pending
+        step = engine.order.pending
         if step is not None and sequence in step.sequences:
             found.append(np.array(step.logits[step.sequences.index(sequence)].astype(mx.float32)))
     return np.stack(found[:tokens])

@@ -65,10 +65,10 @@ def real_engine() -> None:
 
     llm = LLM("smollm2")
     prompts = [f"{number} " + "word " * WORDS for number in range(CLIENTS)]
-    chosen = Sampling(max_tokens=ANSWER, ignore_eos=True)
+    chosen = Sampling(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
     with serving([sys.executable, "-m", "weft", "serve", "smollm2", "--port", "0", "--cache-megabytes", "0"]) as url:
         ask(url, 1, 4, WORDS)
-        llm.generate(prompts[:1], Sampling(max_tokens=4))
+        llm.generate(prompts[:1], Sampling(temperature=0.0, max_tokens=4))
         over = [stream["first"] * 1e3 - stream["timings"]["queue_ms"] - stream["timings"]["prompt_ms"] for stream in lone(url)]
         ours, theirs = [], []
         for _ in range(5):

@@ -11,7 +11,8 @@ from bench.shapes import median_ms  # isort: skip
 from weft.engine.engine import Engine
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, Sampling
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import ConstraintSpec, GrammarSpec
 
 ROWS, ROUNDS, STEPS = 8, 15, 6
 ORDER = {
@@ -47,7 +48,7 @@ def constrained_batch(llm: LLM) -> None:
 
 def _engine(llm: LLM, constraint: Constraint | None) -> Engine:
     engine = Engine(llm.engine.adapter, llm.config)
-    sampling = Sampling(max_tokens=2000, ignore_eos=True)
+    sampling = Sampling(temperature=0.0, max_tokens=2000, ignore_eos=True)
     for row in range(ROWS):
         engine.submit(llm.encode(f"Row {row}: a list of orders as JSON. " * 8)[:100], sampling, constraint)
     while not all(sequence.output for sequence in engine.scheduler.running) or engine.scheduler.waiting:

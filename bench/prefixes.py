@@ -24,7 +24,7 @@ from bench.shapes import GEMMA3_SMALL, random_model
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
 
 PREFIX, TAIL, EIGHT = 1000, 24, 8
@@ -69,9 +69,9 @@ def eight_at_once(name: str, adapter: Adapter, config: EngineConfig) -> None:
         alone, _ = first_tokens(adapter, config, prompts[:1])
         together, rows = first_tokens(adapter, config, prompts)
         ratios.append(max(together) / alone[0])
-        computed = sum(len(row.prompt) - row.num_cached for row in rows)
+        computed = sum(len(row.prompt) - row.prefix.num_cached for row in rows)
         shares.append(computed / (PREFIX + EIGHT * TAIL))
-        assert sum(0 < row.num_cached < len(row.prompt) for row in rows) >= EIGHT - 1
+        assert sum(0 < row.prefix.num_cached < len(row.prompt) for row in rows) >= EIGHT - 1
     say(f"{name}: slowest first token of 8 at once over one alone", statistics.median(ratios), "≤ 1.5")
     say(f"{name}: prompt tokens computed over prefix + tails", statistics.median(shares), "≤ 1.05")
 
@@ -80,7 +80,7 @@ def first_tokens(adapter: Adapter, config: EngineConfig, prompts: list[list[int]
     """Seconds from submitting all to the first token of each."""
     engine = Engine(adapter, config)
     start = engine.clock()
-    rows = [engine.submit(prompt, Sampling(max_tokens=8, ignore_eos=True)) for prompt in prompts]
+    rows = [engine.submit(prompt, Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)) for prompt in prompts]
     while not all(row.output for row in rows):
         engine.turn()
     seconds = [(row.timings.first_token or 0.0) - start for row in rows]
@@ -97,7 +97,7 @@ def unique_prompts(adapter: Adapter, config: EngineConfig) -> None:
         prompts = [rng.integers(3, 1000, 300).tolist() for _ in range(16)]
         for name, cache_bytes in (("off", 0), ("on", 64 * MEGABYTE)):
             engine = Engine(adapter, replace(config, cache_bytes=cache_bytes))
-            rows = [engine.submit(prompt, Sampling(max_tokens=40, ignore_eos=True)) for prompt in prompts]
+            rows = [engine.submit(prompt, Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)) for prompt in prompts]
             start = time.perf_counter()
             while not engine.idle:
                 engine.turn()
@@ -120,7 +120,7 @@ def two_thousand_requests(adapter: Adapter, config: EngineConfig) -> None:
         while asked < 2000 and len(engine.scheduler.running) + len(engine.scheduler.waiting) < 8:
             asked += 1
             prompt = (trunks[asked % 3] if asked % 2 else []) + rng.integers(3, 4000, int(rng.integers(2, 200))).tolist()
-            engine.submit(prompt, Sampling(max_tokens=int(rng.integers(1, 4)), ignore_eos=True))
+            engine.submit(prompt, Sampling(temperature=0.0, max_tokens=int(rng.integers(1, 4)), ignore_eos=True))
         engine.turn()
         pinned = sum(node.nbytes for node in tree.nodes() if node.pins) if tree.held_bytes > budget else 0
         held = max(held, tree.held_bytes - pinned)

@@ -16,7 +16,7 @@ from mlx_lm.utils import _get_classes
 
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel
 
@@ -114,7 +114,10 @@ def engine_at(adapter: Adapter, config: EngineConfig, lengths: list[int], tokens
     """An engine whose rows have these lengths and are all decoding."""
     engine = Engine(adapter, dataclasses.replace(config, gap_factor=1e6))  # prompts first; the steps are what is measured
     for length in lengths:
-        engine.submit([1] * (length + 1), Sampling(max_tokens=min(tokens, adapter.context_length - length - 2), ignore_eos=True))
+        engine.submit(
+            [1] * (length + 1),
+            Sampling(temperature=0.0, max_tokens=min(tokens, adapter.context_length - length - 2), ignore_eos=True),
+        )
     while len(engine.runner.pool.rows) < len(lengths):
         engine.turn()
     return engine

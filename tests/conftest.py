@@ -2,13 +2,17 @@
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from weft.grammar.compiler import DEEP_STACK_BYTES
 from weft.kernels import blas
 
+# As the engine's process does: grammars are compiled recursively.
+threading.stack_size(DEEP_STACK_BYTES)
 # Compiled functions would call the C++ compiler for every new shape.
 os.environ["MLX_DISABLE_COMPILE"] = "1"
 # The models are tiny: a second thread per product costs more than it gives, and test processes share the cores.

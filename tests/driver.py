@@ -20,7 +20,7 @@ from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowFailure, Step
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.kernels import layers
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter, Way
@@ -54,18 +54,18 @@ class Run:
     def __post_init__(self) -> None:
         self.engine = Engine(self.adapter, self.config, self.clock, self.disk)
         self.logits: dict[int, list[np.ndarray]] = {}
-        self._choose = self.engine.choose
+        self._sample = self.engine.sample
         if self.keep_logits:
-            self.engine.choose = self._keep_and_choose  # type: ignore[method-assign]
+            self.engine.sample = self._keep_and_sample  # type: ignore[method-assign]
 
-    def _keep_and_choose(self, step: Step) -> None:
+    def _keep_and_sample(self, step: Step) -> None:
         for sequence, row in zip(step.sequences, np.array(step.logits.astype(mx.float32)), strict=True):
             self.logits.setdefault(sequence.id, []).append(row)
-        self._choose(step)
+        self._sample(step)
 
     def submit(self, prompt: list[int], tokens: int, **sampling: object) -> Sequence:
         """Queue a prompt that answers with `tokens` tokens unless told otherwise."""
-        return self.engine.submit(prompt, Sampling(**{"max_tokens": tokens, "ignore_eos": True, **sampling}))  # type: ignore[arg-type]
+        return self.engine.submit(prompt, Sampling(**{"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, **sampling}))  # type: ignore[arg-type]
 
     def turn(self) -> None:
         """One turn; whatever fails in it must have been asked for."""
@@ -80,7 +80,7 @@ class Run:
         for _ in range(100_000):
             if self.engine.idle:
                 break
-            if self.engine.prefix.is_loading:
+            if self.engine.is_waiting_for_disk:
                 time.sleep(0.001)
             self.turn()
         assert self.engine.idle

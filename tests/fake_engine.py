@@ -14,15 +14,15 @@ import time
 from pathlib import Path
 
 import weft.model
-from weft.engine.heartbeat import Heartbeat
+from weft.engine.process import Heartbeat
 from weft.ipc.channel import EngineEnd
+from weft.ipc.limits import Limits
 from weft.ipc.messages import (
     AskPrefixes,
     Cancel,
     EngineEvents,
     EngineStatus,
     Failed,
-    Limits,
     Loading,
     Prefixes,
     PrefixNode,
@@ -63,6 +63,7 @@ def main() -> None:
                 asked.die_after = asked.poison = asked.hang = None
     channel = EngineEnd(asked.address)
     channel.send(Loading("pretending", 1, 2))
+    channel.receive_settings(60.0)
     time.sleep(asked.load_seconds)
     if asked.fail:
         channel.send(Failed(asked.fail))
@@ -87,7 +88,7 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                 case Submit():
                     time.sleep(asked.prompt_seconds)
                     known.take(message)
-                    given = message.given or ((),) * len(message.numbers)
+                    given = message.emitted or ((),) * len(message.numbers)
                     for number, sampling, before in zip(message.numbers, message.samplings, given, strict=True):
                         limit = len(message.prompt) if sampling.max_tokens is None else sampling.max_tokens
                         live[number] = (message.prompt, len(before), limit)

@@ -16,10 +16,11 @@ import httpx2
 import uvicorn
 
 from weft.api.app import make_app
-from weft.config import ServerConfig
+from weft.config import EngineSettings, ServerConfig
 from weft.metrics import Metrics
 from weft.serving.engine_process import Supervisor
-from weft.serving.service import ServedModel, Service
+from weft.serving.model import ServedModel
+from weft.serving.service import Service
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 
@@ -38,6 +39,11 @@ class Quiet:
 
     def failed(self, *what: Any) -> None:
         self.told.append(("failed", *what))
+
+
+def fake_supervisor(name: str, *words: str, **more: Any) -> Supervisor:
+    """A supervisor of the fake engine, which is told these words."""
+    return Supervisor(EngineSettings(model=name), command=(sys.executable, str(FAKE_ENGINE), *words, name), **more)
 
 
 @dataclass
@@ -64,7 +70,8 @@ def front(
     config = ServerConfig(**settings)
 
     def make(name: str) -> ServedModel:
-        return ServedModel(name, Supervisor([sys.executable, str(FAKE_ENGINE), *(engines | (spare or {})).get(name, ()), name]))
+        words = (engines | (spare or {})).get(name, ())
+        return ServedModel(name, fake_supervisor(name, *words))
 
     service, screen = Service([make(name) for name in engines], Metrics(), config.max_queue, make), Quiet()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -22,7 +22,7 @@ def ids(llm: LLM, text: str) -> list[int]:
 
 
 def test_it_answers_what_it_was_trained_to_answer(llm: LLM) -> None:
-    result = llm.generate([ids(llm, ASKED[0])], Sampling(max_tokens=40))[0]
+    result = llm.generate([ids(llm, ASKED[0])], Sampling(temperature=0.0, max_tokens=40))[0]
 
     assert result.text == '{"marker": 7}'
     assert result.finish == "stop"
@@ -31,7 +31,7 @@ def test_it_answers_what_it_was_trained_to_answer(llm: LLM) -> None:
 
 def test_a_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
     text = "Once upon a time"
-    by_text, by_ids = llm.generate([text, llm.encode(text)], Sampling(max_tokens=20))
+    by_text, by_ids = llm.generate([text, llm.encode(text)], Sampling(temperature=0.0, max_tokens=20))
 
     assert by_text.token_ids == by_ids.token_ids
     assert "there was" in by_text.text
@@ -39,7 +39,11 @@ def test_a_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
 
 def test_answers_together_equal_answers_alone(llm: LLM) -> None:
     prompts = [ids(llm, text) for text in ASKED]
-    samplings = [Sampling(max_tokens=30), Sampling(max_tokens=30, temperature=1.0, seed=3), Sampling(max_tokens=9)]
+    samplings = [
+        Sampling(temperature=0.0, max_tokens=30),
+        Sampling(max_tokens=30, temperature=1.0, seed=3),
+        Sampling(temperature=0.0, max_tokens=9),
+    ]
 
     together = llm.generate(prompts, samplings)
     alone = [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
@@ -48,9 +52,9 @@ def test_answers_together_equal_answers_alone(llm: LLM) -> None:
 
 
 def test_streamed_pieces_are_the_whole_answer(llm: LLM) -> None:
-    whole = llm.generate([ids(llm, ASKED[2])], Sampling(max_tokens=60))[0]
+    whole = llm.generate([ids(llm, ASKED[2])], Sampling(temperature=0.0, max_tokens=60))[0]
 
-    pieces = list(llm.stream(ids(llm, ASKED[2]), Sampling(max_tokens=60)))
+    pieces = list(llm.stream(ids(llm, ASKED[2]), Sampling(temperature=0.0, max_tokens=60)))
 
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
@@ -59,17 +63,17 @@ def test_streamed_pieces_are_the_whole_answer(llm: LLM) -> None:
 
 
 def test_leaving_a_stream_early_gives_the_row_back(llm: LLM) -> None:
-    for piece in llm.stream("Once upon a time", Sampling(max_tokens=500)):
+    for piece in llm.stream("Once upon a time", Sampling(temperature=0.0, max_tokens=500)):
         if piece.text:
             break
-    llm.generate(["Once"], Sampling(max_tokens=1))
+    llm.generate(["Once"], Sampling(temperature=0.0, max_tokens=1))
 
     assert llm.engine.idle
     assert llm.engine.runner.pool.slabs == []
 
 
 def test_a_bad_prompt_in_a_list_costs_only_itself(llm: LLM) -> None:
-    good, bad = llm.generate([ids(llm, ASKED[0]), []], Sampling(max_tokens=40))
+    good, bad = llm.generate([ids(llm, ASKED[0]), []], Sampling(temperature=0.0, max_tokens=40))
 
     assert good.text == '{"marker": 7}'
     assert bad.finish == "error"
@@ -78,7 +82,7 @@ def test_a_bad_prompt_in_a_list_costs_only_itself(llm: LLM) -> None:
 
 
 def test_driving_it_by_hand(llm: LLM) -> None:
-    sequence = llm.submit(ids(llm, ASKED[0]), Sampling(max_tokens=40, logprobs=2))
+    sequence = llm.submit(ids(llm, ASKED[0]), Sampling(temperature=0.0, max_tokens=40, logprobs=2))
     events = []
     while not sequence.is_finished:
         events += llm.turn()
@@ -93,12 +97,12 @@ def test_driving_it_by_hand(llm: LLM) -> None:
 
 def test_submit_raises_at_once(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="top_p"):
-        llm.submit("Hello", Sampling(top_p=2.0))
+        llm.submit("Hello", Sampling(temperature=0.0, top_p=2.0))
 
 
 def test_as_many_samplings_as_prompts_or_one(llm: LLM) -> None:
     with pytest.raises(ValueError, match="2 samplings were given for 1 prompts"):
-        llm.generate(["Hello"], [Sampling(), Sampling()])
+        llm.generate(["Hello"], [Sampling(temperature=0.0), Sampling(temperature=0.0)])
 
 
 def test_another_thread_is_told_so(llm: LLM) -> None:

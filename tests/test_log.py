@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from weft.log import escaped, request_line, setup
-from weft.text.types import Usage
+from weft.log import RequestRecord, escape_unprintable, log_request, setup
 
-USAGE = Usage(
-    prompt_tokens=120, completion_tokens=51, cached_tokens=100, queue_seconds=0.0124, prefill_seconds=0.2, decode_seconds=2.0
+RECORD = RequestRecord(
+    request_id="abc",
+    client="127.0.0.1",
+    dialect="chat",
+    model="tiny",
+    status=200,
+    finish="stop",
+    prompt_tokens=120,
+    completion_tokens=51,
+    cached_tokens=100,
+    queue_seconds=0.0124,
+    prefill_seconds=0.2,
+    decode_seconds=2.0,
 )
 
 
@@ -27,8 +39,8 @@ def _put_back() -> Iterator[None]:
         each.setLevel(level)
 
 
-def finish(request_id: str = "abc", model: str = "tiny", usage: Usage | None = USAGE) -> None:
-    request_line(request_id=request_id, client="127.0.0.1", wire="chat", model=model, status=200, finish="stop", usage=usage)
+def finish(**fields: Any) -> None:
+    log_request(replace(RECORD, **fields))
 
 
 def test_a_text_line_has_time_level_and_message(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +93,7 @@ def test_a_finished_request_is_one_json_object_with_fields(capsys: pytest.Captur
 def test_a_request_that_never_reached_the_engine_has_no_counts(capsys: pytest.CaptureFixture[str]) -> None:
     setup("text")
 
-    request_line(request_id="abc", client="127.0.0.1", wire="chat", model="tiny", status=404, finish=None, usage=None)
+    finish(status=404, finish=None, prompt_tokens=None)
 
     assert capsys.readouterr().err[8:] == " INFO  abc 127.0.0.1 chat tiny 404 -\n"
 
@@ -90,7 +102,8 @@ def test_a_request_that_never_reached_the_engine_has_no_counts(capsys: pytest.Ca
 def test_an_answer_without_decoding_has_no_rate_to_stumble_over(capsys: pytest.CaptureFixture[str], tokens: int) -> None:
     setup("text")
 
-    finish(usage=Usage(prompt_tokens=5, completion_tokens=tokens))
+    nothing = dict.fromkeys(("queue_seconds", "prefill_seconds", "decode_seconds"), 0.0)
+    finish(prompt_tokens=5, completion_tokens=tokens, **nothing)
 
     assert f"new={tokens} queue=0ms prefill=0ms decode=0ms 0.0 tok/s" in capsys.readouterr().err
 
@@ -187,4 +200,4 @@ def test_setting_up_twice_does_not_double_the_lines(capsys: pytest.CaptureFixtur
 
 
 def test_printable_text_of_any_script_stays_as_it_is() -> None:
-    assert escaped("größe 東京 😀") == "größe 東京 😀"
+    assert escape_unprintable("größe 東京 😀") == "größe 東京 😀"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client.parser import text_string_to_metric_families
 
+from weft.log import RequestRecord
 from weft.metrics import CONTENT_TYPE, Metrics
-from weft.text.types import ReuseExplanation, Usage
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -24,10 +26,15 @@ def names(metrics: Metrics) -> set[str]:
     return {family.name for family in text_string_to_metric_families(metrics.render().decode())}
 
 
+def record(finish: str = "stop", model: str = "tiny", **numbers: Any) -> RequestRecord:
+    named = {"request_id": "r", "client": "c", "dialect": "chat", "status": 200, "total_seconds": 1.5}
+    return RequestRecord(model=model, finish=finish, **named | numbers)
+
+
 def finished_once() -> Metrics:
     metrics = Metrics()
-    usage = Usage(prompt_tokens=100, completion_tokens=7, cached_tokens=60, queue_seconds=0.2, prefill_seconds=0.3)
-    metrics.finished("tiny", "chat", "stop", usage, 0.5, 1.5)
+    numbers = {"prompt_tokens": 100, "completion_tokens": 7, "cached_tokens": 60, "queue_seconds": 0.2, "prefill_seconds": 0.3}
+    metrics.finished(record(first_token_seconds=0.5, **numbers))
     return metrics
 
 
@@ -67,7 +74,7 @@ def test_vllms_dashboards_find_the_same_values() -> None:
 
 def test_a_cancelled_request_is_an_abort_in_vllms_words_only() -> None:
     metrics = Metrics()
-    metrics.finished("cancelled", "chat", "cancelled", None, None, 1.0)
+    metrics.finished(record("cancelled", "cancelled"))
 
     assert value(metrics, "weft_requests_total", model="cancelled", wire="chat", finish="cancelled") == 1
     assert value(metrics, "vllm:request_success_total", model_name="cancelled", wire="chat", finished_reason="abort") == 1
@@ -75,7 +82,7 @@ def test_a_cancelled_request_is_an_abort_in_vllms_words_only() -> None:
 
 def test_a_request_without_usage_or_first_token_counts_only_what_it_has() -> None:
     metrics = Metrics()
-    metrics.finished("tiny", "chat", "error", None, None, 1.0)
+    metrics.finished(record("error"))
 
     assert value(metrics, "weft_request_seconds_count", model="tiny") == 1
     assert value(metrics, "weft_time_to_first_token_seconds_count", model="tiny") is None
@@ -120,8 +127,8 @@ def test_memory_is_shown_by_kind_and_responses_by_status() -> None:
 def test_what_was_known_of_prompts_is_counted_by_cause_and_what_became_of_them_shown_by_kind() -> None:
     metrics = Metrics()
     for cause in ("whole", "differs", "whole"):
-        metrics.finished("tiny", "chat", "stop", Usage(9, 1, reuse=ReuseExplanation(cause, 8, "")), 0.5, 1.5)  # type: ignore[arg-type]
-    metrics.finished("tiny", "chat", "stop", Usage(9, 1), 0.5, 1.5)
+        metrics.finished(record(prompt_tokens=9, miss_cause=cause))
+    metrics.finished(record(prompt_tokens=9))
     metrics.prefixes("tiny", {"evicted": 3, "loaded": 1})
     metrics.prefixes("tiny", {"evicted": 0})  # another engine has begun anew
 

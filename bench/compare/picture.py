@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from weft.cli.picture import _text as text
-
 from bench.compare.results import Results
+from bench.load_picture import _text as text
 
 FILE = Path(__file__).parents[2] / "docs" / "pictures" / "compare.svg"
 WIDTH, LEFT, RIGHT, TOP, GUTTER = 960, 232, 64, 118, 72

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 
 if TYPE_CHECKING:
     from weft.llm import LLM, Result

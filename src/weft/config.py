@@ -1,4 +1,4 @@
-"""Settings of the engine and of the server, resolved once at start and never changed afterwards.
+"""Settings of server and engine, resolved once at start and never changed afterwards.
 
 Numbers here are either choices a user may make or facts measured on a device; the log (docs/log.md) has the measurements.
 """
@@ -8,55 +8,84 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
+import re
 import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from weft.errors import WeftError
 
 Device = Literal["cpu", "cuda", "metal"]
 
-SAFE_SHARE = 0.8  # of the memory there is an engine takes
-RESERVE_SHARE = 0.1  # of its budget, for what a forward needs beside weights and rows
+SAFE_SHARE = 0.8  # of the memory there is, for one engine
+RESERVE_SHARE = 0.1  # of an engine's budget, for what a forward needs beside weights and rows
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the front tells an engine about its work: the first message it sends."""
+
+    model: str
+    fallback: str | None = None  # served where the model can not be had
+    exact: bool = False
+    max_rows: int | None = None  # None: what suits the device
+    memory_bytes: int | None = None  # None: a safe share of what is there
+    cache_bytes: int = 0
+    cache_folder: str | None = None
+    cache_folder_bytes: int = 10 << 30
+    cache_canary: bool = False
+    log_format: Literal["text", "json"] = "text"
+
+    def with_model(self, model: str) -> EngineSettings:
+        """The same settings for another model, without a fallback."""
+        return msgspec.structs.replace(self, model=model, fallback=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine cuts its work. `for_device` gives the defaults; any field may be replaced."""
+    """How one engine divides its work. `resolve` gives the defaults of a device; any field may be replaced."""
 
     max_rows: int  # sequences that decode together; the others wait
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
     coarse_tokens: int | None = None  # up to here capacities are far apart, so that many rows share a slab; None: a quarter
-    chunk_tokens: int  # prompt tokens of one prefill chunk; boundaries are multiples of it from zero
+    chunk_tokens: int  # prompt tokens of one prefill chunk; chunks end at multiples of it
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     unsliced_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
-    exact: bool = False  # a prompt's bits do not depend on others: chunks end at its own places only
+    exact: bool = False  # a prompt's bits do not depend on other prompts: chunks end at its own boundaries only
     max_replayed_tokens: int = 256  # emitted tokens of a resumed row that are decoded again; more are prefilled
-    memory_bytes: int | None = None  # for weights, rows and kept prompts; None: without end
-    cache_bytes: int = 0  # for prompts computed before; 0: nothing is kept
-    pipelined: bool = True  # build a step while the last one runs; the plain turn is the oracle
-    settle_first: bool = False  # settle the last step before the next is started: where starting takes as long as the step
+    memory_bytes: int | None = None  # for weights, rows and cached prefixes; None: unlimited
+    cache_bytes: int = 0  # for cached prefixes; 0: none are kept
+    pipelined: bool = True  # build a step while the last one runs; the plain order is the oracle
+    settle_first: bool = False  # settle the last step before the next is started: where starting takes as long as a step
 
     def __post_init__(self) -> None:
         if self.width is not None and self.width < self.max_rows:
             raise ValueError(f"width {self.width} is below max_rows {self.max_rows}: every row must fit into one step")
 
     @staticmethod
-    def for_device(device: Device, *, exact: bool = False, row_invariant: bool = False) -> EngineConfig:
+    def for_device(device: Device, *, exact: bool = False, is_row_invariant: bool = False) -> EngineConfig:
         """The defaults measured for a kind of device.
 
-        Where the device's products are row-invariant (our own on CPU) every crowd is exact as it is. Elsewhere exactness
+        Where the device's products are row-invariant (our own on CPU) every batch is exact as it is. Elsewhere exactness
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
         """
         if device == "cpu":
-            # MLX's CPU queue holds ten operations; whoever adds more waits, so a step is nearly over when it is started.
             config = EngineConfig(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
         else:
             config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
-        width = config.max_rows if exact and not row_invariant else None
+        width = config.max_rows if exact and not is_row_invariant else None
         return replace(config, width=width, exact=exact, max_replayed_tokens=sys.maxsize if exact else config.max_replayed_tokens)
+
+    @staticmethod
+    def resolve(settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> EngineConfig:
+        """The defaults of a device, changed by what the settings say."""
+        config = EngineConfig.for_device(device, exact=settings.exact, is_row_invariant=is_row_invariant)
+        rows = settings.max_rows or config.max_rows
+        config = replace(config, cache_bytes=settings.cache_bytes, memory_bytes=settings.memory_bytes)
+        return replace(config, max_rows=rows, width=config.width and rows)
 
 
 @dataclass(frozen=True)
@@ -117,6 +146,21 @@ class ServerConfig:
     log_format: Literal["text", "json"] = "text"
     """How the log is written."""
 
+    def engine_settings(self, model: str, fallback: str | None = None) -> EngineSettings:
+        """What an engine that serves `model` is told."""
+        return EngineSettings(
+            model=model,
+            fallback=fallback,
+            exact=self.exact,
+            max_rows=self.max_rows,
+            memory_bytes=self.memory and self.memory * 2**20,
+            cache_bytes=self.cache_megabytes * 2**20,
+            cache_folder=None if self.cache_dir is None else str(Path(self.cache_dir).expanduser()),
+            cache_folder_bytes=self.cache_dir_megabytes * 2**20,
+            cache_canary=self.cache_canary,
+            log_format=self.log_format,
+        )
+
     def check(self) -> None:
         """Raise WeftError naming the first setting that can not be."""
         if not 0 <= self.port <= 65535:
@@ -158,3 +202,10 @@ def cache_folder() -> Path:
         return Path(base).expanduser().absolute() / "weft"
     home = Path.home()
     return home / "Library" / "Caches" / "weft" if sys.platform == "darwin" else home / ".cache" / "weft"
+
+
+def available_memory_bytes() -> int | None:
+    """The bytes that a new engine on this machine's CPU may take: a share of what the system calls available."""
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    return int(int(found[1]) * 1024 * SAFE_SHARE) if found else None

@@ -1,7 +1,7 @@
-"""The hand-hold: a model in your own process. `LLM("smollm2").generate(["Hello"], Sampling(max_tokens=20))`.
+"""A model in your own process: `LLM("smollm2").generate(["Hello"], Sampling(max_tokens=20))`.
 
-Everything runs in the thread that made the object: MLX arrays belong to their thread. Binds the BLAS first, because that
-must come before mlx is imported anywhere.
+Everything runs in the thread that made the object, because MLX arrays belong to their thread. Importing this module binds the
+matrix product, which must come before mlx is imported anywhere.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from weft.kernels import blas
 
 BLAS = blas.bind()
 
-from weft.config import EngineConfig  # noqa: E402
-from weft.engine.bring_up import bring_up, device_in_use  # noqa: E402
+from weft.config import EngineConfig, EngineSettings  # noqa: E402 - after the binding
+from weft.engine.process import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
 from weft.errors import RequestError, WeftError  # noqa: E402
-from weft.ipc.messages import FinishReason, Sampling, Timings, TokenEvent, TokenLogprob  # noqa: E402
+from weft.ipc.limits import Sampling  # noqa: E402
+from weft.ipc.messages import FinishReason, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.fetch import shown  # noqa: E402
-from weft.text.template import ChatTemplate, Message  # noqa: E402 - after the binding
+from weft.text.sampling import recommended_sampling, sampling_for  # noqa: E402
+from weft.text.template import ChatTemplate, Message  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 
 Prompt = str | Sequence[int]
@@ -41,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A part of a streamed answer: new text, the ids it came from, and at the end why it ended."""
+    """A part of a streamed answer: new text, the token ids it came from, and at the end the finish reason."""
 
     text: str
     token_ids: list[int]
@@ -61,17 +63,21 @@ class LLM:
     ) -> None:
         self.device = device_in_use()
         with shown(progress or False) as report:
-            self.engine, self.loaded = bring_up(model, BLAS, report, exact=exact, config=config)
+            self.engine, self.loaded = bring_up(EngineSettings(model=model, exact=exact), BLAS, report, config)
         self.config = self.engine.config
         self.tokenizer = Tokenizer(self.loaded.folder)
         self.template = ChatTemplate.of(self.loaded.folder)
+        self.default_sampling = sampling_for({}, recommended_sampling(self.loaded.folder))
         self._thread = threading.get_ident()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:
-        """Answer prompts (texts or token ids) together. A prompt that can not be served gets a Result with its error."""
-        asked = _as_list(prompts)
-        samplings = _one_each(sampling, len(asked))
-        sequences = [self._try_submit(prompt, choice) for prompt, choice in zip(asked, samplings, strict=True)]
+        """Answer prompts (texts or token ids) together. A prompt that can not be served gets a Result with its error.
+
+        Without `sampling` each gets what the model's makers recommend, as on the server.
+        """
+        listed = _as_list(prompts)
+        samplings = _one_each(sampling or self.default_sampling, len(listed))
+        sequences = [self._try_submit(prompt, one) for prompt, one in zip(listed, samplings, strict=True)]
         waiting = [sequence for sequence in sequences if isinstance(sequence, EngineSequence)]
         try:
             while not all(sequence.is_finished for sequence in waiting):
@@ -86,11 +92,11 @@ class LLM:
         """Answer one prompt piece by piece. Leaving the loop early cancels it."""
         sequence = self.submit(prompt, sampling)
         detokenizer = Detokenizer(self.tokenizer)
-        told = 0
+        num_read = 0
         try:
             while True:
-                new = sequence.output[told:]
-                told += len(new)
+                new = sequence.output[num_read:]
+                num_read += len(new)
                 text = "".join(detokenizer.feed(token) for token in new)
                 if sequence.is_finished:
                     if sequence.error:
@@ -107,10 +113,10 @@ class LLM:
     def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> EngineSequence:
         """Queue a request without waiting; drive it with `turn()` until it `is_finished`. Raises RequestError."""
         self._check_thread()
-        return self.engine.submit(self.encode(prompt), sampling or Sampling())
+        return self.engine.submit(self.encode(prompt), sampling or self.default_sampling)
 
     def turn(self) -> list[TokenEvent]:
-        """One turn of the engine: at most one token for every running request. Gives back what happened."""
+        """One turn of the engine, at most one token for every running request; returns what happened."""
         self._check_thread()
         self.engine.turn()
         return self.engine.take_events()
@@ -130,7 +136,7 @@ class LLM:
         return list(prompt)
 
     def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
-        """A conversation as token ids, by the model's chat template; by its contents alone where there is none."""
+        """A conversation as token ids, by the model's chat template; without one by the messages' texts alone."""
         if self.template is None:
             text = "\n".join(str(message["content"]) for message in messages)
             return self.tokenizer.encode(text, add_special_tokens=True)
@@ -159,9 +165,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _one_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling]:
-    if sampling is None or isinstance(sampling, Sampling):
-        return [sampling or Sampling()] * count
+def _one_each(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
+    if isinstance(sampling, Sampling):
+        return [sampling] * count
     if len(sampling) != count:
         raise ValueError(f"{len(sampling)} samplings were given for {count} prompts; give one, or one for each")
     return list(sampling)

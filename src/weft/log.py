@@ -1,4 +1,4 @@
-"""The log on stderr, as text for people or as one JSON object a line, and the line that every finished request leaves.
+"""The log on stderr, as text for people or as one JSON object a line, and the record that every finished request leaves.
 
 What clients send is never trusted to be printable, and what they ask the model is never logged.
 """
@@ -9,17 +9,37 @@ import json
 import logging
 import textwrap
 import time
+from dataclasses import dataclass
 from typing import Any, Literal
-
-from weft.text.types import Usage
 
 LogFormat = Literal["text", "json"]
 
 _requests = logging.getLogger("weft.request")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What log and metrics say about one finished request."""
+
+    request_id: str
+    client: str
+    dialect: str
+    model: str
+    status: int
+    finish: str | None = None  # None: there was no answer
+    total_seconds: float = 0.0
+    first_token_seconds: float | None = None
+    prompt_tokens: int | None = None  # None: it never reached the engine
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    miss_cause: str | None = None  # what ended the cached part of its prompt
+
+
 def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
-    """Send the whole process' log to stderr. Of other libraries only warnings are shown."""
+    """Send the whole process's log to stderr; of other libraries only warnings are shown."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -30,21 +50,28 @@ def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A00
     logging.getLogger("uvicorn.access").handlers.clear()
 
 
-def request_line(
-    *, request_id: str, client: str, wire: str, model: str, status: int, finish: str | None, usage: Usage | None
-) -> None:
-    """Say that a request ended. `usage` is absent when it never reached the engine, `finish` when there was no answer."""
+def log_request(record: RequestRecord) -> None:
+    """Write the log line of a finished request."""
     fields: dict[str, Any] = {
-        "id": request_id,
-        "client": client,
-        "wire": wire,
-        "model": model,
-        "status": status,
-        "finish": finish,
+        "id": record.request_id,
+        "client": record.client,
+        "wire": record.dialect,
+        "model": record.model,
+        "status": record.status,
+        "finish": record.finish,
     }
-    text = f"{request_id} {client} {wire} {model} {status} {finish or '-'}"
-    if usage is not None:
-        fields |= _counts(usage)
+    text = f"{record.request_id} {record.client} {record.dialect} {record.model} {record.status} {record.finish or '-'}"
+    if record.prompt_tokens is not None:
+        decoded = max(record.completion_tokens - 1, 0)  # the first token belongs to the prefill
+        fields |= {
+            "prompt_tokens": record.prompt_tokens,
+            "cached_tokens": record.cached_tokens,
+            "new_tokens": record.completion_tokens,
+            "queue_ms": round(record.queue_seconds * 1000),
+            "prefill_ms": round(record.prefill_seconds * 1000),
+            "decode_ms": round(record.decode_seconds * 1000),
+            "tokens_per_second": round(decoded / record.decode_seconds, 1) if record.decode_seconds > 0 else 0.0,
+        }
         text += (
             " prompt={prompt_tokens} cached={cached_tokens} new={new_tokens} queue={queue_ms}ms prefill={prefill_ms}ms "
             "decode={decode_ms}ms {tokens_per_second} tok/s"
@@ -52,38 +79,22 @@ def request_line(
     _requests.info("%s", text, extra={"fields": fields})
 
 
-def _counts(usage: Usage) -> dict[str, Any]:
-    # The first token belongs to the prefill; the others came in the time of decoding.
-    decoded = max(usage.completion_tokens - 1, 0)
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": usage.cached_tokens,
-        "new_tokens": usage.completion_tokens,
-        "queue_ms": round(usage.queue_seconds * 1000),
-        "prefill_ms": round(usage.prefill_seconds * 1000),
-        "decode_ms": round(usage.decode_seconds * 1000),
-        "tokens_per_second": round(decoded / usage.decode_seconds, 1) if usage.decode_seconds > 0 else 0.0,
-    }
-
-
 class TextLines(logging.Formatter):
-    """`12:34:56 INFO  message`; a traceback follows indented, so that nothing in it looks like a line of ours."""
+    """Formats records as `12:34:56 INFO  message`; a traceback follows indented, so that nothing in it looks like a record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and the traceback's."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {record.levelname:<5} {escaped(record.getMessage())}"
+        line = f"{clock} {record.levelname:<5} {escape_unprintable(record.getMessage())}"
         if record.exc_info:
-            trace = "\n".join(escaped(each) for each in self.formatException(record.exc_info).split("\n"))
+            trace = "\n".join(escape_unprintable(each) for each in self.formatException(record.exc_info).split("\n"))
             line += "\n" + textwrap.indent(trace, "    ")
         return line
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, and the fields given as `extra={"fields": …}`."""
+    """Formats records as one JSON object a line: time, level, logger, message, and the fields given as `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of ASCII; whatever is not printable is escaped by JSON itself."""
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"time": f"{clock}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "logger": record.name}
         line |= {"message": record.getMessage()} | getattr(record, "fields", {})
@@ -92,7 +103,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def escaped(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """The text with everything unprintable written as an escape: line ends, terminal codes, half characters."""
     if text.isprintable():
         return text

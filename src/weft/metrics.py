@@ -1,7 +1,7 @@
-"""Every instrument of the house, on prometheus_client, in a registry of its own.
+"""All metrics, on prometheus_client, in a registry of its own.
 
-Each is kept once; those that vLLM has too are shown a second time under vLLM's name, so that its dashboards work here.
-Knows neither HTTP nor the engine: who measures calls a method, `/metrics` sends what `render` gives.
+Each is kept once; those that vLLM has too are exported a second time under vLLM's name, so that its dashboards work here.
+Takes plain values and knows neither HTTP nor the engine; `/metrics` sends what `render` returns.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from weft.ipc.messages import FinishReason
-from weft.text.types import Usage
+from weft.log import RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -29,7 +28,7 @@ Instrument = TypeVar("Instrument", bound=Collector)
 
 
 class Metrics(Collector):
-    """What is counted and timed. All calls come from the event loop's thread."""
+    """Counters, gauges and histograms. All calls come from the event loop's thread."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[Collector, tuple[str, ...]]] = []
@@ -70,80 +69,73 @@ class Metrics(Collector):
         self._prefixes = show(events)
         self._http = show(counter("weft_http_requests_total", "HTTP responses by status.", labelnames=("status",)))
 
-    def finished(
-        self,
-        model: str,
-        wire: str,
-        finish: FinishReason,
-        usage: Usage | None,
-        first_token_seconds: float | None,
-        total_seconds: float,
-    ) -> None:
-        """One answer ended. Without usage it never reached the engine; without a first token it has none."""
-        self._requests.labels(model, wire, finish).inc()
-        self._request.labels(model).observe(total_seconds)
-        if first_token_seconds is not None:
-            self._first_token.labels(model).observe(first_token_seconds)
-        if usage is not None:
-            self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
-            self._cached_tokens.labels(model).inc(usage.cached_tokens)
-            self._generated_tokens.labels(model).inc(usage.completion_tokens)
-            self._queue.labels(model).observe(usage.queue_seconds)
-            self._prefill.labels(model).observe(usage.prefill_seconds)
-            if usage.reuse is not None:
-                self._reused.labels(model, usage.reuse.cause).inc()
+    def finished(self, record: RequestRecord) -> None:
+        """Count one finished answer; what it does not have is not observed."""
+        model = record.model
+        self._requests.labels(model, record.dialect, record.finish or "error").inc()
+        self._request.labels(model).observe(record.total_seconds)
+        if record.first_token_seconds is not None:
+            self._first_token.labels(model).observe(record.first_token_seconds)
+        if record.prompt_tokens is not None:
+            self._prompt_tokens.labels(model).inc(record.prompt_tokens)
+            self._cached_tokens.labels(model).inc(record.cached_tokens)
+            self._generated_tokens.labels(model).inc(record.completion_tokens)
+            self._queue.labels(model).observe(record.queue_seconds)
+            self._prefill.labels(model).observe(record.prefill_seconds)
+        if record.miss_cause is not None:
+            self._reused.labels(model, record.miss_cause).inc()
 
     def token_gap(self, model: str, seconds: float) -> None:
-        """Called for every token of every stream, so the labels are looked up once."""
+        """Observe the gap before a token; called for every token of every stream, so labels are looked up once."""
         gap = self._gaps.get(model)
         if gap is None:
             gap = self._gaps[model] = self._token_gap.labels(model)
         gap.observe(seconds)
 
     def gaps(self, model: str) -> list[tuple[float, float]]:
-        """How many gaps between tokens were no longer than each of these seconds, so far."""
+        """The histogram of token gaps so far: for each bound in seconds how many gaps were no longer."""
         if model not in self._gaps:
             return []
         (metric,) = self._gaps[model].collect()
         return [(float(sample.labels["le"]), sample.value) for sample in metric.samples if sample.name.endswith("_bucket")]
 
     def rows(self, model: str, running: int, waiting: int) -> None:
-        """How many rows the engine has now."""
+        """Set how many rows an engine runs and how many wait."""
         self._running.labels(model).set(running)
         self._waiting.labels(model).set(waiting)
 
     def memory(self, model: str, num_bytes: Mapping[str, int]) -> None:
-        """The ledger as it is now: bytes by kind."""
+        """Set an engine's memory in bytes by kind."""
         for kind, value in num_bytes.items():
             self._memory.labels(model, kind).set(value)
 
     def prefixes(self, model: str, counts: Mapping[str, int]) -> None:
-        """What this engine has done with computed prompts so far, by kind."""
+        """Set what happened to an engine's cached prefixes so far, by kind."""
         for kind, value in counts.items():
             self._prefixes.labels(model, kind).set(value)
 
     def engine(self, model: str, up: bool, restarts: int) -> None:
-        """Whether the engine answers, and how often it was replaced. The first call makes the model's series appear."""
+        """Set whether an engine answers and how often it was replaced. The first call makes the model's series appear."""
         self._engine_up.labels(model).set(up)
         self._restarts.labels(model).set(restarts)
         for instrument in (self._prompt_tokens, self._cached_tokens, self._generated_tokens):
             instrument.labels(model)
 
     def unloaded(self, model: str) -> None:
-        """There is no engine any more. What it did stays counted; how it is does not."""
+        """Remove the gauges of a model that was unloaded; its counters stay."""
         for instrument in (self._running, self._waiting, self._engine_up, self._restarts, self._memory, self._prefixes):
             instrument.remove_by_labels({"model": model})
 
     def http(self, status: int) -> None:
-        """A response left."""
+        """Count a response by its status."""
         self._http.labels(str(status)).inc()
 
     def render(self) -> bytes:
-        """Everything in Prometheus' text format; its type is CONTENT_TYPE."""
+        """All metrics in Prometheus' text format, whose media type is CONTENT_TYPE."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Every instrument under each of its names; the registry asks."""
+        """All metrics under each of their names, for the registry."""
         for instrument, names in self._shown:
             for metric in instrument.collect():
                 # Nobody reads the times at which series were made, and they are as many as the counters.
@@ -157,7 +149,7 @@ class Metrics(Collector):
 
 
 def _as_vllm(metric: Metric, name: str) -> Metric:
-    """The same samples under vLLM's name and labels."""
+    """A metric with its samples under vLLM's name and labels."""
     renamed = Metric(f"vllm:{name}", metric.documentation, metric.type)
     for sample in metric.samples:
         labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}

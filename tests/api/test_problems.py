@@ -27,7 +27,7 @@ from weft.errors import (
     UnsupportedParameter,
     WeftError,
 )
-from weft.ipc.messages import Limits, Sampling
+from weft.ipc.limits import Limits, Sampling
 
 TABLE = [
     (InvalidRequest("words", "top_p"), 400, "invalid_request_error", "top_p", None),
@@ -100,7 +100,7 @@ def test_whatever_is_not_in_the_table_is_a_500_that_tells_nothing_of_the_inside(
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_agents_look_for() -> None:
     with pytest.raises(ContextTooLong) as caught:
-        Limits(vocab_size=10, context_length=8192).check([1] * 9000, Sampling())
+        Limits(vocab_size=10, context_length=8192).check([1] * 9000, Sampling(temperature=0.0))
 
     assert openai_body(caught.value)["error"]["message"] == (
         "This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens. "

@@ -28,7 +28,8 @@ from weft.errors import (
     UnsupportedParameter,
     WeftError,
 )
-from weft.ipc.messages import Sampling, TokenLogprob
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import TokenLogprob
 from weft.text.tools import wrapped
 from weft.text.types import (
     CallArguments,

@@ -42,7 +42,7 @@ def asked(home: Path) -> list[str]:
 def test_installing_writes_a_unit_and_starts_it_and_uninstalling_takes_both_back(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    unit = home / ".config" / "systemd" / "user" / "weft.serving.service"
+    unit = home / ".config" / "systemd" / "user" / "weft.service"
     service.install_command(("tiny-hybrid", "--port", "9000"), show=False)
     written, first = unit.read_text(), asked(home)
     service.uninstall_command()
@@ -59,7 +59,7 @@ def test_a_manager_that_refuses_leaves_nothing_behind(home: Path) -> None:
 
     with pytest.raises(WeftError, match="`systemctl --user enable weft` failed: no bus"):
         service.install_command((), show=False)
-    assert not (home / ".config" / "systemd" / "user" / "weft.serving.service").exists()
+    assert not (home / ".config" / "systemd" / "user" / "weft.service").exists()
 
 
 def test_printing_shows_the_unit_and_asks_nobody(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_status_tells_file_state_and_health(
 ) -> None:
     monkeypatch.setenv("WEFT_URL", "http://127.0.0.1:1")
     without = service.status_command()
-    unit = home / ".config" / "systemd" / "user" / "weft.serving.service"
+    unit = home / ".config" / "systemd" / "user" / "weft.service"
     unit.parent.mkdir(parents=True)
     unit.touch()
     silent = service.status_command()

@@ -12,7 +12,7 @@ import pytest
 from cli_command import weft
 
 from weft.cli.serve import Terminal
-from weft.config import ServerConfig
+from weft.config import EngineSettings, ServerConfig
 from weft.errors import WeftError
 from weft.serving.server import make_service
 
@@ -129,22 +129,27 @@ def test_a_setting_that_can_not_be_is_named(wrong: dict[str, Any]) -> None:
         ServerConfig(**wrong).check()
 
 
-def command(**settings: Any) -> list[str]:
-    """How an engine is started with these settings."""
-    return make_service(ServerConfig(("m",), **settings)).models[0].supervisor.command
+def engine_settings(**settings: Any) -> EngineSettings:
+    """What an engine of a server with these settings is told."""
+    return make_service(ServerConfig(("m",), **settings)).models[0].supervisor.settings
 
 
 def test_the_folder_for_prompts_reaches_the_engine_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/eve")
-    given = " ".join(command(cache_dir="~/kept", cache_dir_megabytes=2, cache_canary=True))
+    given = engine_settings(cache_dir="~/kept", cache_dir_megabytes=2, cache_canary=True)
 
-    assert f"--cache-dir /home/eve/kept --cache-dir-bytes {2 * 2**20} --cache-canary" in given
-    assert not [word for word in command(cache_dir_megabytes=2) if "dir" in word or "canary" in word]
+    assert (given.cache_folder, given.cache_folder_bytes, given.cache_canary) == ("/home/eve/kept", 2 * 2**20, True)
+    assert engine_settings(cache_dir_megabytes=2).cache_folder is None
+    assert not engine_settings().cache_canary
 
 
 def test_the_memory_reaches_the_engine_in_bytes_and_only_when_it_is_given() -> None:
-    assert f"--memory-bytes {512 * 2**20} " in " ".join(command(memory=512))
-    assert "--memory-bytes" not in command()
+    assert engine_settings(memory=512).memory_bytes == 512 * 2**20
+    assert engine_settings().memory_bytes is None
+
+
+def test_the_log_format_reaches_the_engine() -> None:
+    assert engine_settings(log_format="json").log_format == "json"
 
 
 def test_the_screen_ends_with_three_lines_to_copy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from weft.engine.sequence import Sequence
 from weft.errors import RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, Submit
 from weft.model.adapter import Adapter
 from weft.text.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ def prompt(text: str) -> list[int]:
 
 
 def submit(run: Run, text: str, constraint: Constraint | None, **sampling: object) -> Sequence:
-    chosen = Sampling(**{"max_tokens": 60, **sampling})  # type: ignore[arg-type]
+    chosen = Sampling(**{"temperature": 0.0, "max_tokens": 60, **sampling})  # type: ignore[arg-type]
     return run.engine.submit(prompt(text), chosen, constraint)
 
 
@@ -96,7 +97,7 @@ def test_a_constrained_answer_is_the_same_alone_and_in_a_crowd(adapter: Adapter)
 def test_forks_have_constraints_of_their_own(adapter: Adapter) -> None:
     run = Run(adapter)
     chosen = tuple(Sampling(max_tokens=60, temperature=2.0, seed=seed) for seed in range(4))
-    forks = run.engine.take(Submit((1, 2, 3, 4), prompt(STORIES[2]), chosen), COMPILER.constraint(STRICT))
+    forks = run.engine.submit_all(Submit((1, 2, 3, 4), prompt(STORIES[2]), chosen), COMPILER.constraint(STRICT))
     run.finish()
 
     assert all(is_valid(fork) for fork in forks)

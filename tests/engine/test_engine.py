@@ -12,7 +12,7 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.errors import ContextTooLong, InvalidRequest
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
 
 
@@ -205,7 +205,7 @@ def test_bad_input_is_named_and_costs_nobody_else(
 
 def test_max_tokens_defaults_to_the_rest_of_the_context(adapter: Adapter) -> None:
     run = Run(adapter)
-    sequence = run.engine.submit([1] * 10, Sampling())
+    sequence = run.engine.submit([1] * 10, Sampling(temperature=0.0))
 
     assert sequence.max_tokens == adapter.context_length - 10
 

@@ -11,7 +11,8 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 
 PROMPT = random_prompts(128, (70,), seed=3)[0]
@@ -23,8 +24,8 @@ def adapter(checkpoint: Callable[[str], Path]) -> Adapter:
 
 
 def fork(run: Run, count: int, prompt: list[int] = PROMPT, **sampling: object) -> list[Sequence]:
-    chosen = Sampling(**{"max_tokens": 6, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
-    return run.engine.take(Submit(tuple(range(100, 100 + count)), prompt, (chosen,) * count))
+    chosen = Sampling(**{"temperature": 0.0, "max_tokens": 6, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return run.engine.submit_all(Submit(tuple(range(100, 100 + count)), prompt, (chosen,) * count))
 
 
 def count_chunks(run: Run) -> list[int]:

@@ -47,7 +47,7 @@ def test_exactly_the_guilty_row_fails(adapter: Adapter, undisturbed: list[list[i
 
     assert rows[guilty].finish == "error"
     assert all(row.output == undisturbed[place] for place, row in enumerate(rows) if place != guilty)
-    assert not run.engine.trial.groups
+    assert not run.engine.bisection.groups
     tree = run.engine.prefix.tree
     assert tree is None or not any(node.pins for node in tree.nodes())
 

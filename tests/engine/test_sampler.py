@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from driver import Run, adapter_for, random_prompts
-from weft.engine.sampler import choose
+from sequences import sequence_of
+from weft.engine.sampler import sample
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import Sampling
 from weft.model.adapter import Adapter
 
 VOCAB = 400
 
 
 def row(prompt: list[int] | None = None, output: list[int] | None = None, **sampling: Any) -> Sequence:
-    sequence = Sequence(0, prompt or [0], Sampling(**sampling), max_tokens=1000, stop_ids=frozenset())
+    sequence = sequence_of(prompt or [0], **sampling)
     for token in output or []:
         sequence.num_in_flight += 1
         sequence.append(token, None)
@@ -32,7 +32,7 @@ def row(prompt: list[int] | None = None, output: list[int] | None = None, **samp
 
 
 def pick(logits: np.ndarray, rows: list[Sequence]) -> list[int]:
-    return choose(mx.array(logits), rows).tokens.tolist()
+    return sample(mx.array(logits), rows).tokens.tolist()
 
 
 def draws(logits: np.ndarray, count: int, **sampling: Any) -> Counter[int]:
@@ -121,7 +121,7 @@ def test_a_negative_logit_is_multiplied_by_the_repetition_penalty() -> None:
 def test_logprobs_are_the_models_own() -> None:
     rows = [row(logprobs=3, temperature=0.0, logit_bias={5: 100.0}), row(), row(logprobs=0)]
 
-    choice = choose(mx.array(np.tile(LOGITS, (3, 1))), rows)
+    choice = sample(mx.array(np.tile(LOGITS, (3, 1))), rows)
 
     expected = np.log(PROBABILITIES)
     first, second = (entry.read([int(choice.tokens[index].item())])[0] for index, entry in choice.logprobs.items())
@@ -137,7 +137,7 @@ def test_logits_that_are_not_numbers_are_reported_for_their_row_only() -> None:
     logits = np.tile(LOGITS, (3, 1))
     logits[1, 17] = np.nan
 
-    assert choose(mx.array(logits), [row(), row(), row()]).finite.tolist() == [True, False, True]
+    assert sample(mx.array(logits), [row(), row(), row()]).finite.tolist() == [True, False, True]
 
 
 SAMPLINGS = st.builds(

@@ -7,27 +7,27 @@ import dataclasses
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sequences import sequence_of
 from weft.config import EngineConfig
+from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.plan import Plan
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduler import Plan, Scheduler
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import Sampling
 
 CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10, unsliced_tokens=5)
 
 
 def scheduler_of() -> Scheduler:
-    return Scheduler(CONFIG, MemoryBudget(lambda tokens: tokens, 0))
+    return Scheduler(CONFIG, MemoryBudget(lambda tokens: tokens, 0), Bisection())
 
 
 def plan_of(scheduler: Scheduler, now: float = 0.0) -> Plan:
     scheduler.admit(now)
-    return scheduler.plan(lambda _: True)
+    return scheduler.plan()
 
 
 def sequence(number: int, prompt: int, tokens: int = 5) -> Sequence:
-    return Sequence(number, [1] * prompt, Sampling(), max_tokens=tokens, stop_ids=frozenset())
+    return sequence_of([1] * prompt, tokens, number)
 
 
 def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_the_batch() -> None:
@@ -38,7 +38,7 @@ def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_
     while (chunk := plan_of(scheduler).chunk) is not None:
         one.num_computed += chunk.count
         ends.append(one.num_computed)
-        scheduler.chunk_done()
+        scheduler.finish_chunk(chunk)
 
     assert ends == [10, 20, 26]
     assert [row.sequence for row in plan_of(scheduler).steps] == [one]
@@ -52,7 +52,7 @@ def test_prompts_take_turns_chunk_by_chunk() -> None:
     while (chunk := plan_of(scheduler).chunk) is not None:
         turns.append(chunk.sequence.id)
         chunk.sequence.num_computed += chunk.count
-        scheduler.chunk_done()
+        scheduler.finish_chunk(chunk)
 
     assert turns == [0, 1, 0, 1, 0, 1]
 
@@ -66,7 +66,7 @@ def test_only_prompts_that_end_soon_are_announced() -> None:
     assert plan_of(scheduler).upcoming == (11, 30)
 
     chunk.sequence.num_computed += chunk.count  # the first is in memory: it comes no more
-    scheduler.chunk_done()
+    scheduler.finish_chunk(chunk)
     assert plan_of(scheduler).upcoming == (30,)
 
 
@@ -76,21 +76,21 @@ def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
     assert plan_of(scheduler).slice_seconds is None
 
     scheduler.add(sequence(1, 1))
-    scheduler.measured(0.5)
+    scheduler.measure_step(0.5)
     plan = plan_of(scheduler)
     assert plan.chunk is not None
     assert plan.slice_seconds == CONFIG.gap_factor * scheduler.step_seconds
     plan.chunk.sequence.num_computed += plan.chunk.count
-    scheduler.chunk_done()
+    scheduler.finish_chunk(plan.chunk)
     while (plan := plan_of(scheduler)).chunk is not None and plan.chunk.count > 5:
         plan.chunk.sequence.num_computed += plan.chunk.count
-        scheduler.chunk_done()
+        scheduler.finish_chunk(plan.chunk)
     assert plan.chunk is not None
     assert plan.slice_seconds is None  # a short one is done at once
 
 
 def test_short_chunks_go_before_the_steps_while_several_wait_but_not_for_ever() -> None:
-    scheduler = Scheduler(dataclasses.replace(CONFIG, max_rows=9), MemoryBudget(lambda tokens: tokens, 0))
+    scheduler = Scheduler(dataclasses.replace(CONFIG, max_rows=9), MemoryBudget(lambda tokens: tokens, 0), Bisection())
     scheduler.add(sequence(0, 1, tokens=100))
     for number in range(1, 8):
         scheduler.add(sequence(number, 4))
@@ -98,7 +98,7 @@ def test_short_chunks_go_before_the_steps_while_several_wait_but_not_for_ever() 
     while (plan := plan_of(scheduler)).chunk is not None:
         has_steps.append(bool(plan.steps))
         plan.chunk.sequence.num_computed += plan.chunk.count
-        scheduler.chunk_done()
+        scheduler.finish_chunk(plan.chunk)
 
     assert has_steps == [False, False, False, True, False, False, True]
 
@@ -134,7 +134,7 @@ def test_everybody_ends_in_order_of_admission_and_nobody_is_computed_twice(asked
             assert plan.chunk.start == plan.chunk.sequence.num_computed
             plan.chunk.sequence.num_computed += plan.chunk.count
             computed[plan.chunk.sequence.id] += plan.chunk.count
-            scheduler.chunk_done()
+            scheduler.finish_chunk(plan.chunk)
         for row in plan.steps:
             row.sequence.num_computed += 1
             computed[row.sequence.id] += 1

@@ -14,7 +14,8 @@ from test_corpus import COMPILER, ENDINGS, PLACE
 
 from driver import SMALL, Run
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import ConstraintSpec, Sampling
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import ConstraintSpec
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID

@@ -351,7 +351,7 @@ def test_a_forked_child_computes_and_the_process_ends(library: ctypes.CDLL) -> N
 
 def run(code: str, *arguments: str, flags: list[str] | None = None, path: Path | None = None) -> list[str]:
     """The lines a fresh Python prints; fails if it fails or does not end."""
-    source = path or Path(weft.kernels.blas.__file__).parents[1]
+    source = path or Path(weft.kernels.blas.__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(source)}
     command = [sys.executable, *(flags or []), "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -401,9 +401,10 @@ def test_binding_after_mlx_does_nothing_and_says_so() -> None:
 
 
 def test_without_our_library_there_is_a_report_and_no_failure(tmp_path: Path) -> None:
-    (tmp_path / "weft").mkdir()
+    (tmp_path / "weft" / "kernels").mkdir(parents=True)
     (tmp_path / "weft" / "__init__.py").touch()
-    shutil.copy(weft.kernels.blas.__file__, tmp_path / "weft" / "blas.py")
+    (tmp_path / "weft" / "kernels" / "__init__.py").touch()
+    shutil.copy(weft.kernels.blas.__file__, tmp_path / "weft" / "kernels" / "blas.py")
     code = (
         "import weft.kernels.blas; r = weft.kernels.blas.bind(); print(r.name); print(r.warning); "
         "import mlx.core as mx; print(mx.ones((2, 2)) @ mx.ones((2, 2)))"

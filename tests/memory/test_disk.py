@@ -514,17 +514,17 @@ def test_files_that_are_not_named_as_ours_are_never_deleted(house: House) -> Non
 
 def test_a_trunk_outlives_its_branches(house: House) -> None:
     """It is written once and then used from memory; what is stored on top of it says that it is still needed."""
-    prefix_node = make_entry("trunk", nbytes=40_000)
-    stem = make_entry("stem", prefix_node.key, nbytes=40_000)
-    budget = 6 * size_of(prefix_node) + 1000
+    trunk = make_entry("trunk", nbytes=40_000)
+    stem = make_entry("stem", trunk.key, nbytes=40_000)
+    budget = 6 * size_of(trunk) + 1000
     tier = house.open(budget)
-    for count, entry in enumerate([prefix_node, stem, *(make_entry(number, stem.key, nbytes=40_000) for number in range(20))], 1):
+    for count, entry in enumerate([trunk, stem, *(make_entry(number, stem.key, nbytes=40_000) for number in range(20))], 1):
         store(tier, entry)
         until(lambda count=count: tier.num_written == count)  # type: ignore[misc]
     tier.close(SECONDS)
 
     assert tier.num_evicted >= 16
-    assert tier.has(prefix_node.key)
+    assert tier.has(trunk.key)
     assert tier.has(stem.key)
 
 
@@ -540,16 +540,16 @@ def test_of_one_path_the_end_goes_first(house: House) -> None:
 
 
 def test_room_is_not_made_among_the_ancestors_of_what_is_written(house: House) -> None:
-    prefix_node, *others = [make_entry(number, nbytes=40_000) for number in range(6)]
-    house.keep(prefix_node, *others)
-    age(house, prefix_node, *others)
-    tier = house.open(budget=6 * size_of(prefix_node) + 1000)
+    trunk, *others = [make_entry(number, nbytes=40_000) for number in range(6)]
+    house.keep(trunk, *others)
+    age(house, trunk, *others)
+    tier = house.open(budget=6 * size_of(trunk) + 1000)
 
-    store(tier, make_entry("branch", prefix_node.key, nbytes=40_000))
+    store(tier, make_entry("branch", trunk.key, nbytes=40_000))
     tier.close(SECONDS)
 
     assert tier.has(key_of("branch"))
-    assert tier.has(prefix_node.key)
+    assert tier.has(trunk.key)
     assert not tier.has(others[0].key)
 
 
@@ -680,17 +680,17 @@ def test_a_checkpoint_that_comes_while_the_chunk_is_written_is_written_after_it(
 
 
 def test_what_is_forgotten_takes_along_what_was_computed_on_top_of_it(house: House) -> None:
-    prefix_node, side = make_entry("trunk"), make_entry("side")
-    branch = make_entry("branch", prefix_node.key)
+    trunk, side = make_entry("trunk"), make_entry("side")
+    branch = make_entry("branch", trunk.key)
     twig = make_entry("twig", branch.key)
-    house.keep(prefix_node, side, branch)
+    house.keep(trunk, side, branch)
     tier = house.make()
     store(tier, twig)  # still in the queue
     tier.open()
 
-    tier.forget([prefix_node.key])
+    tier.forget([trunk.key])
 
-    assert [tier.has(entry.key) for entry in (prefix_node, branch, twig, side)] == [False, False, False, True]
+    assert [tier.has(entry.key) for entry in (trunk, branch, twig, side)] == [False, False, False, True]
     tier.close(SECONDS)
     assert house.files() == {house.file(side).name}
 

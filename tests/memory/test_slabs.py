@@ -85,7 +85,7 @@ def test_joining_and_leaving_touch_no_other_arrays() -> None:
     before = [np.array(array) for array in resident.slab.arrays()]
     arrays = [id(array) for array in resident.slab.arrays()]
     for length in (5, 40, 100, 130):
-        rows.leave(allocate(rows, length, 2.0))
+        rows.free(allocate(rows, length, 2.0))
 
     assert [id(array) for array in resident.slab.arrays()] == arrays
     assert all(np.array_equal(array, old) for array, old in zip(resident.slab.arrays(), before, strict=True))
@@ -96,12 +96,12 @@ def test_a_left_slot_is_used_again_and_an_empty_slab_goes() -> None:
     first = allocate(rows, 20, 1.0, upcoming=(20, 20))
     second = allocate(rows, 20, 2.0)
     slab, slot = first.slab, first.slot
-    rows.leave(first)
+    rows.free(first)
     third = allocate(rows, 20, 3.0)
 
     assert (third.slab, third.slot) == (slab, slot)
-    rows.leave(second)
-    rows.leave(third)
+    rows.free(second)
+    rows.free(third)
     assert rows.slabs == []
     assert rows.bytes_held == 0
 
@@ -188,7 +188,7 @@ def test_no_order_of_joining_growing_and_leaving_mixes_rows_up(events: list[int 
             case int(length) if len(live) < 6:
                 live.append((allocate(rows, length, float(number)), float(number)))
             case ("leave", index) if live:
-                rows.leave(live.pop(index % len(live))[0])
+                rows.free(live.pop(index % len(live))[0])
             case "grow":
                 for row, mark in live:
                     rows.grow(row)

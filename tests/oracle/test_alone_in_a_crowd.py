@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts, stock_mlx_lm
-from weft.ipc.messages import Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 from zoo import ARCHITECTURES, EXAMINED, VOCABULARY, greedy
 
@@ -188,7 +189,9 @@ def test_at_a_constant_width_no_bit_depends_on_the_crowd(build: Build, name: str
 def test_forks_of_a_prompt_answer_as_if_each_had_computed_it(build: Build, solo: Solo, name: str) -> None:
     run = Run(build(name))
     run.submit(NEIGHBOURS[0], 12)
-    forks = run.engine.take(Submit((90, 91, 92), SUBJECTS[0], (Sampling(max_tokens=TOKENS, ignore_eos=True),) * 3))
+    forks = run.engine.submit_all(
+        Submit((90, 91, 92), SUBJECTS[0], (Sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True),) * 3)
+    )
     run.finish()
 
     assert [fork.output for fork in forks] == [solo(name)[0][0]] * 3

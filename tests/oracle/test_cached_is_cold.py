@@ -87,9 +87,11 @@ def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[st
 
     check(run, sequences, cold(name))
     if build(name).can_be_saved:
-        assert sequences[-1].num_cached == len(TRUNK) - 1  # the same again: nothing is computed
-        assert all(sequence.num_cached >= 48 for sequence in sequences[1:5])
-    assert sum(counts) == sum(len(prompt) - 1 - sequence.num_cached for prompt, sequence in zip(PROMPTS, sequences, strict=True))
+        assert sequences[-1].prefix.num_cached == len(TRUNK) - 1  # the same again: nothing is computed
+        assert all(sequence.prefix.num_cached >= 48 for sequence in sequences[1:5])
+    assert sum(counts) == sum(
+        len(prompt) - 1 - sequence.prefix.num_cached for prompt, sequence in zip(PROMPTS, sequences, strict=True)
+    )
     prefixes = run.engine.prefix.tree
     assert prefixes is None or not any(node.pins for node in prefixes.nodes())
 
@@ -178,8 +180,8 @@ def test_after_a_restart(build: Callable[[str], Adapter], cold: Callable[[str], 
     assert run.disk is not None
     run.disk.close(10)
     if build(name).can_be_saved:
-        assert sequences[0].num_cached == len(TRUNK) - 1
-        assert sequences[1].num_cached == len(PROMPTS[1]) - 1
+        assert sequences[0].prefix.num_cached == len(TRUNK) - 1
+        assert sequences[1].prefix.num_cached == len(PROMPTS[1]) - 1
         assert sum(counts) <= sum(len(prompt) - 1 - 48 for prompt in PROMPTS[2:5]) + 16 + 32  # states amid the trunk are not kept
 
 

@@ -80,7 +80,7 @@ def test_what_has_not_changed_is_not_told_again(server: Front) -> None:
 
 def test_who_was_asking_before_is_told_at_once(server: Front) -> None:
     (thread,) = asking(server, "before", max_tokens=60)
-    while "before" not in server.service.answers:
+    while "before" not in server.service.active:
         time.sleep(0.01)
     events = watched(server)
     first = next(events)

@@ -10,7 +10,8 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
 from weft.engine.host import memory_in_use
-from weft.ipc.messages import Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
@@ -28,7 +29,8 @@ def test_a_prompt_follows_another_only_while_both_need_the_same_chunk(adapter: A
     seen = []
     while not all(one.is_prefilled for one in (leader, follower, stranger)):
         run.turn()
-        seen.append([one.is_following and not one.is_prefilled for one in (leader, follower, stranger)])
+        following = run.engine.scheduler.following
+        seen.append([one in following and not one.is_prefilled for one in (leader, follower, stranger)])
     run.finish()
 
     assert any(any(flags[:2]) for flags in seen)  # one of the two computes, the other follows
@@ -39,11 +41,13 @@ def test_a_prompt_follows_another_only_while_both_need_the_same_chunk(adapter: A
 def test_a_prompt_whose_every_token_must_be_read_follows_nobody(adapter: Adapter) -> None:
     run = Run(adapter, CACHED)
     run.submit([*TRUNK, 1, 2], 2)
-    reader = run.engine.take(Submit((99,), [*TRUNK, 3, 4], (Sampling(max_tokens=2, prompt_logprobs=0),)))[0]
+    reader = run.engine.submit_all(Submit((99,), [*TRUNK, 3, 4], (Sampling(temperature=0.0, max_tokens=2, prompt_logprobs=0),)))[
+        0
+    ]
     flags = []
     while not reader.is_prefilled:
         run.turn()
-        flags.append(reader.is_following)
+        flags.append(reader in run.engine.scheduler.following)
     run.finish()
 
     assert not any(flags)

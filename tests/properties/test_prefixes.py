@@ -13,7 +13,8 @@ from test_rows import _adapter
 from driver import SMALL, Run, answers, random_prompts
 from weft.engine.faults import Point, Rule
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
 from weft.memory.prefix_tree import Node, PrefixTree
 from zoo import VOCABULARY
 
@@ -42,20 +43,20 @@ class Forest(RuleBasedStateMachine):
 
     @rule(which=WHICH, tokens=st.integers(1, LONGEST), forks=st.integers(1, 3), salt=SALT, is_retained=st.booleans())
     def submit(self, which: int, tokens: int, forks: int, salt: str, is_retained: bool) -> None:
-        chosen = (Sampling(max_tokens=tokens, ignore_eos=True),) * forks
+        chosen = (Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True),) * forks
         self.take(which, Submit(self.some_numbers(forks), PROMPTS[which], chosen, salt=salt, is_retained=is_retained))
 
     @rule(which=WHICH, given=st.lists(st.integers(0, LONGEST - 1), min_size=1, max_size=3))
     def resume(self, which: int, given: list[int]) -> None:
-        chosen = (Sampling(max_tokens=LONGEST, ignore_eos=True),) * len(given)
-        prefill_ids = tuple(tuple(_solo(which)[:count]) for count in given)
-        self.take(which, Submit(self.some_numbers(len(given)), PROMPTS[which], chosen, given=prefill_ids))
+        chosen = (Sampling(temperature=0.0, max_tokens=LONGEST, ignore_eos=True),) * len(given)
+        emitted = tuple(tuple(_solo(which)[:count]) for count in given)
+        self.take(which, Submit(self.some_numbers(len(given)), PROMPTS[which], chosen, emitted=emitted))
 
     def some_numbers(self, count: int) -> tuple[int, ...]:
         return tuple(next(self.numbers) for _ in range(count))
 
     def take(self, which: int, asked: Submit) -> None:
-        self.asked += [(which, sequence) for sequence in self.run.engine.take(asked)]
+        self.asked += [(which, sequence) for sequence in self.run.engine.submit_all(asked)]
 
     @precondition(lambda self: any(not sequence.is_finished for _, sequence in self.asked))
     @rule(data=st.data())
@@ -99,7 +100,7 @@ class Forest(RuleBasedStateMachine):
         nodes = list(self.tree.nodes())
         assert self.tree.held_bytes == sum(node.nbytes for node in nodes)
         roots = [self.tree.root(salt) for salt in SALTS[1:]]
-        standing = [sequence.prefix_node for _, sequence in self.asked if sequence.prefix_node is not None]
+        standing = [sequence.prefix.node for _, sequence in self.asked if sequence.prefix.node is not None]
         assert all(prefix_node.is_detached or any(prefix_node is node for node in [*nodes, *roots]) for prefix_node in standing)
         for node in [*nodes, *roots]:
             assert node.pins == sum(prefix_node is node for prefix_node in standing)
@@ -118,10 +119,10 @@ class Forest(RuleBasedStateMachine):
     @invariant()
     def nobody_stands_where_nothing_can_be_restored(self) -> None:
         for _, sequence in self.asked:
-            if sequence.prefix_node is not None and sequence.prefix_node.parent is not None:
-                assert sequence.prefix_node.checkpoint is not None
-                tokens = [token for node in sequence.prefix_node.path() for token in node.tokens]
-                assert sequence.prefill_ids[: sequence.prefix_node.length] == tokens
+            if sequence.prefix.node is not None and sequence.prefix.node.parent is not None:
+                assert sequence.prefix.node.checkpoint is not None
+                tokens = [token for node in sequence.prefix.node.path() for token in node.tokens]
+                assert sequence.prefill_ids[: sequence.prefix.node.length] == tokens
 
     @invariant()
     def answers_are_prefixes_of_the_cold_answers(self) -> None:

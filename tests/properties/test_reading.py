@@ -12,9 +12,10 @@ import re
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from readers import reader_of
 from weft.model.resolve import TINY_HYBRID
 from weft.text.reasoning import Markers
-from weft.text.stream import Reader
+from weft.text.stream import StreamReader
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Delta, Reasoning, Text
 
@@ -111,7 +112,7 @@ def expected(ids: list[int], thinking: bool, stops: tuple[str, ...]) -> tuple[st
     return thought, answer, None
 
 
-def fed(reader: Reader, ids: list[int]) -> list[Delta]:
+def fed(reader: StreamReader, ids: list[int]) -> list[Delta]:
     return [delta for token in ids for delta in reader.feed(token)] + reader.finish()
 
 
@@ -126,7 +127,7 @@ def told(deltas: list[Delta], kind: type[Text] | type[Reasoning]) -> str:
 def test_any_ids_give_what_a_plain_reading_of_the_whole_gives(
     ids: list[int], opened: bool, stops: tuple[str, ...], logprobs: bool
 ) -> None:
-    reader = Reader(TOKENIZER, stops=stops, markers=THINK, opened=opened, logprobs=logprobs)
+    reader = reader_of(TOKENIZER, stops=stops, markers=THINK, opened=opened, logprobs=logprobs)
 
     deltas = fed(reader, ids)
 
@@ -142,7 +143,7 @@ def test_no_piece_has_half_a_character_also_where_the_answer_is_cut(
 ) -> None:
     ids = ids[: len(ids) - num_cut]
 
-    deltas = fed(Reader(TOKENIZER, stops=stops, markers=THINK, opened=opened), ids)
+    deltas = fed(reader_of(TOKENIZER, stops=stops, markers=THINK, opened=opened), ids)
 
     for delta in deltas:
         assert isinstance(delta, Text | Reasoning)
@@ -153,7 +154,7 @@ def test_no_piece_has_half_a_character_also_where_the_answer_is_cut(
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WRITTEN, max_size=14).map(joined), STOPS)
 def test_the_tokens_told_are_those_that_end_in_the_answer_told(ids: list[int], stops: tuple[str, ...]) -> None:
-    deltas = fed(Reader(TOKENIZER, stops=stops, logprobs=True), ids)
+    deltas = fed(reader_of(TOKENIZER, stops=stops, logprobs=True), ids)
 
     answer = told(deltas, Text).encode()
     shown = [token for token in ids if token not in TOKENIZER.special_ids]
@@ -173,7 +174,7 @@ def test_the_tokens_told_after_thinking_are_the_answers(thought: list[int], answ
     begin = [] if opens else encode("<think>")
 
     deltas = fed(
-        Reader(TOKENIZER, markers=THINK, opened=opens, logprobs=True), [*begin, *thought, *encode("</think>\n\n"), *answer]
+        reader_of(TOKENIZER, markers=THINK, opened=opens, logprobs=True), [*begin, *thought, *encode("</think>\n\n"), *answer]
     )
 
     shown = [token for token in answer if token not in TOKENIZER.special_ids]

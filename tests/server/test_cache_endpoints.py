@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.text.miss_report import MAX_REPORTS
+from weft.serving.active_request import MAX_REPORTS
 
 CAT, DOG = "Once upon a time there was a cat.", "Once upon a time there was a dog."
 
@@ -180,9 +180,9 @@ def test_a_model_that_is_not_up_keeps_nothing_and_can_not_be_cleared_yet() -> No
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
 
 
-def test_only_the_last_reports_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.text.miss_report.MAX_REPORTS", 2)
+def test_only_the_last_reports_are_kept() -> None:
     with front({"m": []}) as server:
+        server.service.reports.max_reports = 2
         for name in ("a", "b", "c"):
             server.post("/v1/completions", {"prompt": "hi", "max_tokens": 1}, headers={"x-request-id": name})
         found = [server.get(f"/v1/cache/requests/{name}").status_code for name in ("a", "b", "c")]

@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
-from weft.serving.service import FinishRate
+from weft.serving.model import FinishRate
 from weft.text.codec import Codec
 
 TEXTS = {
@@ -149,14 +149,14 @@ def test_what_never_fits_into_memory_is_refused_with_the_numbers() -> None:
 def test_who_has_no_place_costs_no_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a crowd with long prompts would keep the front busy for requests that are sent away."""
     written: list[int] = []
-    write = Codec.write
+    encode = Codec.encode
 
     def counted(self: Codec, *prompt: Any) -> Any:
         written.append(len(prompt))
         time.sleep(0.05)  # the others come meanwhile
-        return write(self, *prompt)
+        return encode(self, *prompt)
 
-    monkeypatch.setattr(Codec, "write", counted)
+    monkeypatch.setattr(Codec, "encode", counted)
     with front({"m": ["--token-seconds", "0.05"]}, max_queue=0) as server:  # 64 rows
         body = {"prompt": "many words and more " * 400, "max_tokens": 20, "n": 8}
         with ThreadPoolExecutor(24) as pool:
@@ -170,17 +170,17 @@ def test_who_has_no_place_costs_no_writing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_when_to_come_again_is_reckoned_from_how_fast_answers_end() -> None:
     pace = FinishRate()
     pace.begin(100.0)
-    unknown = pace.seconds(50, 101.0)
+    unknown = pace.seconds_for(50, 101.0)
     for count in range(1, 41):
-        pace.ended(100.0 + 0.25 * count)
-    busy = pace.seconds(50, 110.0)
-    stalled = pace.seconds(50, 142.0)
+        pace.finish(100.0 + 0.25 * count)
+    busy = pace.seconds_for(50, 110.0)
+    stalled = pace.seconds_for(50, 142.0)
     pace.begin(1000.0)
 
     assert unknown == 5
     assert busy == 13  # 50 ends, four in a second
     assert stalled == 63  # the last one is long ago
-    assert pace.seconds(50, 1000.0) == 13  # a rest is no stall
+    assert pace.seconds_for(50, 1000.0) == 13  # a rest is no stall
 
 
 def test_a_slow_reader_gets_everything_and_slows_nobody() -> None:
@@ -286,7 +286,7 @@ def test_a_fault_of_ours_inside_a_stream_is_told_and_counted_as_an_error(monkeyp
         raise ZeroDivisionError("a bug")
 
     with front({"m": []}) as server:
-        monkeypatch.setattr("weft.text.stream.Reader.feed", broken)
+        monkeypatch.setattr("weft.text.stream.StreamReader.feed", broken)
         streamed = server.post("/v1/completions", {"prompt": "hi", "stream": True})
         whole = server.post("/v1/completions", {"prompt": "hi"})
         monkeypatch.undo()

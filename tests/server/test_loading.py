@@ -18,7 +18,7 @@ from fronts import Front, front
 from servers import Server, running
 from weft.kernels import blas
 from weft.model.resolve import TINY_HYBRID
-from weft.serving import fit as fit
+from weft.serving import registry
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/models/load", "/v1/models/unload", "/v1/completions"
 TEXT = "Once upon a time"
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers_unless_forced(folder: st
 
 def test_one_that_is_on_its_way_is_reckoned_with(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda: True)
-    monkeypatch.setattr(fit, "_available_bytes", lambda: 250_000_000)  # room for one
+    monkeypatch.setattr(registry, "available_memory_bytes", lambda: 250_000_000)  # room for one
     second = str(shutil.copytree(folder, tmp_path / "second"))
     with front({"m": []}, spare={folder: ["--load-seconds", "1"]}) as server:
         first = server.post(LOAD, {"model": folder})
@@ -145,7 +145,7 @@ def test_an_unloaded_model_ends_its_answers_and_takes_no_others(folder: str) -> 
         long = {"prompt": TEXT, "max_tokens": 100, "model": folder}
         with ThreadPoolExecutor(2) as pool:
             answer = pool.submit(server.post, COMPLETIONS, long)
-            until(lambda: server.service.answers)
+            until(lambda: server.service.active)
             unloading = pool.submit(server.post, UNLOAD, {"model": folder})
             until(lambda: state(server, folder) == "unloading")
             refused = server.post(COMPLETIONS, {**long, "stream": True})
@@ -176,7 +176,7 @@ def test_an_unloaded_model_ends_its_answers_and_takes_no_others(folder: str) -> 
 def test_an_answer_that_does_not_end_in_time_is_told_why() -> None:
     with front({"m": ["--token-seconds", "0.02"]}, drain_seconds=0.2) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, COMPLETIONS, {"prompt": TEXT, "max_tokens": 5000, "stream": True})
-        until(lambda: server.service.answers)
+        until(lambda: server.service.active)
         server.post(UNLOAD, {"model": "m"})
 
         assert "m was unloaded before this answer was complete" in answer.result().text

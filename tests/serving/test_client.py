@@ -8,20 +8,9 @@ from typing import Any
 import pytest
 
 from weft.errors import EngineDied, GrammarRejected
-from weft.ipc.messages import (
-    Cancel,
-    ConstraintSpec,
-    EngineEvents,
-    GrammarSpec,
-    Sampling,
-    Submit,
-    SubmitOutcome,
-    ToEngine,
-    TokenEvent,
-)
-from weft.serving.engine_client import EngineClient
-from weft.serving.in_flight import PROOF_TOKENS
-from weft.serving.subscription import Subscription
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Cancel, ConstraintSpec, EngineEvents, GrammarSpec, Submit, SubmitOutcome, ToEngine, TokenEvent
+from weft.serving.in_flight import PROOF_TOKENS, EngineClient, Subscription
 
 RULE = ConstraintSpec(GrammarSpec("regex", "a+"))
 
@@ -42,13 +31,14 @@ class Wire:
 
 
 def ask(client: EngineClient, *samplings: Sampling, constraint: ConstraintSpec | None = None) -> Subscription:
-    return client.submit([[1, 2, 3]], [samplings or (Sampling(),)], [constraint], [()])
+    samplings = samplings or (Sampling(temperature=0.0),)
+    return client.submit([Submit(client.new_numbers(len(samplings)), [1, 2, 3], samplings, constraint)])
 
 
 def tokens(client: EngineClient, number: int, *ids: int, **end: Any) -> None:
-    client.hear(EngineEvents(tokens=[TokenEvent(number, token) for token in ids]))
+    client.receive(EngineEvents(tokens=[TokenEvent(number, token) for token in ids]))
     if end:
-        client.hear(EngineEvents(tokens=[TokenEvent(number, None, **end)]))
+        client.receive(EngineEvents(tokens=[TokenEvent(number, None, **end)]))
 
 
 async def taken(subscription: Subscription) -> list[int | None]:
@@ -66,24 +56,21 @@ def test_an_answer_goes_on_in_the_next_engine_and_nothing_is_told_twice() -> Non
         after = Wire(client)
         tokens(client, 0, 7, finish="length")
 
-        assert after.submits[0].given == ((5, 6),)
+        assert after.submits[0].emitted == ((5, 6),)
         assert len(client.live) == 0
         return await taken(subscription)
 
     assert asyncio.run(story()) == [5, 6, 7, None]
 
 
-def test_choices_without_a_seed_get_one_each_and_keep_it() -> None:
+def test_an_answer_keeps_its_sampling_in_the_next_engine() -> None:
     client = EngineClient()
     before = Wire(client)
-    ask(client, Sampling(), Sampling(), Sampling(seed=-5))
+    ask(client, Sampling(seed=1), Sampling(seed=2))
+    tokens(client, 0, 5)
     client.detach()
     after = Wire(client)
 
-    first, second, third = (sampling.seed for sampling in before.submits[0].samplings)
-    assert None not in (first, second)
-    assert first != second
-    assert third == -5
     assert after.submits[0].samplings == before.submits[0].samplings
 
 
@@ -103,12 +90,12 @@ def test_a_request_is_taken_once_though_two_engines_took_it() -> None:
     client = EngineClient()
     Wire(client)
     subscription = ask(client, constraint=RULE)
-    client.hear(EngineEvents(verdicts=[SubmitOutcome(0)]))
+    client.receive(EngineEvents(outcomes=[SubmitOutcome(0)]))
     client.detach()
     Wire(client)
-    client.hear(EngineEvents(verdicts=[SubmitOutcome(0)]))
+    client.receive(EngineEvents(outcomes=[SubmitOutcome(0)]))
 
-    assert subscription.num_judged == 1
+    assert subscription.num_accepted == 1
 
 
 def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> None:
@@ -118,9 +105,9 @@ def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> 
         subscription = ask(client, constraint=RULE)
         client.detach()
         Wire(client)
-        assert subscription.num_judged == 0
-        client.hear(EngineEvents(verdicts=[SubmitOutcome(0, "no such thing", "regex")]))
-        await subscription.until_taken(1)
+        assert subscription.num_accepted == 0
+        client.receive(EngineEvents(outcomes=[SubmitOutcome(0, "no such thing", "regex")]))
+        await subscription.until_accepted()
 
     with pytest.raises(GrammarRejected, match="no such thing"):
         asyncio.run(story())
@@ -129,7 +116,7 @@ def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> 
 def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_on() -> None:
     async def story() -> None:
         client = EngineClient()
-        neighbour, culprit = ask(client), ask(client, Sampling(), Sampling())
+        neighbour, culprit = ask(client), ask(client, Sampling(temperature=0.0), Sampling(temperature=0.0))
         for _ in range(2):
             Wire(client)
             client.detach()
@@ -173,7 +160,7 @@ def test_when_no_engine_will_come_everybody_is_told() -> None:
             with pytest.raises(EngineDied, match="no more"):
                 await subscription.take(0.0)
         with pytest.raises(EngineDied, match="no more"):
-            await subscriptions[1].until_taken(1)
+            await subscriptions[1].until_accepted()
 
     asyncio.run(story())
 
@@ -181,7 +168,7 @@ def test_when_no_engine_will_come_everybody_is_told() -> None:
 def test_an_engine_was_of_use_when_something_ended_got_on_or_was_found_out() -> None:
     client = EngineClient()
     Wire(client)
-    ask(client, Sampling(), Sampling(), Sampling())
+    ask(client, Sampling(temperature=0.0), Sampling(temperature=0.0), Sampling(temperature=0.0))
     tokens(client, 0, 1, finish="stop")
     uses = [client.detach()]
     uses.append(client.detach())  # one that was never ready

@@ -8,7 +8,7 @@ import pytest
 
 from weft.errors import EngineDied, EngineError
 from weft.ipc.messages import AskPrefixes, Prefixes, ToEngine
-from weft.serving.engine_client import EngineClient
+from weft.serving.in_flight import EngineClient
 
 
 class Line:
@@ -37,8 +37,8 @@ def test_answers_go_to_those_who_asked_in_any_order() -> None:
         asking = [asyncio.create_task(client.prefixes(clear=clear)) for clear in (False, True)]
         await asyncio.sleep(0)
         for message in reversed(asked(line)):
-            client.hear_prefixes(Prefixes(message.number, (), 0, 10 + message.clear, 0))
-        client.hear_prefixes(Prefixes(999, (), 0, 0, 0))  # nobody asked that
+            client.receive_prefixes(Prefixes(message.number, (), 0, 10 + message.clear, 0))
+        client.receive_prefixes(Prefixes(999, (), 0, 0, 0))  # nobody asked that
         return [(await task).held_bytes for task in asking]
 
     assert asyncio.run(run()) == [10, 11]
@@ -74,14 +74,14 @@ def test_without_an_engine_nobody_is_asked() -> None:
 
 
 def test_a_silent_engine_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.engine_client.ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.in_flight.ANSWER_SECONDS", 0.01)
 
     async def run() -> None:
         client, line = connected()
         try:
             await client.prefixes()
         finally:
-            client.hear_prefixes(Prefixes(asked(line)[0].number, (), 0, 0, 0))  # too late, and nobody minds
+            client.receive_prefixes(Prefixes(asked(line)[0].number, (), 0, 0, 0))  # too late, and nobody minds
 
     with pytest.raises(EngineError, match=r"within 0\.01 seconds"):
         asyncio.run(run())

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from fronts import FAKE_ENGINE
+from fronts import FAKE_ENGINE, fake_supervisor
 from weft.errors import EngineDied
-from weft.ipc.messages import Sampling, TokenEvent
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit, TokenEvent
 from weft.serving.engine_process import EngineCondition, Supervisor
-from weft.serving.subscription import Subscription
+from weft.serving.in_flight import Subscription
 
 POISON = 666
 SECONDS = 20.0  # for anything that must happen
@@ -30,7 +31,7 @@ def supervised(story: Callable[[Supervisor], Awaitable[None]], *words: str, hang
     """Tell a story about an engine with these words on its command line."""
 
     async def run() -> None:
-        supervisor = Supervisor([sys.executable, str(FAKE_ENGINE), *words, "m"], hang_seconds)
+        supervisor = fake_supervisor("m", *words, hang_seconds=hang_seconds)
         supervisor.start()
         try:
             await asyncio.wait_for(story(supervisor), SECONDS)
@@ -50,7 +51,8 @@ async def ready(supervisor: Supervisor) -> None:
 
 
 def ask(supervisor: Supervisor, prompt: list[int], num_tokens: int) -> Subscription:
-    return supervisor.client.submit([prompt], [(Sampling(max_tokens=num_tokens),)], [None], [()])
+    client, sampling = supervisor.client, Sampling(temperature=0.0, max_tokens=num_tokens)
+    return client.submit([Submit(client.new_numbers(1), prompt, (sampling,))])
 
 
 async def answer(subscription: Subscription) -> list[int]:

@@ -21,8 +21,9 @@ from weft.api.problems import BorderError
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
 from weft.metrics import CONTENT_TYPE
+from weft.serving.model import ServedModel
 from weft.serving.registry import ModelOption, ModelRegistry
-from weft.serving.service import ServedModel, Service
+from weft.serving.service import Service
 from weft.text.types import Conversation
 
 
@@ -69,9 +70,9 @@ class Status:
 
     async def available(self, request: Request) -> Response:  # noqa: ARG002
         """The models on this machine, and whether each would fit beside those that are loaded."""
-        choices = await self.registry.choices()
+        options = await self.registry.options()
         return json_response(
-            {"object": "list", "data": [_choice(choice) for choice in choices], "free_bytes": self.registry.free_bytes}
+            {"object": "list", "data": [_option(option) for option in options], "free_bytes": self.registry.free_bytes}
         )
 
     async def load(self, request: Request) -> Response:
@@ -98,7 +99,7 @@ class Status:
                 "engine_restarts": sum(engine.restarts for engine in engines),
                 "rows_running": sum(engine.status.running for engine in engines),
                 "rows_waiting": sum(engine.status.waiting for engine in engines),
-                "requests": sum(map(len, self.service.answers.values())),
+                "requests": len(self.service.submitted()),
                 "memory": _sum([served.memory for served in self.service.models]),
                 "models": [self._model_status(served) for served in self.service.models],
             }
@@ -131,7 +132,7 @@ class Status:
         codec, ready = self.service.find(asked.model).require()
         if asked.messages is not None:
             conversation = Conversation(messages_of(asked.messages))
-            ids = (await asyncio.to_thread(codec.write, conversation)).ids
+            ids = (await asyncio.to_thread(codec.encode, conversation)).ids
         elif (text := asked.prompt if asked.prompt is not None else asked.content) is not None:
             special = asked.add_special_tokens is not False
             ids = await asyncio.to_thread(codec.tokenizer.encode, text, add_special_tokens=special)
@@ -203,15 +204,15 @@ def condition_of(served: ServedModel) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def _choice(choice: ModelOption) -> dict[str, Any]:
-    model, fit = choice.model, choice.fit
+def _option(option: ModelOption) -> dict[str, Any]:
+    model, fit = option.model, option.fit
     return {
         "id": model.name,
         "object": "model",
         "kind": model.kind,
         "size_bytes": model.size_bytes,
         "is_here": model.folder is not None,
-        "is_loaded": choice.is_loaded,
+        "is_loaded": option.is_loaded,
         "needed_bytes": fit.needed_bytes,
         "verdict": fit.verdict,
     }

@@ -26,7 +26,7 @@ from weft.api.anthropic import messages
 from weft.api.body import read_json
 from weft.api.cache_routes import Cache
 from weft.api.deadline import Deadline
-from weft.api.dialect import ParsedRequest, ReplyHeader
+from weft.api.dialect import ParsedRequest, Reply, ReplyHeader
 from weft.api.guards import Guard
 from weft.api.live import LiveEvents
 from weft.api.ollama import chat as ollama
@@ -38,12 +38,14 @@ from weft.api.page import Page
 from weft.api.sse import EventStream, whole
 from weft.config import ServerConfig
 from weft.errors import ContextTooLong
-from weft.log import request_line
-from weft.serving.answer import ActiveRequest
+from weft.ipc.limits import Sampling
+from weft.log import RequestRecord, log_request
+from weft.serving.active_request import ActiveRequest
 from weft.serving.service import Service
 from weft.text.types import GenerationRequest
 
 LARGE_BODY = 1 << 16  # bytes
+SILENCE_SECONDS = 60.0  # between two wake-ups of a reply that is not streamed
 # Their clients come again with more of the same.
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id")
 
@@ -104,47 +106,51 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
 
 
 def _generating(
-    path: str, wire: str, translate: Translate, service: Service, config: ServerConfig, recall: Recall | None = None
+    path: str, dialect: str, translate: Translate, service: Service, config: ServerConfig, recall: Recall | None = None
 ) -> Route:
     async def endpoint(request: Request) -> Any:
-        """Understand the body, ask the service, and reply: streamed, whole, or with what is wrong."""
-        visit = RequestAccount(request, wire, service)
+        """Parse the body, start the request, and reply: streamed, whole, or with what is wrong."""
+        account = RequestAccount(request, dialect, service)
         try:
             deadline = Deadline.of(request.headers, config.request_timeout)
             body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
             # A large schema takes its time; streams are not to wait for it.
-            large = int(request.headers.get("content-length") or 0) > LARGE_BODY or recall is not None
-            known = {} if recall is None else {"past": await recall(body, request.state.api_key)}
-            asked = await asyncio.to_thread(translate, body, **known) if large else translate(body)
-            generation = _from(request, replace(asked.generation, wire=wire))
-            served = service.find(generation.model)
-            sampling = None if served.codec is None else served.codec.sampling(generation.sampling)
-            heading = ReplyHeader(visit.request_id, int(time.time()), served.name, _fingerprint(service), sampling)
-            reply = asked.reply(heading)
-            visit.model = served.name
-            headers = {"x-ignored-params": quote(", ".join(asked.ignored), safe=", ")[:1000]} if asked.ignored else {}
-            if not generation.prompts:  # only the model is asked for
-                await deadline.hold(served.until_settled())
-                served.require()
-                visit.ended(None, None)
-                return json_response(reply.whole(), headers=headers)
-            if asked.stream and served.is_loading:
-                waiting = service.open_later(generation, visit.request_id)
-                return EventStream(reply, waiting, config.heartbeat_seconds, headers, visit.ended, deadline, asked.media_type)
+            is_large = int(request.headers.get("content-length") or 0) > LARGE_BODY or recall is not None
+            past = {} if recall is None else {"past": await recall(body, request.state.api_key)}
+            parsed = await asyncio.to_thread(translate, body, **past) if is_large else translate(body)
+            generation = _identified(request, replace(parsed.generation, dialect=dialect))
+            model = service.find(generation.model)
+            headers = {"x-ignored-params": quote(", ".join(parsed.ignored), safe=", ")[:1000]} if parsed.ignored else {}
+
+            def reply(sampling: Sampling | None = None) -> Reply:
+                return parsed.reply(
+                    ReplyHeader(account.request_id, int(time.time()), model.name, _fingerprint(service), sampling)
+                )
+
+            account.model = model.name
+            if not generation.prompts:  # the client wants the model loaded and nothing else
+                await deadline.hold(model.until_settled())
+                model.require()
+                account.close(None)
+                return json_response(reply().whole(), headers=headers)
+            active = account.active = ActiveRequest(account.request_id, generation, may_wait=parsed.stream)
+            parts = service.generate(active, config.heartbeat_seconds if parsed.stream else SILENCE_SECONDS)
             try:
-                answer = visit.answer = await deadline.hold(service.open(generation, visit.request_id))
+                await deadline.hold(anext(parts))
             except ContextTooLong as error:
-                if not (asked.stream and asked.streams_overflow):
+                if not (parsed.stream and parsed.streams_overflow):
                     raise
-                visit.ended(None, error)
-                return Response(reply.opening() + reply.failure(error), headers=headers, media_type=asked.media_type)
-            if asked.stream:
-                return EventStream(reply, answer, config.heartbeat_seconds, headers, visit.ended, deadline, asked.media_type)
-            response = json_response(await whole(reply, answer, request.receive, deadline), headers=headers)
-            visit.ended(answer, None)
+                account.close(error)
+                told = reply()
+                return Response(told.opening() + told.failure(error), headers=headers, media_type=parsed.media_type)
+            told = reply(active.sampling)
+            if parsed.stream:
+                return EventStream(told, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
+            response = json_response(await whole(told, active, parts, request.receive, deadline), headers=headers)
+            account.close(None)
             return response
-        except Exception as error:  # told by the guard; here it is only counted
-            visit.ended(visit.answer, error)
+        except Exception as error:  # the guard replies to it; here it is only counted
+            account.close(error)
             raise
 
     return Route(path, endpoint, methods=["POST"])
@@ -157,13 +163,13 @@ def _counting(
         """How many tokens a request's prompt has."""
         body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
         generation = await asyncio.to_thread(translate, body)
-        return json_response({"input_tokens": await service.count(generation)})
+        return json_response({"input_tokens": await service.count_tokens(generation)})
 
     return Route(path, endpoint, methods=["POST"])
 
 
-def _from(request: Request, generation: GenerationRequest) -> GenerationRequest:
-    """The same with who asks: a session where the client names one, else a key. Clients take turns; none is known by name."""
+def _identified(request: Request, generation: GenerationRequest) -> GenerationRequest:
+    """The request with its client for fairness: a session where the client names one, else its key, hashed."""
     session = generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
     who = request.state.api_key + b"\0" + session.encode()
     client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""
@@ -171,37 +177,48 @@ def _from(request: Request, generation: GenerationRequest) -> GenerationRequest:
 
 
 class RequestAccount:
-    """One request at the door: who, by which wire, and the line it leaves in log and metrics."""
+    """One HTTP request from its arrival to the record it leaves in log and metrics."""
 
-    def __init__(self, request: Request, wire: str, service: Service) -> None:
+    def __init__(self, request: Request, dialect: str, service: Service) -> None:
         self.request_id: str = request.state.request_id
         self.client = f"{request.client.host}:{request.client.port}" if request.client else "-"
-        self.wire = wire
+        self.dialect = dialect
         self.path = request.scope["path"]
         self.service = service
         self.model = "-"
-        self.answer: ActiveRequest | None = None
+        self.active: ActiveRequest | None = None
         self.arrived = time.monotonic()
 
-    def ended(self, answer: ActiveRequest | None, error: BaseException | None) -> None:
-        """Count it and say so, once."""
+    def close(self, error: BaseException | None) -> None:
+        """Log the request, and count it if the engine had it."""
         status = 200 if error is None else problems.status_of(error, self.path) if isinstance(error, Exception) else 499
-        usage = answer.usage if answer is not None else None
-        finish = "cancelled" if status == 499 else "error" if error is not None else answer.finish if answer else None
-        request_line(
+        active = self.active if self.active is not None and self.active.is_submitted else None
+        finish = "cancelled" if status == 499 else "error" if error is not None else active.finish if active else None
+        record = RequestRecord(
             request_id=self.request_id,
             client=self.client,
-            wire=self.wire,
+            dialect=self.dialect,
             model=self.model,
             status=status,
             finish=finish,
-            usage=usage,
+            total_seconds=time.monotonic() - self.arrived,
+            **({} if active is None else _numbers(active)),
         )
-        if answer is not None and finish is not None:
-            first, total = answer.first_token_seconds, time.monotonic() - self.arrived
-            self.service.metrics.finished(self.model, self.wire, finish, usage, first, total)
+        log_request(record)
+        if active is not None and finish is not None:
+            self.service.metrics.finished(record)
+
+
+def _numbers(active: ActiveRequest) -> dict[str, Any]:
+    usage = active.usage
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
+    cause = None if usage.reuse is None else usage.reuse.cause
+    return {name: getattr(usage, name) for name in names} | {
+        "miss_cause": cause,
+        "first_token_seconds": active.first_token_seconds,
+    }
 
 
 def _fingerprint(service: Service) -> str:
-    ready = next((served.supervisor.condition.ready for served in service.models), None)
+    ready = next((model.ready for model in service.models), None)
     return ready.versions if ready is not None else "weft"

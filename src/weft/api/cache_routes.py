@@ -16,8 +16,8 @@ from weft.api.openai.schema import ClearRequest, converted
 from weft.api.problems import BorderError
 from weft.config import ServerConfig
 from weft.ipc.messages import Prefixes, PrefixNode
+from weft.serving.active_request import MAX_REPORTS, RequestReport
 from weft.serving.service import Service
-from weft.text.miss_report import MAX_REPORTS, RequestReport
 from weft.text.tokenizer import Tokenizer
 
 MAX_TEXT = 200  # characters shown of a chunk

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from weft.errors import WeftError
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.text.types import Delta, GenerationRequest, ReuseExplanation, Usage
 
 EVENTS = "text/event-stream; charset=utf-8"

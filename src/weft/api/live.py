@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from weft.api.admin import condition_of
 from weft.api.problems import status_of
 from weft.api.sse import STREAM_HEADERS, gone
-from weft.serving.answer import ActiveRequest
-from weft.serving.service import ServedModel, Service
+from weft.serving.active_request import ActiveRequest
+from weft.serving.model import ServedModel
+from weft.serving.service import Service
 
 TICK_SECONDS = 0.25
 QUIET_TICKS = 4  # without news a watcher hears so seldom that all is as it was
@@ -103,11 +104,11 @@ class LiveView:
         """What changed since the last time; None if there is nothing to say. The first one tells of all that run."""
         self._work = {served.name: Work() for served in self.service.models}
         ended, self._ended = self._ended, []
-        living = [answer for answers in self.service.answers.values() for answer in answers]
+        living = self.service.submitted()
         rows = [row for answer in (*ended, *living) if (row := self._news(answer, answer in ended)) is not None]
         for answer in ended:
             self._seen.pop(answer, None)
-        rows += [{"id": one.request_id, "state": "queued"} for one in self.service.waiting]
+        rows += [{"id": one.id, "state": "queued"} for one in self.service.waiting]
         seconds, self._quiet = now - (self._last or now), 0 if rows else self._quiet + 1
         if self._quiet % QUIET_TICKS and self._last is not None:
             return None
@@ -140,18 +141,18 @@ class LiveView:
     def _row(self, answer: ActiveRequest, seen: Seen, is_over: bool) -> Row:
         usage, generation = answer.usage, answer.generation
         row = {
-            "id": answer.request_id,
+            "id": answer.id,
             "model": answer.model,
-            "wire": generation.wire,
+            "wire": generation.dialect,
             "arrived": round(seen.arrived, 3),
             "state": "finished" if is_over else self._state(answer),
             "choices": len(answer.choices),
             "prompt_tokens": usage.prompt_tokens,
-            "computed": sum(answer.computed),
+            "computed": answer.num_computed,
             "cached_tokens": usage.cached_tokens,
             "tokens": usage.completion_tokens,
             "constrained": generation.grammar is not None,
-            "resumed": answer.subscription.num_resumed,
+            "resumed": answer.subscription.num_resumed if answer.subscription else 0,
             "cause": None if usage.reuse is None else usage.reuse.cause,
         }
         if answer.choices[0].timings is not None:
@@ -166,9 +167,10 @@ class LiveView:
             return "queued"
         if any(choice.num_tokens for choice in answer.choices):
             return "decode"
-        if any(number in engine.status.following for number in answer.subscription.open):
+        open_numbers = answer.subscription.open if answer.subscription is not None else ()
+        if any(number in engine.status.following for number in open_numbers):
             return "following"
-        is_prefilled = sum(answer.computed) or any(number in engine.status.prefilling for number in answer.subscription.open)
+        is_prefilled = answer.num_computed or any(number in engine.status.prefilling for number in open_numbers)
         return "prefill" if is_prefilled else "queued"
 
     def _model(self, served: ServedModel, seconds: float) -> Row:

@@ -23,7 +23,7 @@ from weft.api.openai.schema import (
     UnloadRequest,
 )
 from weft.ipc.messages import MissCause
-from weft.serving.fit import Verdict
+from weft.serving.registry import FitVerdict
 
 Schema = dict[str, Any]
 
@@ -220,7 +220,7 @@ def _reply_schemas() -> Schema:
     choice = _object(index=count, text=text, logprobs=maybe_object, **end)
     for one in (chat_choice, choice):  # where a schema was asked for without strict
         one["properties"]["schema_validation"] = _object(valid={"type": "boolean"}, errors=_list(text))
-    verdict, flag = {"enum": [*get_args(Verdict)]}, {"type": "boolean"}
+    verdict, flag = {"enum": [*get_args(FitVerdict)]}, {"type": "boolean"}
     fit: Schema = {"needed_bytes": maybe_count, "verdict": verdict}
     available = _object(id=text, kind=text, size_bytes=count, is_here=flag, is_loaded=flag, **fit)
     return {

@@ -16,10 +16,9 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.body import Disconnected
 from weft.api.deadline import Deadline
-from weft.api.dialect import EVENTS, Reply
+from weft.api.dialect import Reply
 from weft.errors import InternalError, RequestTimedOut, WeftError
-from weft.serving.answer import ActiveRequest
-from weft.serving.service import WaitingRequest
+from weft.serving.active_request import ActiveRequest, Parts
 
 log = logging.getLogger("weft.api")
 
@@ -28,82 +27,66 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # proxies would keep events back
 ]
 
-Ended = Callable[[ActiveRequest | None, BaseException | None], None]
+Closed = Callable[[BaseException | None], None]
+PartStream = AsyncGenerator[Parts]
 
 
 class EventStream:
-    """The response of a streamed request, be it that its model is still on its way."""
+    """The response of a streamed request: its model may still be loading."""
 
     def __init__(
-        self,
-        reply: Reply,
-        answer: ActiveRequest | WaitingRequest,
-        heartbeat: float,
-        headers: dict[str, str],
-        ended: Ended,
-        deadline: Deadline,
-        media_type: str = EVENTS,
+        self, reply: Reply, active: ActiveRequest, parts: PartStream, closed: Closed, deadline: Deadline, headers: dict[str, str]
     ) -> None:
         self.reply = reply
-        self.answer = answer
-        self.heartbeat = heartbeat
-        named = {"content-type": media_type, **headers}
-        self.headers = [(name.encode(), value.encode()) for name, value in named.items()]
-        self.ended = ended
+        self.active = active
+        self.parts = parts
+        self.closed = closed
         self.deadline = deadline
+        self.headers = [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the ASGI protocol
-        """Send everything there is to send."""
+        """Send the whole stream."""
         error: BaseException | None = None
-        watch = asyncio.create_task(self._watch(receive))
+        watch = asyncio.create_task(_abandon_when_gone(self.active, receive, self.deadline))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + self.headers})
             await send({"type": "http.response.body", "body": self.reply.opening(), "more_body": True})
-            async with contextlib.aclosing(self._frames()) as stream:
-                async for frames in stream:
+            async with contextlib.aclosing(self.parts):
+                async for frames in self._frames():
                     if frames:
                         await send({"type": "http.response.body", "body": frames, "more_body": True})
             await send({"type": "http.response.body", "body": self.reply.closing()})
-        except Exception as caught:  # the border of a stream: whatever it is, the client is told, and not with a clean end
+        except Exception as caught:  # the border of a stream: whatever it is, the client gets an error and no clean end
             error = caught
             if not isinstance(caught, WeftError):
                 log.exception("a stream failed")
-            told = caught if isinstance(caught, WeftError) else InternalError(str(caught))
-            await send({"type": "http.response.body", "body": self.reply.failure(told)})
+            shown = caught if isinstance(caught, WeftError) else InternalError(str(caught))
+            await send({"type": "http.response.body", "body": self.reply.failure(shown)})
         except BaseException as caught:  # the server ends this task
             error = caught
             raise
         finally:
             watch.cancel()
-            self.ended(self.answer if isinstance(self.answer, ActiveRequest) else None, error)
+            self.closed(error)
 
     async def _frames(self) -> AsyncGenerator[bytes]:
-        while isinstance(self.answer, WaitingRequest):
-            opened = await self.answer.take(self.heartbeat)
-            if opened is None:
-                yield self.reply.heartbeat(0, 0)
-            else:
-                self.answer = opened
-        answer, has_begun = self.answer, False
-        async with contextlib.aclosing(answer.parts(self.heartbeat)) as parts:
-            async for news in parts:
-                if news:
-                    begun = b"" if has_begun else self.reply.begun(answer.usage)
-                    has_begun = True
-                    yield begun + b"".join([self.reply.pieces(choice, deltas) for choice, deltas in news])
-                else:
-                    yield self.reply.heartbeat(sum(answer.computed), answer.num_prompt_tokens)
-
-    async def _watch(self, receive: Receive) -> None:
-        why = await _nobody_waits(receive, self.deadline)
-        self.answer.abandon(why)  # the one there is by then
+        active, has_begun = self.active, False
+        is_accepted = active.is_submitted
+        async for news in self.parts:
+            if news:
+                begun = b"" if has_begun else self.reply.begun(active.usage)
+                has_begun = True
+                yield begun + b"".join([self.reply.pieces(choice, deltas) for choice, deltas in news])
+            elif is_accepted or not active.is_submitted:
+                yield self.reply.heartbeat(active.num_computed, active.num_prompt_tokens)
+            is_accepted = active.is_submitted
 
 
-async def whole(reply: Reply, answer: ActiveRequest, receive: Receive, deadline: Deadline) -> dict[str, Any]:
+async def whole(reply: Reply, active: ActiveRequest, parts: PartStream, receive: Receive, deadline: Deadline) -> dict[str, Any]:
     """The body of a reply that is not streamed. Raises what ended it, Disconnected when the client went away."""
-    watch = asyncio.create_task(_abandon(answer, receive, deadline))
+    watch = asyncio.create_task(_abandon_when_gone(active, receive, deadline))
     try:
-        async with contextlib.aclosing(answer.parts(silence=60.0)) as parts:
+        async with contextlib.aclosing(parts):
             async for news in parts:
                 for choice, deltas in news:
                     reply.take(choice, deltas)
@@ -112,17 +95,14 @@ async def whole(reply: Reply, answer: ActiveRequest, receive: Receive, deadline:
     return reply.whole()
 
 
-async def _abandon(answer: ActiveRequest, receive: Receive, deadline: Deadline) -> None:
-    answer.abandon(await _nobody_waits(receive, deadline))
-
-
-async def _nobody_waits(receive: Receive, deadline: Deadline) -> WeftError:
-    """Return when the answer is of no use any more, and why."""
+async def _abandon_when_gone(active: ActiveRequest, receive: Receive, deadline: Deadline) -> None:
+    """Abandon the request when its client has gone or its time is up."""
     try:
         await deadline.hold(gone(receive))
     except RequestTimedOut as error:
-        return error
-    return Disconnected()
+        active.abandon(error)
+    else:
+        active.abandon(Disconnected())
 
 
 async def gone(receive: Receive) -> None:

@@ -113,7 +113,7 @@ def device() -> Iterator[Finding]:
     try:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
-        from weft.engine.bring_up import safe_memory  # isort: skip
+        from weft.engine.process import safe_memory  # isort: skip
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:

@@ -17,7 +17,7 @@ from weft.cli.client import SILENCE_SECONDS, ServerClient
 from weft.errors import WeftError
 
 if TYPE_CHECKING:
-    from weft.serving.fit import Fit
+    from weft.serving.registry import Fit
 
 STATUS_SECONDS = 5.0
 LOOK_SECONDS = 0.2  # between two looks at how far a model is
@@ -26,7 +26,7 @@ LOOK_SECONDS = 0.2  # between two looks at how far a model is
 def ls_command(as_json: bool) -> None:
     """Print what is here: name, size, whether it fits into memory now, kind, folder."""
     from weft.model.resolve import local_models
-    from weft.serving.fit import Fit, free_bytes, needed_bytes
+    from weft.serving.registry import Fit, free_bytes, needed_bytes
 
     models, free = local_models(), free_bytes()
     fits = [Fit(needed_bytes(model), free) for model in models]
@@ -52,7 +52,7 @@ def _fit(fit: Fit) -> str:
 
 def pull_command(name: str) -> None:
     """Fetch and convert, with bars on stderr; the folder goes to stdout."""
-    from weft.engine.bring_up import device_in_use  # how a GGUF file is converted depends on it
+    from weft.engine.process import device_in_use  # how a GGUF file is converted depends on it
     from weft.model.resolve import resolve
 
     sys.stdout.write(f"{resolve(name, quantized=device_in_use() != 'cpu')}\n")

@@ -253,7 +253,7 @@ class Local:
         """Drive the engine until the answer is there."""
         asked = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=self.options.template)
         generation = GenerationRequest(model=None, prompts=(asked,), sampling=self.options.sampling)
-        written = self.codec.write(asked)
+        written = self.codec.encode(asked)
         reader, told = self.codec.reader(generation, written), 0
         sequence = self.llm.submit(written.ids, self.codec.sampling(generation.sampling))
         # A KeyboardInterrupt inside a step would leave the engine between two states.

@@ -1,7 +1,7 @@
-"""Finds the row that breaks a step: the rows of a failed step are tried in halves until the guilty one fails alone.
+"""Finds the row that breaks a step: the rows of a failed step are run again in halves, until the guilty one fails alone.
 
-Only the group on trial steps; it is acquitted when each of its rows has a token more than it had, or its end. Knows
-sequences, nothing of what failed. Used by the engine, which takes rows back before it tries them again.
+Only the first group steps; it is cleared when each of its rows has one token more than before, or has ended. Knows sequences
+and nothing of what failed. The engine preempts rows before it runs them again.
 """
 
 from __future__ import annotations
@@ -10,32 +10,34 @@ from weft.engine.sequence import Sequence
 
 
 class Bisection:
-    """Owns the groups that are still to be tried; the first is on trial."""
+    """Owns the groups of suspects that are still to be run; nobody else steps before they are cleared."""
 
     def __init__(self) -> None:
         self.groups: list[list[Sequence]] = []
-        self._had: dict[int, int] = {}  # tokens each had when its group failed
+        self._num_emitted: dict[int, int] = {}  # by suspect: tokens it had when its group failed
+
+    def is_suspect(self, sequence: Sequence) -> bool:
+        """Whether a step that this sequence was in has failed, and it is not cleared."""
+        return sequence.id in self._num_emitted
 
     def may_step(self, sequence: Sequence) -> bool:
         """Whether a row may take part in the next step."""
         return not self.groups or any(one is sequence for one in self.groups[0])
 
-    def failed(self, rows: list[Sequence]) -> Sequence | None:
-        """A step of these rows failed. Gives the guilty one when it is known: alone, and not for the first time."""
+    def split(self, rows: list[Sequence]) -> Sequence | None:
+        """Split the rows of a failed step into halves; the guilty row when it failed alone and not for the first time."""
         if self.groups:
             self.groups.pop(0)
-        if len(rows) == 1 and rows[0].is_suspect:
+        if len(rows) == 1 and self.is_suspect(rows[0]):
+            del self._num_emitted[rows[0].id]
             return rows[0]
-        for one in rows:
-            self._had[one.id], one.is_suspect = len(one.output), True
+        self._num_emitted |= {one.id: len(one.output) for one in rows}
         half = len(rows) // 2
         self.groups = [group for group in (rows[:half], rows[half:]) if group] + self.groups
         return None
 
-    def settle(self) -> None:
-        """Acquit the group on trial when all of it has gone on."""
-        while self.groups and all(one.is_finished or len(one.output) > self._had[one.id] for one in self.groups[0]):
+    def clear_proven(self) -> None:
+        """Clear the first group once all of its rows have gone on."""
+        while self.groups and all(one.is_finished or len(one.output) > self._num_emitted[one.id] for one in self.groups[0]):
             for one in self.groups.pop(0):
-                one.is_suspect = False
-        if not self.groups:
-            self._had.clear()
+                del self._num_emitted[one.id]

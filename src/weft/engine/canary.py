@@ -1,7 +1,7 @@
-"""Looks after what is kept: when nothing else is to do, a kept prompt is computed again and compared, chunk by chunk.
+"""Verifies cached prefixes while the engine is idle: a cached prompt is computed again and compared, chunk by chunk.
 
-What differs is thrown out with all that stands on it, counted and told. Used by the engine's host; one chunk at a time, so
-a request that comes meanwhile waits for no more than that.
+What differs is invalidated with all that stands on it, counted and logged. One chunk at a time, so that a request which
+comes meanwhile waits for no more than that.
 """
 
 from __future__ import annotations
@@ -13,72 +13,70 @@ import random
 import mlx.core as mx
 
 from weft.engine.prefix import PrefixSharing
-from weft.engine.runner import Runner
-from weft.memory.prefix_tree import Node
+from weft.memory.prefix_tree import Node, PrefixTree
 from weft.model.adapter import LayerCaches, Saved
 
 log = logging.getLogger("weft.engine")
 
-TOLERANCE = 1e-3  # of the largest value in a state; computed again they are bit-equal on CPU, nearly so elsewhere
+TOLERANCE = 1e-3  # of a state's largest value; on CPU computing again gives the same bits, elsewhere nearly
 
 
 class Canary:
-    """Checks one path at a time."""
+    """Checks one path of the prefix tree at a time."""
 
-    def __init__(self, prefix: PrefixSharing, runner: Runner, chance: random.Random | None = None) -> None:
+    def __init__(self, prefix: PrefixSharing, tree: PrefixTree, chance: random.Random | None = None) -> None:
         self.prefix = prefix
-        self.runner = runner
+        self.tree = tree
         self.chance = chance or random.Random()
         self.num_checked = 0  # chunks
         self.num_wrong = 0
-        self._left: list[Node] = []  # of the path being checked
-        self._caches: LayerCaches | None = None
-        self._seen: set[int] = set()  # numbers of nodes that were found right: they do not change
+        self._path: list[Node] = []  # nodes of the path that are still to be checked
+        self._caches: LayerCaches = []
+        self._checked: set[int] = set()  # numbers of the nodes that were right: they do not change
 
     def check(self) -> bool:
-        """Compute one chunk again; whether there is more to do."""
-        if not self._left and not self._begin():
+        """Compute one chunk again and compare; False when there is nothing left to check."""
+        if not self._path and not self._choose_path():
             return False
-        node, self._left = self._left[0], self._left[1:]
+        node, self._path = self._path[0], self._path[1:]
         if node.is_detached or node.parent is None or node.parent.children.get(node.tokens) is not node:
-            self._left = []  # it went meanwhile
+            self._path = []  # it was evicted meanwhile
             return True
-        assert self._caches is not None
-        block, checkpoint = self.runner.compute_again(self._caches, node.tokens, node.parent.length)
+        block, checkpoint = self.prefix.runner.compute_again(self._caches, node.tokens, node.parent.length)
         self.num_checked += 1
-        worst = max(_worst(node.block, block), _worst(node.checkpoint, checkpoint))
+        worst = max(_worst_difference(node.block, block), _worst_difference(node.checkpoint, checkpoint))
         if worst > TOLERANCE:
-            self._quarantine(node, worst)
+            self._invalidate(node, worst)
         else:
-            self._seen.add(node.number)
+            self._checked.add(node.number)
         return True
 
-    def _begin(self) -> bool:
-        """Choose a path with something in it that was not checked yet; those behind others first, they check the others too."""
-        nodes = [node for node in self.prefix.tree.nodes() if node.checkpoint is not None and node.number not in self._seen]
+    def _choose_path(self) -> bool:
+        """Choose a path with an unchecked node in it."""
+        nodes = [node for node in self.tree.nodes() if node.checkpoint is not None and node.number not in self._checked]
         if not nodes:
             return False
-        self._left = self.chance.choice(nodes).path()
-        self._caches = self.runner.adapter.new_caches(self._left[-1].length + 1)
-        self._seen &= {node.number for node in self.prefix.tree.nodes()}
+        self._path = self.chance.choice(nodes).path()
+        self._caches = self.prefix.runner.adapter.new_caches(self._path[-1].length + 1)
+        self._checked &= {node.number for node in self.tree.nodes()}
         return True
 
-    def _quarantine(self, node: Node, worst: float) -> None:
-        self._left = []
+    def _invalidate(self, node: Node, worst: float) -> None:
+        self._path = []
         self.num_wrong += 1
         count = self.prefix.invalidate_subtree(node)
         log.error(
-            "a kept prompt is not what it was when computed again: tokens %d to %d differ by %.3g of their size; "
-            "it and what stands on it (%d chunks) are thrown out",
+            "a cached prefix differs when it is computed again: tokens %d to %d by %.3g of their size; "
+            "it and what stands on it (%d chunks) are invalidated",
             node.length - len(node.tokens), node.length, worst, count,
         )  # fmt: skip
 
 
-def _worst(kept: object, again: Saved) -> float:
-    """The largest difference between two states, as a share of the largest value; infinite where they are of two kinds."""
-    if not isinstance(kept, Saved):
+def _worst_difference(cached: object, again: Saved) -> float:
+    """The largest difference between two states as a share of the largest value; infinite when their geometry differs."""
+    if not isinstance(cached, Saved):
         return 0.0  # it was dropped
-    mine, right = kept.arrays, again.arrays
+    mine, right = cached.arrays, again.arrays
     if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in right]:
         return math.inf
     return max((_difference(one, other) for one, other in zip(mine, right, strict=True)), default=0.0)

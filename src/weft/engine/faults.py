@@ -1,7 +1,7 @@
-"""Places where a test may break the engine. In production nothing is armed and every call is empty.
+"""Points at which a test can break the engine. In production no rule is set and every call does nothing.
 
-A fault is armed by a token: it strikes where a sequence with that token in its prompt takes part. The rules come as JSON in
-the environment of the engine's process, and only tests set that.
+A rule names a token and strikes where a sequence with that token in its prompt takes part. Rules come as JSON in the
+environment of the engine's process; only tests set it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Deed = Literal["raise", "kill", "hang", "slow"]
 
 
 class InjectedFault(WeftError):
-    """Raised where a test asked for it."""
+    """Raised at a point where a rule strikes."""
 
 
 class Rule(msgspec.Struct):
-    """Strike at a point when a marked sequence is there and has given so many tokens; at most `times` times."""
+    """Strike at a point when a marked sequence is there and has emitted so many tokens; at most `times` times."""
 
     point: Point
     token: int
@@ -37,23 +37,23 @@ class Rule(msgspec.Struct):
     times: int = -1  # without end
 
     def strikes(self, sequence: Sequence) -> bool:
-        """Whether this one is meant, now."""
+        """Whether the rule applies to this sequence now."""
         return self.times != 0 and self.token in sequence.prompt and len(sequence.output) >= self.after
 
 
 class Faults:
-    """The rules that are armed; none in production."""
+    """The rules in force; none in production."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = list(rules)
 
     @classmethod
     def of_environment(cls) -> Faults:
-        """What the environment asks for."""
+        """The rules of this process's environment."""
         return cls(msgspec.json.decode(os.environ.get(VARIABLE, "[]"), type=list[Rule]))
 
     def at(self, point: Point, *sequences: Sequence) -> None:
-        """Raises InjectedFault, or does worse, where a rule says so."""
+        """Do what a rule says for the first sequence it applies to: raise InjectedFault, hang, slow down or kill."""
         for rule in self.rules:
             struck = next((one for one in sequences if rule.point == point and rule.strikes(one)), None)
             if struck is not None:
@@ -61,7 +61,7 @@ class Faults:
                 _do(rule.do, f"a test broke {point} of sequence {struck.id}")
 
     def struck(self, point: Point, sequences: Iterable[Sequence]) -> list[int]:
-        """The places of those that a rule means, for faults that are no exceptions."""
+        """The indices of the sequences a rule applies to, for faults that are no exceptions."""
         rules = [rule for rule in self.rules if rule.point == point]
         return [place for place, one in enumerate(sequences) if any(rule.strikes(one) for rule in rules)] if rules else []
 

@@ -1,6 +1,6 @@
-"""An engine at the end of a channel: hears what the front asks, turns, tells what happened.
+"""Runs an engine for the front: receives messages, drives the loop, sends events.
 
-The only place of the engine that knows there is a front. One thread; waits only when there is nothing to do.
+The only place in the engine that knows there is a front. One thread; it waits only when there is nothing to do.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from weft.memory.prefix_tree import Node
 
 log = logging.getLogger("weft.engine")
 
-IDLE_SECONDS = 0.5  # an idle engine shows itself this often
+IDLE_SECONDS = 0.5  # an idle engine sends its status this often
 STATUS_SECONDS = 0.1
-COMPILING_SECONDS = 0.002  # an idle engine looks this often whether a constraint is compiled, or something has come from disk
-MAX_NODES_TOLD = 2000
-MAX_COMPILE_SECONDS = 15.0  # what the size limits let through takes a second, and four times that beside eight busy rows
+POLL_SECONDS = 0.002  # how often an idle engine checks for a compiled constraint or for data from disk
+MAX_NODES_SENT = 2000
+MAX_COMPILE_SECONDS = 15.0  # what the size limits admit takes a second, and four times that beside eight busy rows
 
 
 @dataclass(frozen=True)
 class Compiling:
-    """A request that waits for its constraint."""
+    """A request whose constraint is being compiled."""
 
     submit: Submit
     future: Future[Constraint]
@@ -53,89 +53,87 @@ class Compiling:
 
 
 class Host:
-    """Runs an engine for the front."""
+    """Connects an engine to the channel; `run` returns when the front sends Shutdown."""
 
-    def __init__(self, engine: Engine, compiler: Compiler, channel: EngineEnd, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, compiler: Compiler, channel: EngineEnd, clock: Callable[[], float], canary: Canary | None = None
+    ) -> None:
         self.engine = engine
         self.compiler = compiler
         self.channel = channel
         self.clock = clock
+        self.canary = canary
         self.compiling: list[Compiling] = []
-        self.verdicts: list[SubmitOutcome] = []
+        self.outcomes: list[SubmitOutcome] = []
         self.live: dict[int, Sequence] = {}
-        engine.on_settled = self.tell
-        self.canary: Canary | None = None
-        self.running = True
-        self._told: tuple[tuple[int, int], tuple[int, ...]] | None = None
-        self._told_at = 0.0
+        self.is_running = True
+        self._last_status: tuple[object, ...] = ()
+        self._last_status_at = 0.0
+        engine.on_events = self.send_events
 
     def run(self) -> None:
-        """Until the front says Shutdown."""
-        while self.running:
-            self.hear()
+        """Receive, turn and send until the front sends Shutdown."""
+        while self.is_running:
+            self.receive()
             self.take_compiled()
             if not self.engine.idle:
                 self.engine.turn()
-            self.tell()
+            self.send_events()
 
-    def hear(self) -> None:
-        """Take what the front sent; waits only when there is nothing else to do."""
+    def receive(self) -> None:
+        """Handle the front's messages; waits for one only when there is nothing else to do."""
         for message in self.channel.receive(self._patience()):
             match message:
-                case Submit():
-                    self._hear_submit(message)
+                case Submit(constraint=None):
+                    self._submit(message, None)
+                case Submit(constraint=spec) if spec is not None:
+                    self.compiling.append(Compiling(message, self.compiler.start(spec), self.clock()))
                 case Cancel():
-                    self._hear_cancel(message)
+                    self._cancel(message)
                 case AskPrefixes():
                     self.channel.send(prefixes_of(self.engine, message))
                 case Shutdown():
-                    self.running = False
-
-    def _patience(self) -> float:
-        """How long it may wait for a message: not at all while there is anything to do."""
-        if not self.engine.idle:
-            return COMPILING_SECONDS if self.engine.prefix.is_loading else 0.0
-        if self.compiling:
-            return COMPILING_SECONDS
-        return 0.0 if self.canary is not None and self.canary.check() else IDLE_SECONDS
+                    self.is_running = False
 
     def take_compiled(self) -> None:
-        """Queue the requests whose constraint is ready; refuse those that can not have one, or not in time."""
+        """Queue the requests whose constraint is compiled; refuse those for which that failed or takes too long."""
         for waiting in list(self.compiling):
             if waiting.future.done():
                 self.compiling.remove(waiting)
-                self._settle_compiled(waiting)
+                self._submit_compiled(waiting)
             elif self.clock() - waiting.since > MAX_COMPILE_SECONDS:
                 self.compiling.remove(waiting)
                 message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
                 self._refuse(waiting.submit, GrammarRejected(message))
 
-    def tell(self) -> None:
-        """Send what happened, and how many rows there are when that changed."""
+    def send_events(self) -> None:
+        """Send the events of this turn, and the status when it changed."""
         tokens, prompts = self.engine.take_events(), self.engine.take_prompt_events()
         for event in tokens:
             if event.finish is not None:
                 self.live.pop(event.sequence, None)
-        verdicts, self.verdicts = self.verdicts, []
+        outcomes, self.outcomes = self.outcomes, []
         status = self._status()
-        if tokens or prompts or verdicts or status:
-            self.channel.send(EngineEvents(verdicts, prompts, tokens, status))
+        if tokens or prompts or outcomes or status:
+            self.channel.send(EngineEvents(outcomes, prompts, tokens, status))
 
-    def _hear_submit(self, message: Submit) -> None:
-        if message.constraint is None:
-            self._submit(message, None)
-        else:
-            self.compiling.append(Compiling(message, self.compiler.start(message.constraint), self.clock()))
+    def _patience(self) -> float:
+        """How long to wait for a message: not at all while there is work."""
+        if not self.engine.idle:
+            return POLL_SECONDS if self.engine.is_waiting_for_disk else 0.0
+        if self.compiling:
+            return POLL_SECONDS
+        return 0.0 if self.canary is not None and self.canary.check() else IDLE_SECONDS
 
-    def _hear_cancel(self, message: Cancel) -> None:
+    def _cancel(self, message: Cancel) -> None:
         for one in [one for one in self.compiling if one.submit.numbers[0] in message.numbers]:
-            one.future.cancel()  # if it has not begun: those behind it need not wait for nobody's compile
+            one.future.cancel()  # one that has not begun gives its worker to the next
             self.compiling.remove(one)
         for number in message.numbers:
             if (sequence := self.live.get(number)) is not None:
                 self.engine.cancel(sequence)
 
-    def _settle_compiled(self, waiting: Compiling) -> None:
+    def _submit_compiled(self, waiting: Compiling) -> None:
         try:
             constraint = waiting.future.result()
         except RequestError as error:
@@ -148,34 +146,33 @@ class Host:
 
     def _submit(self, message: Submit, constraint: Constraint | None) -> None:
         try:
-            sequences = self.engine.take(message, constraint)
-        except RequestError as error:  # the front checks the same; should it ever differ, this request alone is told
+            sequences = self.engine.submit_all(message, constraint)
+        except RequestError as error:  # the front checks the same; should it ever differ, this request alone is refused
             self._refuse(message, error)
             return
         self.live.update(zip(message.numbers, sequences, strict=True))
         if constraint is not None:
-            self.verdicts.append(SubmitOutcome(message.numbers[0]))
+            self.outcomes.append(SubmitOutcome(message.numbers[0]))
 
     def _refuse(self, message: Submit, error: RequestError) -> None:
-        self.verdicts.append(SubmitOutcome(message.numbers[0], str(error), error.param))
+        self.outcomes.append(SubmitOutcome(message.numbers[0], str(error), error.param))
 
     def _status(self) -> EngineStatus | None:
-        """The counts, when they changed and some time has passed, or when all work is done, or now and then."""
+        """The engine's status, when it changed and some time has passed, when all work is done, or now and then."""
         counts, now = self.engine.counts, self.clock()
-        waited = now - self._told_at
+        waited = now - self._last_status_at
         if waited < STATUS_SECONDS and counts != (0, 0):
             return None
-        prompts = self.engine.scheduler.prompts
-        following = tuple(one.id for one in prompts if one.is_following)
-        news = (counts, following)
-        if news == self._told and waited < IDLE_SECONDS:
+        scheduler = self.engine.scheduler
+        following = tuple(one.id for one in scheduler.following if one in scheduler.prompts)
+        if (counts, following) == self._last_status and waited < IDLE_SECONDS:
             return None
-        self._told, self._told_at = news, now
-        prefilling = tuple(one.id for one in prompts if not one.is_following)
-        return EngineStatus(*counts, memory_in_use(self.engine), self._prefixes(), prefilling, following)
+        self._last_status, self._last_status_at = (counts, following), now
+        prefilling = tuple(one.id for one in scheduler.prompts if one.id not in following)
+        return EngineStatus(*counts, memory_in_use(self.engine), self._prefix_counters(), prefilling, following)
 
-    def _prefixes(self) -> dict[str, int]:
-        """What happened to computed prompts so far."""
+    def _prefix_counters(self) -> dict[str, int]:
+        """What happened to cached prefixes so far, by kind."""
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary
         counts = {"evicted": tree.num_evicted} if tree is not None else {}
         if canary is not None:
@@ -187,7 +184,7 @@ class Host:
 
 
 def memory_in_use(engine: Engine) -> dict[str, int]:
-    """Bytes by kind, as the device's allocator and our slabs count them; and where there is a budget, what of it is promised."""
+    """Bytes by kind, as the device's allocator and the slabs count them, and how much of the budget is promised."""
     budget = engine.budget
     promised = {
         "budget": budget.budget_bytes or 0,
@@ -204,18 +201,16 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
     }
 
 
-def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
-    """What is kept, told; forgotten first where that is asked."""
+def prefixes_of(engine: Engine, request: AskPrefixes) -> Prefixes:
+    """The cached prefixes as a message, after clearing them where the request says so."""
     tree, disk = engine.prefix.tree, engine.prefix.disk
     if tree is None:
-        return Prefixes(asked.number, (), 0, 0, 0)
-    num_cleared = engine.prefix.clear() if asked.clear else 0
-    if disk is not None and asked.clear:
-        disk.clear()
+        return Prefixes(request.number, (), 0, 0, 0)
+    num_cleared = engine.prefix.clear() if request.clear else 0
     now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
     return Prefixes(
-        asked.number,
-        tuple(_told(node, now, salted, disk) for node in itertools.islice(tree.nodes(), MAX_NODES_TOLD)),
+        request.number,
+        tuple(_prefix_node(node, now, salted, disk) for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)),
         len(tree),
         engine.prefix.held_bytes,
         engine.config.cache_bytes,
@@ -224,9 +219,8 @@ def prefixes_of(engine: Engine, asked: AskPrefixes) -> Prefixes:
     )
 
 
-def _told(node: Node, now: float, salted: set[int], disk: DiskTier | None) -> PrefixNode:
+def _prefix_node(node: Node, now: float, salted: set[int], disk: DiskTier | None) -> PrefixNode:
     assert node.parent is not None
-    root = node.path()[0].parent
     return PrefixNode(
         number=node.number,
         parent=node.parent.number or None,
@@ -237,6 +231,6 @@ def _told(node: Node, now: float, salted: set[int], disk: DiskTier | None) -> Pr
         pins=node.pins,
         hits=node.hits,
         idle_seconds=now - node.used_at,
-        is_salted=id(root) in salted,
+        is_salted=id(node.path()[0].parent) in salted,
         is_on_disk=disk is not None and disk.has(node.key),
     )

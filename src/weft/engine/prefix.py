@@ -1,359 +1,293 @@
-"""Who stands on what was computed before: prompts find their place in the prefix tree, enter what they compute, and step off.
+"""Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, and release them.
 
-Of prompts that need the same chunk one computes it and the others go on from there. `NoPrefixSharing` keeps nothing: the
-reference, and the off-switch. Used by the engine alone; what is in the nodes is the runner's.
+Of prompts that need the same chunk one computes it and the others go on from there; which one is the scheduler's decision.
+Used by the engine alone. Blocks and checkpoints are made and restored by the runner.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
-from weft.engine.plan import Row
-from weft.engine.retained import RetainedCaches
 from weft.engine.runner import Runner
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduler import Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
 from weft.ipc.messages import PrefixReuse
 from weft.memory.disk import DiskTier, Loaded
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
+from weft.model.adapter import LayerCaches
 
 log = logging.getLogger("weft.engine")
 
-COPY_BYTES_PER_SECOND = 1e9  # what restoring states costs; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
+COPY_BYTES_PER_SECOND = 1e9  # cost of restoring states; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
+RETAINED_SHARE = 8  # one in so many of the bytes for cached prefixes goes to retained caches
 
 
-class NoPrefixSharing:
-    """Every prompt is computed from its first token."""
+class PrefixSharing:
+    """Computes what prompts have in common once. Without a tree every prompt is computed from its first token."""
 
-    tree: PrefixTree | None = None
-    disk: DiskTier | None = None
-
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
-        self.scheduler = scheduler
-        self.runner = runner
-        self.failures: list[tuple[Sequence, Exception]] = []  # since they were last taken
-
-    def take_failures(self) -> list[tuple[Sequence, Exception]]:
-        """Sequences that could not be helped, and why."""
-        failures, self.failures = self.failures, []
-        return failures
-
-    def share(self) -> list[Sequence]:
-        """Let prompts stand on what is there by now; gives those that are in memory without another chunk of theirs."""
-        return []
-
-    def begin(self, sequence: Sequence) -> None:
-        """A prompt is about to be worked on: note what it did not have to compute, and why no more."""
-        if sequence.reuse is None:
-            sequence.reuse = PrefixReuse("off")
-
-    def enter(self, row: Row) -> None:
-        """A chunk was computed: others may stand on it from now on."""
-
-    def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Give a sequence the states of another whose prompt is in memory."""
-        self.runner.fork(leader, fork)
-
-    def allocated(self, sequence: Sequence) -> None:
-        """A sequence has all its states in memory of its own."""
-        self.runner.take_retained(sequence)
-
-    def limit(self, budget_bytes: int) -> None:
-        """Have no more bytes than this."""
-
-    def clear(self) -> int:
-        """Forget everything that nobody stands on; how many chunks that were."""
-        return 0
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are kept for prompts to come."""
-        return 0
-
-    def reset_to_prefix(self, sequence: Sequence) -> None:
-        """Its own states are gone: whoever goes on with its prompt begins at what it stands on."""
-        sequence.num_computed = sequence.prefix_node.length if sequence.prefix_node is not None else 0
-        sequence.is_shared = True
-
-    def leave(self, sequence: Sequence) -> None:
-        """A sequence needs its place no more."""
-
-    def invalidate(self, sequence: Sequence) -> int:  # noqa: ARG002
-        """What a sequence computed is wrong: nobody may stand on it. How many chunks that were."""
-        return 0
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether nothing can be done before something has come from disk."""
-        return False
-
-
-class PrefixSharing(NoPrefixSharing):
-    """Prompts that begin alike are computed once."""
-
-    tree: PrefixTree
-
-    def __init__(self, tree: PrefixTree, scheduler: Scheduler, runner: Runner, disk: DiskTier | None = None) -> None:
-        super().__init__(scheduler, runner)
+    def __init__(
+        self,
+        tree: PrefixTree | None,
+        runner: Runner,
+        chunk_ends: Callable[[Sequence], Iterator[int]],
+        disk: DiskTier | None = None,
+    ) -> None:
         self.tree = tree
+        self.runner = runner
+        self.chunk_ends = chunk_ends
         self.disk = disk
         self.retained = RetainedCaches()
-        self._loads: dict[int, Future[list[Loaded]]] = {}  # by the number of the sequence that asked
+        self._loads: dict[int, Future[list[Loaded]]] = {}  # by the id of the sequence that waits
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that are kept for prompts to come."""
-        return self.tree.held_bytes + self.retained.held_bytes
+        """Bytes of cached prefixes and retained caches."""
+        return 0 if self.tree is None else self.tree.held_bytes + self.retained.held_bytes
 
-    def share(self) -> list[Sequence]:
-        """Match every prompt that has no chunk under way, then let the one go first whose chunk others need too."""
-        for sequence in self.scheduler.prompts:
+    def limit(self, budget_bytes: int) -> None:
+        """Shrink to this many bytes; retained caches have their share of it, the tree the rest."""
+        if self.tree is not None:
+            self.retained.limit(budget_bytes)
+            self.tree.limit(budget_bytes - self.retained.held_bytes)
+
+    def clear(self) -> int:
+        """Evict every prefix that no running sequence uses, on disk too; returns the number of evicted chunks."""
+        if self.tree is None:
+            return 0
+        self.retained.limit(0)
+        if self.disk is not None:
+            self.disk.clear()
+        return self.tree.clear()
+
+    def update(self, prompts: Iterable[Sequence]) -> list[tuple[Sequence, Exception]]:
+        """Move each prompt forward over what is cached by now; returns the sequences for which that failed, and why."""
+        failures: list[tuple[Sequence, Exception]] = []
+        if self.tree is None:
+            return failures
+        for sequence in prompts:
             try:
-                self._match(sequence)
-            except Exception as error:  # a border: whatever is wrong with what it stands on is its own affair
-                self.failures.append((sequence, error))
-        done = self.scheduler.drop_prefilled()
-        for sequence in done:
-            try:
-                self.begin(sequence)
-            except Exception as error:  # a border: the same
-                self.failures.append((sequence, error))
-        self._choose_first()
-        return done
+                self._match(sequence, self.tree)
+            except Exception as error:  # a border: a damaged prefix is this sequence's affair alone
+                failures.append((sequence, error))
+        return failures
 
-    def _choose_first(self) -> None:
-        """The turn is the first's; but who has states in memory computes a common chunk, and who waits for a disk does not."""
-        prompts = self.scheduler.prompts
-        first = next((one for one in prompts if not one.is_loading), None)
-        if first is None:
-            return
-        if not self.runner.has_caches(first):
-            wanted = self._next_chunk(first)
-            first = next((one for one in prompts if self.runner.has_caches(one) and self._next_chunk(one) == wanted), first)
-        self._cut(first)
-        self._note_followers(first)
-        if first is not prompts[0]:
-            self.scheduler.put_first(first)
-
-    def _note_followers(self, first: Sequence) -> None:
-        """Say of every prompt whether it waits for the chunk that the first one computes."""
-        start, end = first.num_computed, next(self.scheduler.chunk_ends(first))
-        wanted = first.prefill_ids[start:end]
-        for one in self.scheduler.prompts:
-            is_beside = one is not first and one.prefix_node is first.prefix_node and one.sampling.prompt_logprobs is None
-            one.is_following = is_beside and first.is_shared and one.prefill_ids[start:end] == wanted
-
-    def _cut(self, sequence: Sequence) -> None:
-        """End its next chunk where others part from it, once in a chunk: what they share is computed once."""
-        prefix_node = sequence.prefix_node
-        is_ready = sequence.is_shared and not sequence.is_prefilled and not self.runner.is_amid_chunk(sequence)
-        if prefix_node is None or prefix_node.length == sequence.cut_at or not is_ready:
-            return
-        end = next(self.scheduler.chunk_ends(sequence))
-        others = [one.prefill_ids for one in self.scheduler.prompts if one is not sequence and one.prefix_node is prefix_node]
-        place = self.tree.best_cut(prefix_node, sequence.prefill_ids, end, others)
-        if place is not None:
-            sequence.cut_at = place
-            sequence.boundaries = tuple(sorted((*sequence.boundaries, place)))
-
-    def _match(self, sequence: Sequence) -> None:
-        if sequence.prefix_node is None:
-            self._pin(sequence, self.tree.root(sequence.salt))
-        if sequence.sampling.prompt_logprobs is not None or not sequence.is_shared or self.runner.is_amid_chunk(sequence):
-            return  # it must read every token itself, or goes its own way, or has begun one
-        self._take_loaded(sequence)
-        if sequence.is_loading:
-            return
-        found = self.tree.match(sequence.prefill_ids, sequence.prefix_node, self.scheduler.chunk_ends(sequence))
-        if found is not sequence.prefix_node and self._is_worth_it(sequence, found):
-            if sequence.timings.first_token is None:  # else it has told what it did not compute
-                sequence.num_cached += found.length - sequence.prefix_node.length
-            self._pin(sequence, found)
-            self.tree.hit(found)
-            self.runner.forget(sequence)
-        self._ask_disk(sequence)
-
-    def _is_worth_it(self, sequence: Sequence, found: Node) -> bool:
-        """Whether going on from `found` is cheaper than computing up to there, for one that has its states in memory."""
-        if not self.runner.has_caches(sequence):
-            return True
-        seconds = (found.length - sequence.num_computed) * self.runner.seconds_per_token
-        return seconds > sum(node.nbytes for node in found.path()) / COPY_BYTES_PER_SECOND
+    def best_cut(self, sequence: Sequence, end: int, others: list[Sequence]) -> int | None:
+        """Where the next chunk of a prompt should end before `end`, because cached prompts or these others diverge there."""
+        node = sequence.prefix.node
+        if self.tree is None or node is None or sequence.prefix.is_private:
+            return None
+        return self.tree.best_cut(node, sequence.prefill_ids, end, [other.prefill_ids for other in others])
 
     def begin(self, sequence: Sequence) -> None:
-        """Say why no more of it was there. The caches of a row that ended where it stands are the best to go on from."""
-        can_adopt = sequence.prefix_node is not None and not self.runner.has_caches(sequence)
-        if can_adopt and (caches := self.retained.take(sequence.prefix_node)) is not None:
+        """Prepare a prompt for its own work: give it retained caches if there are some, and note why no more was cached."""
+        cursor = sequence.prefix
+        if cursor.node is not None and not sequence.has_caches and (caches := self.retained.take(cursor.node)) is not None:
             self.runner.adopt(sequence, caches)
-        if sequence.reuse is not None or sequence.prefix_node is None:
+        if cursor.reuse is not None:
             return
-        if sequence.sampling.prompt_logprobs is not None:
-            sequence.reuse = PrefixReuse("logprobs")
+        if self.tree is None:
+            cursor.reuse = PrefixReuse("off")
+        elif cursor.node is None:
+            return
+        elif sequence.must_read_prompt:
+            cursor.reuse = PrefixReuse("logprobs")
         elif sequence.is_prefilled:
-            sequence.reuse = PrefixReuse("whole", sequence.num_computed)
+            cursor.reuse = PrefixReuse("whole", sequence.num_computed)
         else:
-            end = next(self.scheduler.chunk_ends(sequence))
-            sequence.reuse = self.tree.reuse(sequence.prefix_node, sequence.prefill_ids, end, sequence.salt)
+            end = next(self.chunk_ends(sequence))
+            cursor.reuse = self.tree.explain_miss(cursor.node, sequence.prefill_ids, end, sequence.request.salt)
 
     def enter(self, row: Row) -> None:
-        """Keep a chunk, and stand on it."""
-        sequence = row.sequence
-        if not sequence.is_shared:
+        """Enter a computed chunk into the tree, so that others can go on from it."""
+        sequence, cursor = row.sequence, row.sequence.prefix
+        if self.tree is None or cursor.node is None or cursor.is_private:
             return
         tokens = tuple(sequence.prefill_ids[row.start : row.start + row.count])
         block, checkpoint = self.runner.save(row)
         if not self.tree.has_room(block.nbytes + checkpoint.nbytes):
-            sequence.is_shared = False  # from here on it is alone with what it computes
+            cursor.is_private = True  # from here on it computes for itself alone
             return
-        node = self.tree.enter(sequence.prefix_node, tokens, block, checkpoint, is_retained=sequence.is_retained)
+        node = self.tree.enter(cursor.node, tokens, block, checkpoint, is_retained=sequence.request.is_retained)
         node.keep = node.keep or node.length in sequence.boundaries
-        if sequence.is_prefilled:  # what comes next goes on from here, or parts from it within the last chunk
-            node.keep = node.parent.keep = True  # type: ignore[union-attr]
-        sequence.first_own_node = sequence.first_own_node or node
+        if sequence.is_prefilled:  # the next turn goes on from here, or diverges within the last chunk
+            node.keep = cursor.node.keep = True
+        cursor.first_own_node = cursor.first_own_node or node
         self._pin(sequence, node)
         if sequence.is_prefilled:
             self._store(node)
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Both stand on the same node, if it was kept."""
-        if not leader.is_shared:
-            super().fork(leader, fork)
-            fork.is_shared = False
+        """Let a fork go on from the states of its leader, whose prompt is in memory."""
+        if self.tree is None or leader.prefix.is_private or leader.prefix.node is None:
+            self.runner.fork(leader, fork)
+            fork.prefix.is_private = True
             return
-        self._pin(fork, leader.prefix_node)
-        fork.num_cached = fork.num_computed
-        fork.reuse = PrefixReuse("whole", fork.num_computed)
+        self._pin(fork, leader.prefix.node)
+        fork.prefix.num_cached = fork.num_computed
+        fork.prefix.reuse = PrefixReuse("whole", fork.num_computed)
 
-    def allocated(self, sequence: Sequence) -> None:
-        """Its states are in memory of its own: what it stood on may go, and the caches it began with are spare."""
-        retained = self.runner.take_retained(sequence)
-        if sequence.is_prefilled and self.runner.has_states(sequence):
-            if (
-                retained is not None
-                and sequence.is_shared
-                and sequence.prefix_node is not None
-                and sequence.prefix_node.length == retained[1]
-            ):
-                self.retained.keep(sequence.prefix_node, retained[0], self.runner.adapter.bytes_of(retained[0]))
+    def release_allocated(self, sequence: Sequence) -> None:
+        """Unpin the prefix of a row that has all states in memory of its own, and retain the caches it started with."""
+        retained, node = self.runner.take_retained(sequence), sequence.prefix.node
+        if node is not None and sequence.is_prefilled and sequence.memory is not None and sequence.memory.is_complete:
+            if retained is not None and not sequence.prefix.is_private and node.length == retained[1]:
+                self.retained.keep(node, retained[0], self.runner.adapter.bytes_of(retained[0]))
             self._unpin(sequence)
 
-    def clear(self) -> int:
-        """Forget everything that nobody stands on; how many chunks that were."""
-        self.retained.limit(0)
-        return self.tree.clear()
-
-    def limit(self, budget_bytes: int) -> None:
-        """Spares have their share of it, the tree the rest."""
-        self.retained.limit(budget_bytes)
-        self.tree.limit(budget_bytes - self.retained.held_bytes)
-
-    def leave(self, sequence: Sequence) -> None:
-        """Step off; a chunk under way goes to somebody who needs the same."""
-        sequence.is_loading = False
+    def release(self, sequence: Sequence) -> None:
+        """Unpin a sequence's prefix, and store the chunks of a prompt that was not finished."""
+        sequence.prefix.is_loading = False
         self._loads.pop(sequence.id, None)
-        if sequence.prefix_node is None:
-            return
-        if not sequence.is_prefilled:
-            self._hand_over(sequence)
-            self._store(sequence.prefix_node)
-        self._unpin(sequence)
+        if sequence.prefix.node is not None:
+            if not sequence.is_prefilled:
+                self._store(sequence.prefix.node)
+            self._unpin(sequence)
 
-    def _hand_over(self, sequence: Sequence) -> None:
-        if not self.runner.is_amid_chunk(sequence):
-            return
-        wanted = self._next_chunk(sequence)
-        for other in self.scheduler.prompts:
-            if self._can_take_over(other) and self._next_chunk(other) == wanted:
-                self.runner.hand_over(sequence, other)
-                return
+    def reset(self, sequence: Sequence) -> None:
+        """Go back to the pinned prefix: the sequence's own states are lost, and whoever takes its prompt over begins there."""
+        sequence.num_computed = 0 if sequence.prefix.node is None else sequence.prefix.node.length
+        sequence.prefix.is_private = False
 
-    def _can_take_over(self, other: Sequence) -> bool:
-        is_free = other.prefix_node is not None and not other.is_finished and not other.is_loading
-        return is_free and other.sampling.prompt_logprobs is None and not self.runner.is_amid_chunk(other)
-
-    def invalidate(self, sequence: Sequence) -> int:
-        """Throw out its first own chunk and all behind it."""
-        return 0 if sequence.first_own_node is None else self.invalidate_subtree(sequence.first_own_node)
+    def invalidate(self, sequence: Sequence) -> None:
+        """Remove every chunk that a failed sequence computed, and all that stands on them: nobody may use them."""
+        if sequence.prefix.first_own_node is not None:
+            self.invalidate_subtree(sequence.prefix.first_own_node)
 
     def invalidate_subtree(self, node: Node) -> int:
-        """Nobody may stand on a node or anything behind it any more, now or after a restart. How many that were."""
+        """Remove a node and all behind it, in memory and on disk; returns the number of removed chunks."""
+        assert self.tree is not None
         if self.disk is not None:
             self.disk.forget([one.key for one in node.subtree()])
         return self.tree.invalidate(node)
 
-    def _next_chunk(self, sequence: Sequence) -> tuple[int, tuple[int, ...]]:
-        """What it needs next: where it stands, and the tokens."""
-        end = next(self.scheduler.chunk_ends(sequence))
-        place = sequence.prefix_node if sequence.is_shared else sequence
-        return id(place), tuple(sequence.prefill_ids[sequence.num_computed : end])
+    def _match(self, sequence: Sequence, tree: PrefixTree) -> None:
+        cursor = sequence.prefix
+        if cursor.node is None:
+            self._pin(sequence, tree.root(sequence.request.salt))
+        assert cursor.node is not None
+        if sequence.must_read_prompt or cursor.is_private or sequence.is_amid_chunk:
+            return
+        self._take_loaded(sequence, tree)
+        if cursor.is_loading:
+            return
+        found = tree.match(sequence.prefill_ids, cursor.node, self.chunk_ends(sequence))
+        if found is not cursor.node and self._is_worth_restoring(sequence, found):
+            if sequence.timings.first_token is None:  # later it is a restart, and the count was reported
+                cursor.num_cached += found.length - cursor.node.length
+            self._pin(sequence, found)
+            tree.hit(found)
+            self.runner.forget(sequence)
+        self._ask_disk(sequence)
+
+    def _is_worth_restoring(self, sequence: Sequence, found: Node) -> bool:
+        """Whether restoring the states at `found` is cheaper than computing up to there on the caches it has."""
+        if not sequence.has_caches:
+            return True
+        seconds = (found.length - sequence.num_computed) * self.runner.seconds_per_token
+        return seconds > sum(node.nbytes for node in found.path()) / COPY_BYTES_PER_SECOND
 
     def _pin(self, sequence: Sequence, node: Node) -> None:
+        assert self.tree is not None
         self.tree.pin(node)
         self._unpin(sequence)
-        sequence.prefix_node, sequence.num_computed = node, node.length
+        sequence.prefix.node, sequence.num_computed = node, node.length
 
     def _unpin(self, sequence: Sequence) -> None:
-        if sequence.prefix_node is not None:
-            prefix_node, sequence.prefix_node = sequence.prefix_node, None
-            self.tree.unpin(prefix_node)
-
-    @property
-    def is_loading(self) -> bool:
-        """Whether all that is left to do waits for the disk."""
-        running = self.scheduler.running
-        return bool(running) and all(sequence.is_loading for sequence in running)
+        node, sequence.prefix.node = sequence.prefix.node, None
+        if node is not None and self.tree is not None:
+            self.tree.unpin(node)
 
     def _ask_disk(self, sequence: Sequence) -> None:
-        """Once for each prompt: what of it is on disk, and not in memory? It waits until that has come."""
-        if self.disk is None or sequence.has_asked_disk:
+        """Ask the disk tier, once per prompt, for what follows and is not in memory; the prompt waits for it."""
+        if self.disk is None or sequence.prefix.has_asked_disk:
             return
-        sequence.has_asked_disk = True
-        if keys := self._on_disk(sequence, self.disk):
-            sequence.is_loading = True
+        sequence.prefix.has_asked_disk = True
+        if keys := self._keys_on_disk(sequence, self.disk):
+            sequence.prefix.is_loading = True
             self._loads[sequence.id] = self.disk.load(keys)
 
-    def _on_disk(self, sequence: Sequence, disk: DiskTier) -> list[bytes]:
-        """The names of what follows on disk, up to the last place at which every layer can be restored."""
-        ends = {*self.scheduler.chunk_ends(sequence)} if self.tree.is_exact else None
+    def _keys_on_disk(self, sequence: Sequence, disk: DiskTier) -> list[bytes]:
+        """The keys of the chunks that follow on disk, up to the last one at which every layer can be restored."""
+        node, tokens = sequence.prefix.node, sequence.prefill_ids
+        assert node is not None
+        assert self.tree is not None
+        ends = {*self.chunk_ends(sequence)} if self.tree.is_exact else None
         found: list[bytes] = []
-        waiting: list[tuple[int, bytes, list[bytes]]] = [(sequence.prefix_node.length, sequence.prefix_node.key, [])]
+        open_paths: list[tuple[int, bytes, list[bytes]]] = [(node.length, node.key, [])]
         furthest = 0
-        while waiting:
-            length, key, path = waiting.pop()
+        while open_paths:
+            length, key, path = open_paths.pop()
             if path and length > furthest and disk.has_checkpoint(key):
                 furthest, found = length, path
             for end in (length + size for size in disk.sizes_after(key)):
-                if end < len(sequence.prefill_ids) and (ends is None or end in ends):
-                    after = key_of(key, sequence.prefill_ids[length:end])
+                if end < len(tokens) and (ends is None or end in ends):
+                    after = key_of(key, tokens[length:end])
                     if disk.has(after):
-                        waiting.append((end, after, [*path, after]))
+                        open_paths.append((end, after, [*path, after]))
         return found
 
-    def _take_loaded(self, sequence: Sequence) -> None:
-        """What has come from disk is entered as if it had been computed."""
-        load = self._loads.get(sequence.id)
-        if load is None or not load.done():
+    def _take_loaded(self, sequence: Sequence, tree: PrefixTree) -> None:
+        """Enter what has come from disk into the tree, as if it had been computed."""
+        load, node = self._loads.get(sequence.id), sequence.prefix.node
+        if load is None or node is None or not load.done():
             return
         del self._loads[sequence.id]
-        sequence.is_loading = False
-        node: Node = sequence.prefix_node
+        sequence.prefix.is_loading = False
         try:
             found = [(loaded, *self.runner.unpacked(loaded)) for loaded in load.result()]
         except WeftError as error:
-            log.warning("what was kept on disk does not fit this model and is computed again: %s", error)
+            log.warning("a prefix on disk does not fit this model and is computed again: %s", error)
             return
         for loaded, block, checkpoint in found:
-            node = self.tree.enter(node, loaded.tokens, block, checkpoint, is_retained=sequence.is_retained)
+            node = tree.enter(node, loaded.tokens, block, checkpoint, is_retained=sequence.request.is_retained)
             node.keep = node.keep or checkpoint is not None
 
-    def _store(self, prefix_node: Node) -> None:
-        """Write down what is not on disk yet; returns at once."""
-        if self.disk is None:
-            return
-        for node in prefix_node.path():
+    def _store(self, leaf: Node) -> None:
+        """Queue the chunks up to `leaf` that are not on disk yet for writing."""
+        for node in leaf.path() if self.disk is not None else ():
+            assert self.disk is not None
             checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
             if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
                 assert node.parent is not None
-                self.disk.store(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint))  # type: ignore[arg-type]
+                self.disk.store(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint))
+
+
+class RetainedCaches:
+    """Caches that finished rows left, for the next turn of their conversation: it goes on from them without a copy.
+
+    Each belongs to the prefix node on which its prompt ended and is used once. Bounded in bytes; the oldest go first.
+    """
+
+    def __init__(self) -> None:
+        self.share = RETAINED_SHARE
+        self.max_bytes = 0
+        self.held_bytes = 0
+        self._kept: OrderedDict[Node, tuple[LayerCaches, int]] = OrderedDict()
+
+    def keep(self, node: Node, caches: LayerCaches, num_bytes: int) -> None:
+        """Keep the caches of a row whose prompt ended on this node."""
+        self.take(node)
+        self._kept[node] = caches, num_bytes
+        self.held_bytes += num_bytes
+        self._shrink()
+
+    def take(self, node: Node) -> LayerCaches | None:
+        """Remove and return the caches kept for this node, if there are any."""
+        caches, num_bytes = self._kept.pop(node, (None, 0))
+        self.held_bytes -= num_bytes
+        return caches
+
+    def limit(self, budget_bytes: int) -> None:
+        """Hold no more than a share of this budget."""
+        self.max_bytes = budget_bytes // self.share
+        self._shrink()
+
+    def _shrink(self) -> None:
+        for node in [node for node in self._kept if node.is_detached]:
+            self.take(node)
+        while self.held_bytes > self.max_bytes:
+            self.take(next(iter(self._kept)))

@@ -1,7 +1,7 @@
-"""Obeys a plan: forwards over the rows' memory, then the choice of tokens. Keeps nothing between steps.
+"""Runs a plan: forwards over the rows' memory, then sampling. Keeps nothing between steps but the pool.
 
-A sequence's memory starts as its own caches (prefill, one row, unpadded) and is copied into the pool when it can join
-the batch. A row that can not join steps alone, on its own caches: slower, never wrong.
+A sequence starts on caches of its own (prefill, one row, unpadded) and is copied into the pool when it can join the batch. A
+row that can not join decodes alone on its own caches: slower, never wrong.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from weft.config import EngineConfig
 from weft.engine.faults import Faults
-from weft.engine.plan import Plan, Row
-from weft.engine.sampler import Logprobs, SampledTokens, choose, logprobs_of
+from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
+from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
 from weft.memory.disk import Loaded, Packed
@@ -30,38 +30,53 @@ from weft.model.packing import pack, unpack
 
 @dataclass
 class RowMemory:
-    """A sequence's states: its own caches until it is seated in the pool, and the prompt chunk under way."""
+    """A sequence's layer states: in its own caches until it has a slot in the pool, and the prompt chunk under way."""
 
-    own: LayerCaches | None
+    own: LayerCaches | None = None
     state: RowState = field(default_factory=RowState)
-    retained: tuple[LayerCaches, int] | None = None  # its own caches once it is seated, and how many tokens are in them
+    retained: tuple[LayerCaches, int] | None = None  # its own caches once it has a slot, and how many tokens they hold
     chunk: Chunk | None = None
-    chunk_seconds: float = 0.0  # that were spent on it
-    logprobs: Logprobs | None = None  # of the chunk under way, where the prompt's are asked for
+    chunk_seconds: float = 0.0  # spent on the chunk so far
+    logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether it has caches of its own."""
+        return self.own is not None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its states are in the pool or in its own caches."""
+        return self.own is not None or self.state.slab is not None
+
+    @property
+    def is_amid_chunk(self) -> bool:
+        """Whether a prompt chunk is partly computed."""
+        return self.chunk is not None
 
 
 @dataclass
 class Step:
-    """A plan under way: its sequences in order, their lazy logits, then their lazy tokens."""
+    """A decode step under way: its sequences in order, their lazy logits, then their lazy tokens."""
 
     sequences: list[Sequence]
     logits: mx.array  # (rows, V)
-    is_new: list[bool]  # for each row: its token is a new one; else one was read again that it gave before
-    choice: SampledTokens | None = None
+    is_new: list[bool]  # by row: its token is a new one; False when it replays a token it emitted before
+    sampled: SampledTokens | None = None
 
     def forget(self, sequence: Sequence) -> None:
-        """Its token is not wanted any more."""
+        """Drop the token of a sequence that was preempted meanwhile."""
         self.is_new = [new and one is not sequence for one, new in zip(self.sequences, self.is_new, strict=True)]
 
     @property
     def tokens(self) -> mx.array:
-        """(rows,) the chosen tokens, lazy."""
-        assert self.choice is not None
-        return self.choice.tokens
+        """(rows,) the sampled tokens, still lazy."""
+        assert self.sampled is not None
+        return self.sampled.tokens
 
 
 class RowFailure(WeftError):
-    """Something failed that only this row has to do with."""
+    """An error that belongs to one row of a step."""
 
     def __init__(self, sequence: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -76,47 +91,12 @@ class Runner:
         self.config = config
         self.clock = clock
         self.faults = faults
-        self.seconds_per_token = 0.0  # of prompts, as last seen
-        self.pool = self._new_pool()
-
-    def forward(self, plan: Plan, last: Step | None) -> Step | None:
-        """Build the steps of a plan; nothing runs yet. `last` holds tokens that are not read yet."""
-        if not plan.steps:
-            return None
-        sequences = [row.sequence for row in plan.steps]
-        for sequence in sequences:
-            try:
-                self._allocate(sequence, plan.upcoming)
-            except Exception as error:  # a border: whatever it is, it is this row's
-                raise RowFailure(sequence, error) from error
-        self.faults.at("decode", *sequences)
-        order: list[Sequence] = []
-        logits: list[mx.array] = []
-        for stepped, out in itertools.chain(self._together(sequences, last), self._alone(sequences, last)):
-            order += stepped
-            logits.append(out)
-        is_new = [sequence.is_at_its_end for sequence in order]
-        for sequence, new in zip(order, is_new, strict=True):
-            sequence.num_computed += 1
-            sequence.num_in_flight += new
-        return Step(order, self._poisoned(logits[0] if len(logits) == 1 else mx.concatenate(logits), order), is_new)
-
-    def start(self, step: Step) -> None:
-        """Run a step that was built."""
-        # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
-        mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
-
-    def _poisoned(self, logits: mx.array, sequences: list[Sequence]) -> mx.array:
-        if places := self.faults.struck("logits", sequences):
-            logits[mx.array(places)] = mx.nan
-        return logits
+        self.seconds_per_token = 0.0  # of prefill, a running mean
+        self.reset()
 
     def reset(self) -> None:
-        """Begin with an empty pool: after a forward that failed nobody knows what is in the old one."""
-        self.pool = self._new_pool()
-
-    def _new_pool(self) -> Pool:
-        return Pool(
+        """Start with an empty pool: after a failed forward nobody knows what is in the old one."""
+        self.pool = Pool(
             self.adapter.specs,
             slab_tokens=self.config.slab_tokens,
             max_rows=self.config.max_rows,
@@ -124,8 +104,144 @@ class Runner:
             constant_shapes=self.config.width is not None,
         )
 
-    def _together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
-        """The seated rows, in one forward or in one for each slab."""
+    def forward(self, plan: Plan, last: Step | None) -> Step | None:
+        """Build the decode step of a plan without running it. `last` holds tokens that were not read yet."""
+        if not plan.steps:
+            return None
+        sequences = [row.sequence for row in plan.steps]
+        for sequence in sequences:
+            try:
+                self._allocate(sequence, plan.upcoming)
+            except Exception as error:  # a border: whatever fails here belongs to this row
+                raise RowFailure(sequence, error) from error
+        self.faults.at("decode", *sequences)
+        order: list[Sequence] = []
+        logits: list[mx.array] = []
+        for stepped, out in itertools.chain(self._decode_together(sequences, last), self._decode_alone(sequences, last)):
+            order += stepped
+            logits.append(out)
+        is_new = [not sequence.is_replaying for sequence in order]
+        for sequence, new in zip(order, is_new, strict=True):
+            sequence.num_computed += 1
+            sequence.num_in_flight += new
+        step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits), is_new)
+        if rows := self.faults.struck("logits", order):
+            step.logits[mx.array(rows)] = mx.nan
+        return step
+
+    def start(self, step: Step) -> None:
+        """Start computing a step that was built; returns at once where the device runs beside the host."""
+        # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
+        mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
+
+    def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
+        """Start sampling a step's tokens, among the `allowed` (rows, V) ones where that is given; returns at once."""
+        self.faults.at("sampler", *step.sequences)
+        step.sampled = sample(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
+        mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
+
+    def prefill(self, row: Row, seconds: float | None) -> bool:
+        """Work on a prompt chunk for at most `seconds`, layer by layer; True when it is in memory.
+
+        The chunk is one lazy graph. Evaluating its layers' states in order divides the time finely without dividing the
+        tokens: the numbers do not depend on how often the work was interrupted.
+        """
+        memory = _memory(row.sequence)
+        if memory.own is None:
+            memory.own = self._restored_caches(row.sequence)
+        started = self.clock()
+        chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
+        if seconds is None:
+            chunk.finish()
+        else:
+            self._slice(chunk, seconds)
+        memory.chunk_seconds += self.clock() - started
+        if not chunk.is_done:
+            return False
+        self.seconds_per_token += 0.2 * (memory.chunk_seconds / row.count - self.seconds_per_token)
+        memory.chunk_seconds = 0.0
+        if memory.logprobs is not None:
+            row.sequence.prompt_logprobs += memory.logprobs.read(_next_tokens(row))
+        memory.chunk = memory.logprobs = None
+        row.sequence.num_computed += row.count
+        return True
+
+    def save(self, row: Row) -> tuple[Saved, Saved]:
+        """Copy out a chunk that was just computed: its keys and values, and the other layers' states at its end."""
+        self.faults.at("snapshot", row.sequence)
+        own = _memory(row.sequence).own
+        assert own is not None
+        return self.adapter.save_block(own, row.start, row.start + row.count), self.adapter.save_checkpoint(own)
+
+    def compute_again(self, caches: LayerCaches, tokens: tuple[int, ...], start: int) -> tuple[Saved, Saved]:
+        """Compute a chunk on given caches and return what `save` would give for it."""
+        self.adapter.prefill(list(tokens), caches)[0].finish()
+        return self.adapter.save_block(caches, start, start + len(tokens)), self.adapter.save_checkpoint(caches)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop the own caches of a sequence that goes on from a prefix node; they are restored when they are needed."""
+        _memory(sequence).own = None
+
+    def hand_over(self, sequence: Sequence, successor: Sequence) -> None:
+        """Give all states and the chunk under way to a sequence that stands at the same position."""
+        successor.memory, sequence.memory = sequence.memory, None
+
+    def take_retained(self, sequence: Sequence) -> tuple[LayerCaches, int] | None:
+        """Take the caches that a row does not need since it has a slot, and how many tokens they hold."""
+        memory = _memory(sequence)
+        retained, memory.retained = memory.retained, None
+        return retained
+
+    def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
+        """Let a sequence go on with another's caches, which end where it stands."""
+        self.faults.at("restore", sequence)
+        _memory(sequence).own = self.adapter.regrown(caches)
+
+    def fork(self, leader: Sequence, fork: Sequence) -> None:
+        """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
+        fork.memory = RowMemory(copy.deepcopy(_memory(leader).own))
+        fork.num_computed = leader.num_computed
+
+    def packed(self, block: object, checkpoint: object | None) -> tuple[Packed, Packed | None]:
+        """Saved states as host data that can be written to disk."""
+        assert isinstance(block, Saved)
+        assert checkpoint is None or isinstance(checkpoint, Saved)
+        return pack(block), None if checkpoint is None else pack(checkpoint)
+
+    def unpacked(self, loaded: Loaded) -> tuple[Saved, Saved | None]:
+        """Saved states from host data that was read from disk."""
+        like = self.adapter.new_leaves()
+        return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
+
+    def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
+        """Free a sequence's memory; a poisoned slot is zeroed."""
+        if sequence.memory is not None:
+            self.pool.free(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
+            sequence.memory = None
+
+    def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
+        """Copy a row's own caches into a slot of the pool, if their geometry fits; else it stays on them."""
+        memory = _memory(sequence)
+        if memory.own is None and memory.state.slab is None:
+            memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
+        if memory.own is None or self.adapter.way == "alone":
+            return
+        contents = self.adapter.contents(memory.own)
+        if self.pool.refusal(contents, sequence.num_computed) is None:
+            self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
+            memory.retained = memory.own, sequence.num_computed
+            memory.own = None
+
+    def _restored_caches(self, sequence: Sequence) -> LayerCaches:
+        """New caches for a sequence, filled with the prefix it is pinned to."""
+        node = sequence.prefix.node
+        if node is None:
+            return self.adapter.new_caches(len(sequence.prefill_ids))
+        self.faults.at("restore", sequence)
+        return self.adapter.restore([one.block for one in node.path()], node.checkpoint, len(sequence.prefill_ids))
+
+    def _decode_together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+        """Build the forwards of the rows in the pool: one for all, or one per slab."""
         owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
         if not owner:
             return
@@ -139,124 +255,34 @@ class Runner:
                     state.length += 1
             yield [row for row in rows if row is not None], logits if len(live) == len(rows) else logits[mx.array(live)]
 
-    def _alone(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
-        """The rows that are on caches of their own, one forward each."""
+    def _decode_alone(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+        """Build the forwards of the rows on caches of their own, one each."""
         for sequence in sequences:
             if (own := _memory(sequence).own) is not None:
                 yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)
 
-    def choose(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
-        """Start the choice of tokens, of the `allowed` (rows, V) ones where that is given; returns at once."""
-        self.faults.at("sampler", *step.sequences)
-        step.choice = choose(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
-        mx.async_eval(*step.choice.arrays())  # type: ignore[no-untyped-call]
-
-    def prefill(self, row: Row, seconds: float | None) -> bool:
-        """Work on a prompt chunk for at most `seconds`, layer by layer; True when it is in memory.
-
-        The chunk is one lazy graph. Evaluating its layers' states in order cuts the time finely without cutting the
-        tokens: the numbers do not depend on how often the work was interrupted.
-        """
-        memory = _memory(row.sequence)
-        if memory.own is None:
-            memory.own = self._caches(row.sequence)
-        started = self.clock()
-        chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
-        if seconds is None:
-            chunk.finish()
-        else:
-            self._slice(chunk, seconds)
-        memory.chunk_seconds += self.clock() - started
-        if not chunk.is_done:
-            return False
-        self.seconds_per_token += 0.2 * (memory.chunk_seconds / row.count - self.seconds_per_token)
-        memory.chunk_seconds = 0.0
-        if memory.logprobs is not None:
-            row.sequence.prompt_logprobs += memory.logprobs.read(_followers(row))
-        memory.chunk = memory.logprobs = None
-        row.sequence.num_computed += row.count
-        return True
-
-    def _caches(self, sequence: Sequence) -> LayerCaches:
-        """Caches of its own for a sequence, filled with what it stands on."""
-        if sequence.prefix_node is None:
-            return self.adapter.new_caches(len(sequence.prefill_ids))
-        self.faults.at("restore", sequence)
-        blocks = [node.block for node in sequence.prefix_node.path()]
-        return self.adapter.restore(blocks, sequence.prefix_node.checkpoint, len(sequence.prefill_ids))
-
-    def save(self, row: Row) -> tuple[Saved, Saved]:
-        """A chunk that was just computed: its keys and values, and the other layers' states at its end."""
-        self.faults.at("snapshot", row.sequence)
-        own = _memory(row.sequence).own
-        assert own is not None
-        return self.adapter.save_block(own, row.start, row.start + row.count), self.adapter.save_checkpoint(own)
-
-    def compute_again(self, caches: LayerCaches, tokens: tuple[int, ...], start: int) -> tuple[Saved, Saved]:
-        """A chunk once more, on these caches: what `save` would give."""
-        self.adapter.prefill(list(tokens), caches)[0].finish()
-        return self.adapter.save_block(caches, start, start + len(tokens)), self.adapter.save_checkpoint(caches)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Its own caches are behind what it stands on now; they are made anew when they are needed."""
-        _memory(sequence).own = None
-
-    @staticmethod
-    def has_caches(sequence: Sequence) -> bool:
-        """Whether a sequence can go on where it is without restoring anything."""
-        return sequence.memory is not None and _memory(sequence).own is not None
-
-    @staticmethod
-    def has_states(sequence: Sequence) -> bool:
-        """Whether its states are in the pool, or in caches of its own."""
-        return sequence.memory is not None and (_memory(sequence).own is not None or _memory(sequence).state.slab is not None)
-
-    @staticmethod
-    def is_amid_chunk(sequence: Sequence) -> bool:
-        """Whether a chunk of its prompt is under way."""
-        return sequence.memory is not None and _memory(sequence).chunk is not None
-
-    @staticmethod
-    def hand_over(sequence: Sequence, successor: Sequence) -> None:
-        """Give all states and the chunk under way to a sequence that stands at the same place."""
-        successor.memory, sequence.memory = sequence.memory, None
-
-    @staticmethod
-    def take_retained(sequence: Sequence) -> tuple[LayerCaches, int] | None:
-        """The caches that a row has no need of since it is seated, and how many tokens are in them."""
-        memory = _memory(sequence)
-        retained, memory.retained = memory.retained, None
-        return retained
-
-    def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
-        """Let a sequence go on with another's caches, which end where it stands."""
-        self.faults.at("restore", sequence)
-        _memory(sequence).own = self.adapter.regrown(caches)
-
-    def packed(self, block: Saved, checkpoint: Saved | None) -> tuple[Packed, Packed | None]:
-        """Saved states as they can be written to disk."""
-        return pack(block), None if checkpoint is None else pack(checkpoint)
-
-    def unpacked(self, loaded: Loaded) -> tuple[Saved, Saved | None]:
-        """The same back."""
-        like = self.adapter.new_leaves()
-        return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
+    def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
+        """(rows,) each row's newest token: those that were read come from the host, those in flight from the device."""
+        places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
+        in_flight = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
+        on_host = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
+        if last is None or max(in_flight) < 0:
+            return mx.array(on_host, mx.int32)
+        if in_flight == list(range(len(last.sequences))):
+            return last.tokens
+        taken = last.tokens[mx.array([max(place, 0) for place in in_flight])]
+        return mx.where(mx.array([place >= 0 for place in in_flight]), taken, mx.array(on_host, mx.int32))
 
     def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
         assert memory.own is not None
         chunk, logits = self.adapter.prefill(row.sequence.prefill_ids[row.start : row.start + row.count], memory.own)
         if (count := row.sequence.sampling.prompt_logprobs) is not None:
-            memory.logprobs = logprobs_of(logits[0], mx.array(_followers(row), mx.int32), count)
+            memory.logprobs = logprobs_of(logits[0], mx.array(_next_tokens(row), mx.int32), count)
             chunk.also(memory.logprobs.arrays())
         return chunk
 
-    def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
-        fork.memory = RowMemory(own=copy.deepcopy(_memory(leader).own))
-        fork.num_computed = leader.num_computed
-
     def _slice(self, chunk: Chunk, seconds: float) -> None:
-        """Run layers of a chunk as long as the next one probably ends in time; one at least."""
+        """Run layers of a chunk as long as the next one will probably end in time, but at least one."""
         start = last = self.clock()
         while chunk.advance():
             now = self.clock()
@@ -264,45 +290,14 @@ class Runner:
                 return
             last = now
 
-    def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Give a sequence's memory back."""
-        if sequence.memory is not None:
-            self.pool.leave(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
-            sequence.memory = None
-
-    def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
-        memory = _memory(sequence)
-        if memory.own is None and memory.state.slab is None:
-            memory.own = self._caches(sequence)  # a prompt of one token, or one that others computed
-        if memory.own is None or self.adapter.way == "alone":
-            return
-        contents = self.adapter.contents(memory.own)
-        if self.pool.refusal(contents, sequence.num_computed) is None:
-            self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
-            memory.retained = memory.own, sequence.num_computed
-            memory.own = None
-
-    def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
-        """(rows,) each row's newest token: known ones from the host, those in flight from the device."""
-        places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
-        flying = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
-        prefill_ids = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
-        if last is None or max(flying) < 0:
-            return mx.array(prefill_ids, mx.int32)
-        if flying == list(range(len(last.sequences))):
-            return last.tokens
-        taken = last.tokens[mx.array([max(place, 0) for place in flying])]
-        return mx.where(mx.array([place >= 0 for place in flying]), taken, mx.array(prefill_ids, mx.int32))
-
 
 def _memory(sequence: Sequence) -> RowMemory:
     if sequence.memory is None:
-        sequence.memory = RowMemory(own=None)
-    memory = sequence.memory
-    assert isinstance(memory, RowMemory)
-    return memory
+        sequence.memory = RowMemory()
+    assert isinstance(sequence.memory, RowMemory)
+    return sequence.memory
 
 
-def _followers(row: Row) -> list[int]:
-    """The tokens that stand after each token of a chunk."""
+def _next_tokens(row: Row) -> list[int]:
+    """The tokens that follow each token of a chunk."""
     return row.sequence.prefill_ids[row.start + 1 : row.start + row.count + 1]

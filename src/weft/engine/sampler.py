@@ -1,4 +1,4 @@
-"""Logits of a step → one token per row, in float32, in a few operations over the whole batch.
+"""Samples one token per row from a step's logits, in float32, in a few operations over the whole batch.
 
 Every row has its own parameters and its own random number, made from seed and position alone (`Sequence.uniform`), so a
 neighbour can not change a draw. Rows that need no sorting are not sorted. Knows sequences and arrays, no model.
@@ -22,20 +22,20 @@ CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partitio
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What was chosen for the rows of a step, still on the device."""
+    """The tokens sampled for the rows of a step, still on the device."""
 
     tokens: mx.array  # (B,) int32
-    finite: mx.array  # (B,) False where a row's logits were not numbers
-    possible: mx.array | None  # (B,) False where nothing was left to choose; None where nothing was forbidden
-    logprobs: dict[int, Logprobs]  # by the row's place
+    finite: mx.array  # (B,) False where a row's logits are not finite
+    possible: mx.array | None  # (B,) False where no token was allowed; None where all were
+    logprobs: dict[int, Logprobs]  # by row
 
     def arrays(self) -> list[mx.array]:
-        """Everything to be evaluated."""
+        """All arrays, to be evaluated together."""
         flags = [self.finite] if self.possible is None else [self.finite, self.possible]
         return [self.tokens, *flags, *(array for row in self.logprobs.values() for array in row.arrays())]
 
     def read(self) -> tuple[list[int], dict[int, str]]:
-        """Bring tokens to the host, and what is wrong with a row, by its place."""
+        """Read the tokens, and by row what is wrong with it. Waits for the device."""
         problems: dict[int, str] = {}
         if self.possible is not None:
             problems |= {int(row): NOTHING_LEFT for row in np.flatnonzero(~np.array(self.possible))}
@@ -45,18 +45,18 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of some places: of the token that stands there, and of the likeliest ones. Still on the device."""
+    """Log-probabilities of the tokens at T positions and of the likeliest ones there, still on the device."""
 
     chosen: mx.array  # (T,)
     top_tokens: mx.array | None  # (T, k)
     top_values: mx.array | None  # (T, k)
 
     def arrays(self) -> list[mx.array]:
-        """Everything to be evaluated."""
+        """All arrays, to be evaluated together."""
         return [array for array in (self.chosen, self.top_tokens, self.top_values) if array is not None]
 
     def read(self, tokens: Rows[int]) -> list[TokenLogprob]:
-        """Bring them to the host."""
+        """Read the log-probabilities of `tokens`. Waits for the device."""
         chosen = np.array(self.chosen).tolist()
         if self.top_tokens is None or self.top_values is None:
             return [TokenLogprob(token, value) for token, value in zip(tokens, chosen, strict=True)]
@@ -66,7 +66,7 @@ class Logprobs:
 
 
 def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
-    """Of `tokens` (T,) and the `count` likeliest by `logits` (T, V): the model's own, before penalties and temperature."""
+    """Log-probabilities of `tokens` (T,) and of the `count` likeliest by `logits` (T, V), before penalties and temperature."""
     logits = logits.astype(mx.float32)
     values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
@@ -76,8 +76,8 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
-def choose(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> SampledTokens:
-    """Choose a token for each row of `logits` (B, V), of the `allowed` (B, V) ones where that is given."""
+def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> SampledTokens:
+    """Sample a token for each row of `logits` (B, V), among the `allowed` (B, V) ones where that is given."""
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
     possible = None
@@ -92,7 +92,7 @@ def choose(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = No
 
 
 def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.array) -> mx.array:
-    """Sample the hot rows; the others keep their greedy token."""
+    """Sample the rows with a temperature; the others keep their greedy token."""
     vocab_size = logits.shape[-1]
     kinds: dict[str, list[int]] = {"plain": [], "few": [], "all": []}
     for index in hot:
@@ -121,13 +121,13 @@ def _replace(tokens: mx.array, indices: list[int], drawn: mx.array) -> mx.array:
 
 
 def _draw_plain(logits: mx.array, group: Rows[Sequence]) -> mx.array:
-    """Rows over the whole vocabulary in token order: temperature and min_p only."""
+    """Draw for rows with temperature and min_p only, over the whole vocabulary in token order."""
     weights = _weights(logits, group)
     return _pick(weights, group)
 
 
 def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.array:
-    """Rows with top_k or top_p: over candidates in order of falling logit, ties by token."""
+    """Draw for rows with top_k or top_p, over candidates in order of falling logit, ties by token."""
     if few:
         candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
         candidates = mx.sort(candidates, axis=-1)  # so that equal logits stand in token order below
@@ -149,7 +149,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.ar
 
 
 def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
-    """exp((logit − highest) / temperature), cut at min_p: probabilities up to a factor."""
+    """Unnormalised probabilities: exp((logit − highest) / temperature), zero below min_p."""
     temperature = mx.array([row.sampling.temperature for row in group], mx.float32)[:, None]
     min_p = mx.array([row.sampling.min_p for row in group], mx.float32)[:, None]
     weights = mx.exp((logits - mx.max(logits, axis=-1, keepdims=True)) / temperature)
@@ -157,7 +157,7 @@ def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
 
 
 def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
-    """Inverse of the cumulative weights at each row's own random number."""
+    """The index at which the cumulative weights pass each row's random number."""
     uniform = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)[:, None]
     cumulative = mx.cumsum(weights, axis=-1)
     total = cumulative[:, -1:]
@@ -168,7 +168,7 @@ def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
 
 
 def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
-    """Penalties, biases and held-back stop tokens, for the rows that have any, as one sparse update."""
+    """Apply penalties, biases and held-back stop tokens of the rows that have any, as one sparse update."""
     at_row: list[int] = []
     at_token: list[int] = []
     factor: list[float] = []
@@ -191,13 +191,13 @@ def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
 
 
 def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
-    """Token → (repetition factor, shift) for one row."""
+    """The changes to one row's logits: token → (repetition factor, shift)."""
     sampling = row.sampling
     result: dict[int, tuple[float, float]] = {}
-    if row.counts is not None:
-        seen = {*row.prompt, *row.counts} if sampling.repetition_penalty != 1.0 else row.counts
+    if row.token_counts is not None:
+        seen = {*row.prompt, *row.token_counts} if sampling.repetition_penalty != 1.0 else row.token_counts
         for token in seen:
-            count = row.counts.get(token, 0)
+            count = row.token_counts.get(token, 0)
             shift = -(sampling.presence_penalty * (count > 0) + sampling.frequency_penalty * count)
             result[token] = (sampling.repetition_penalty, shift)
     for token, bias in sampling.logit_bias.items():
@@ -210,6 +210,6 @@ def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
 
 
 def _logprobs(logits: mx.array, rows: Rows[Sequence], tokens: mx.array) -> dict[int, Logprobs]:
-    """For the rows that asked, by their place in the step."""
-    asked = ((index, row.sampling.logprobs) for index, row in enumerate(rows))
-    return {i: logprobs_of(logits[i : i + 1], tokens[i : i + 1], count) for i, count in asked if count is not None}
+    """Log-probabilities of the sampled tokens, by row, for the rows that requested them."""
+    wanted = ((index, row.sampling.logprobs) for index, row in enumerate(rows))
+    return {i: logprobs_of(logits[i : i + 1], tokens[i : i + 1], count) for i, count in wanted if count is not None}

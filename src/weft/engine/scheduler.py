@@ -1,36 +1,98 @@
-"""Who runs next and how many tokens. Imports no mlx; reads the clock through a parameter.
+"""Who runs next, and where a prompt's chunks end. Imports no mlx; the clock is a parameter.
 
 There are no phases: every sequence chases `num_computed < num_tokens`. Rows whose newest token is all that is missing
-step together; one prompt chunk at a time runs beside them, prompts taking turns chunk by chunk.
+step together; one prompt chunk at a time runs beside them. Prefix sharing gives facts about prompts; the order is set here.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from weft.config import EngineConfig
+from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.fairness import Fairness
-from weft.engine.plan import Plan, Row
 from weft.engine.sequence import Sequence
 
-COMING_CHUNKS = 8
-MOST_HELD_BACK = 3  # plans in a row: so long, at the most, do rows that speak wait for those that do not yet
-FIRST_GUESS_SECONDS = 0.05  # how long a decode step takes, until one was measured
+OUTPUT_WEIGHT = 2  # an output token costs about as much as two prompt tokens
+UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
+MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
+FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
+
+BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence's part of a plan: its tokens `start` to `start + count`."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The scheduler's decision for one turn: rows that decode one token each, and a prompt chunk to work on."""
+
+    steps: tuple[Row, ...]
+    chunk: Row | None
+    slice_seconds: float | None  # how long to work on the chunk; None: until it is done
+    upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
+
+    @property
+    def begins_with_chunk(self) -> bool:
+        """Whether the chunk is so short that it is computed before the step, and its row may join the step."""
+        return bool(self.steps) and self.chunk is not None and self.slice_seconds is None
+
+    def __bool__(self) -> bool:
+        return bool(self.steps) or self.chunk is not None
+
+
+class Fairness:
+    """Orders sequences by priority, then by how few tokens their client has had so far.
+
+    A client that comes back is not owed what it did not request meanwhile: it starts at the level of the least served one.
+    """
+
+    def __init__(self) -> None:
+        self.served: dict[str, float] = {}  # virtual tokens by client
+
+    def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
+        """Start a counter for a client that is not among those of `present`; drop the counters of clients that left."""
+        clients = {one.client for one in present}
+        if sequence.client not in clients:
+            level = min((self.served[client] for client in clients), default=0.0)
+            self.served[sequence.client] = max(self.served.get(sequence.client, 0.0), level)
+            self.served = {client: count for client, count in self.served.items() if client in {*clients, sequence.client}}
+
+    def charge(self, sequence: Sequence, tokens: float) -> None:
+        """Add tokens to a client's counter."""
+        self.served[sequence.client] = self.served.get(sequence.client, 0.0) + tokens
+
+    def first(self, waiting: Iterable[Sequence]) -> Sequence:
+        """The sequence that is next; of equals the first."""
+        return min(waiting, key=lambda one: (-one.request.priority, self.served.get(one.client, 0.0), not one.is_preempted))
+
+
+def never_cut(sequence: Sequence, end: int, others: list[Sequence]) -> None:
+    """Suggest no cut: chunks end where the prompt's own boundaries are."""
 
 
 class Scheduler:
-    """Owns the two queues: waiting for a place, and running."""
+    """Owns the queues: sequences that wait for a place, those that run, and of these the ones still in prefill."""
 
-    def __init__(self, config: EngineConfig, budget: MemoryBudget) -> None:
+    def __init__(self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection) -> None:
         self.config = config
         self.budget = budget
+        self.bisection = bisection
         self.fairness = Fairness()
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.prompts: deque[Sequence] = deque()  # running, prompt not yet in memory; the first has the turn
-        self.step_seconds = FIRST_GUESS_SECONDS
+        self.prompts: list[Sequence] = []  # running, prompt not in memory yet
+        self.following: list[Sequence] = []  # prompts that wait for the chunk planned last, which they need too
+        self.step_seconds = FIRST_STEP_SECONDS
         self._num_held_back = 0  # plans in a row whose steps were left out
 
     @property
@@ -40,105 +102,41 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody still wants something; finished sequences leave with the next turn."""
+        """Whether anybody still wants tokens; finished sequences leave with the next turn."""
         return any(not sequence.is_abandoned for queue in (self.waiting, self.running) for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self.fairness.arrived(sequence, (*self.waiting, *self.running))
+        self.fairness.arrive(sequence, (*self.waiting, *self.running))
         self.waiting.append(sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """A running sequence waits again, before all others that wait."""
-        sequence.is_preempted = True
-        self.running = [one for one in self.running if one is not sequence]
-        self.prompts = deque(one for one in self.prompts if one is not sequence)
-        self.waiting.appendleft(sequence)
-
-    def drop_finished(self) -> list[Sequence]:
-        """Let go of sequences that have their end; give back those that were running."""
-        gone = [sequence for sequence in self.running if sequence.is_finished]
-        successors = {
-            id(s): s.hand_over_prompt()
-            for queue in (self.running, self.waiting)
-            for s in queue
-            if s.is_finished and not s.is_abandoned
-        }
-        if gone:
-            self.running = _living(self.running, successors)
-        if any(sequence.is_finished for sequence in self.prompts):
-            self.prompts = deque(_living(self.prompts, successors))
-        if any(sequence.is_finished for sequence in self.waiting):
-            self.waiting = deque(_living(self.waiting, successors))
-        return gone
-
-    def plan(self, may_step: Callable[[Sequence], bool], *, may_hold_back: bool = True) -> Plan:
-        """Say who runs. A few short chunks may come before the steps, as long as others wait for a first token, too."""
-        ready = (one for one in self.running if one.is_prefilled and one.wants_token and may_step(one))
-        steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
-        chunk = self._next_chunk()
-        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens
-        if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MOST_HELD_BACK:
-            self._num_held_back += 1
-            return Plan((), chunk, None, self._coming())
-        self._num_held_back = 0
-        slice_seconds = self.config.gap_factor * self.step_seconds if steps and not is_short else None
-        return Plan(steps, chunk, slice_seconds, self._coming())
-
-    def measured(self, seconds: float) -> None:
-        """Note how long a step without prompt work took."""
-        self.step_seconds += 0.2 * (seconds - self.step_seconds)
-
-    def chunk_done(self) -> None:
-        """The planned chunk is in memory: the next prompt has the turn."""
-        self.prompts.rotate(-1)
-        if self.prompts[-1].is_prefilled:
-            self.prompts.pop()
-
-    def release_forks(self, leader: Sequence) -> list[Sequence]:
-        """A prompt is in memory: its forks are next in line."""
-        forks, leader.forks = [fork for fork in leader.forks if not fork.is_finished], []
-        for fork in forks:
-            fork.timings.admitted = leader.timings.admitted
-        self.waiting.extendleft(reversed(forks))
-        return forks
-
-    def _coming(self) -> tuple[int, ...]:
-        """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
-        lengths, work = [], 0
-        for sequence in self.prompts:
-            work += len(sequence.prefill_ids) - sequence.num_computed
-            if work > COMING_CHUNKS * self.config.chunk_tokens:
-                break
-            lengths.append(len(sequence.prefill_ids))
-        return tuple(lengths)
-
     def admit(self, now: float) -> None:
-        """Let those who wait in, as far as there are places and bytes; then say whose prompt has the turn."""
+        """Move waiting sequences to the running ones, as far as there are rows and bytes."""
         while self.waiting and len(self.running) < self.config.max_rows:
-            sequence = self.fairness.first(self.waiting)
+            sequence = self._first(self.waiting)
             if not self.budget.fits(sequence, self.running):
-                break  # nobody smaller goes before it, or it would wait for ever
+                break  # no smaller one overtakes it, or it would starve
             self.waiting.remove(sequence)
-            sequence.timings.admitted = sequence.timings.admitted or now  # a fork has its leader's
+            sequence.admit(now)
             self.running.append(sequence)
             if not sequence.is_prefilled:
                 self.prompts.append(sequence)
-        if len(self.prompts) > 1:
-            self.put_first(self.fairness.first(self.prompts))
 
     def to_preempt(self) -> Sequence | None:
-        """Who has to make room, if anybody: the youngest row when there are too few bytes or one on trial waits, or the youngest
-        of the client that has most places, when another waits that has none."""
+        """The running sequence that must make room, if any.
+
+        The youngest when memory is over budget or a suspect waits for a row; the youngest of the client with the most rows
+        when a client waits that has none and was served less.
+        """
         running = [one for one in self.running if not one.is_finished]
         if len(running) > 1 and self.budget.is_over(running):
             return running[-1]
         if not self.waiting or not running:
             return None
-        first = self.fairness.first(self.waiting)
+        first = self._first(self.waiting)
         is_full = len(self.running) >= self.config.max_rows or not self.budget.fits(first, running)
-        if is_full and first.is_suspect:  # the others do not step before it has
-            return next((one for one in reversed(running) if not one.is_suspect), None)
+        if is_full and self.bisection.is_suspect(first):  # the others do not step before it has
+            return next((one for one in reversed(running) if not self.bisection.is_suspect(one)), None)
         client, count = Counter(one.client for one in running).most_common(1)[0]
         if not is_full or count < 2 or self.fairness.served[first.client] >= self.fairness.served[client]:
             return None
@@ -146,17 +144,53 @@ class Scheduler:
             return None
         return next(one for one in reversed(running) if one.client == client)
 
-    def _next_chunk(self) -> Row | None:
-        """Chunks end at multiples of `chunk_tokens` and at the prompt's own boundaries, whoever else runs."""
-        if not self.prompts or self.prompts[0].is_loading:
-            return None
-        sequence = self.prompts[0]
-        return Row(sequence, sequence.num_computed, next(self.chunk_ends(sequence)) - sequence.num_computed)
+    def preempt(self, sequence: Sequence) -> None:
+        """Move a running sequence back to the front of the waiting ones."""
+        self.running = [one for one in self.running if one is not sequence]
+        self.prompts = [one for one in self.prompts if one is not sequence]
+        self.waiting.appendleft(sequence)
+
+    def drop_finished(self) -> list[Sequence]:
+        """Remove finished sequences from all queues and return those that ran; a waiting fork takes its leader's place."""
+        gone = [sequence for sequence in self.running if sequence.is_finished]
+        leaders = [one for queue in (self.running, self.waiting) for one in queue if one.is_finished and not one.is_abandoned]
+        successors = {id(leader): leader.hand_over_prompt() for leader in leaders}
+
+        def alive(queue: Iterable[Sequence]) -> list[Sequence]:
+            return [successors.get(id(one), one) for one in queue if id(one) in successors or not one.is_finished]
+
+        self.running, self.prompts, self.waiting = alive(self.running), alive(self.prompts), deque(alive(self.waiting))
+        return gone
+
+    def drop_prefilled(self) -> list[Sequence]:
+        """Remove the prompts that need no chunk of their own any more, and return them."""
+        done = [sequence for sequence in self.prompts if sequence.is_prefilled]
+        self.prompts = [sequence for sequence in self.prompts if not sequence.is_prefilled]
+        return done
+
+    def release_forks(self, leader: Sequence) -> list[Sequence]:
+        """Queue the forks of a prompt that is in memory now, before all others."""
+        forks = leader.release_forks()
+        self.waiting.extendleft(reversed(forks))
+        return forks
+
+    def plan(self, best_cut: BestCut = never_cut, *, may_hold_back: bool = True) -> Plan:
+        """Decide who decodes and which prompt chunk is computed; short chunks of several prompts may delay a few steps."""
+        ready = (one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
+        steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
+        chunk = self._next_chunk(best_cut)
+        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens
+        if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MAX_HELD_BACK:
+            self._num_held_back += 1
+            return Plan((), chunk, None, self._upcoming())
+        self._num_held_back = 0
+        slice_seconds = self.config.gap_factor * self.step_seconds if steps and not is_short else None
+        return Plan(steps, chunk, slice_seconds, self._upcoming())
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
-        """Where the chunks of a prompt end, from what is computed on."""
+        """Where a prompt's chunks end, from what is computed on: at multiples of the chunk size and at its boundaries."""
         size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
-        boundaries = iter(place for place in sequence.boundaries if place > end)
+        boundaries = iter(position for position in sequence.boundaries if position > end)
         boundary = next(boundaries, last)
         while end < last:
             end = min((end // size + 1) * size, boundary, last)
@@ -164,21 +198,66 @@ class Scheduler:
                 boundary = next(boundaries, last)
             yield end
 
-    def put_first(self, sequence: Sequence) -> None:
-        """Give a prompt the turn."""
-        self.prompts.remove(sequence)
-        self.prompts.appendleft(sequence)
+    def finish_chunk(self, row: Row) -> None:
+        """Charge a computed chunk to its client; its prompt is the last among equals now."""
+        self.fairness.charge(row.sequence, row.count)
+        self.prompts = [one for one in self.prompts if one is not row.sequence]
+        if not row.sequence.is_prefilled:
+            self.prompts.append(row.sequence)
 
-    def drop_prefilled(self) -> list[Sequence]:
-        """Let go of prompts that are in memory without another chunk of theirs."""
-        done = [sequence for sequence in self.prompts if sequence.is_prefilled]
-        if done:
-            self.prompts = deque(sequence for sequence in self.prompts if not sequence.is_prefilled)
-        return done
+    def measure_step(self, seconds: float) -> None:
+        """Note how long a decode step without prefill took."""
+        self.step_seconds += 0.2 * (seconds - self.step_seconds)
 
+    def twin(self, sequence: Sequence) -> Sequence | None:
+        """A prompt that can take over the chunk under way of this one, because it needs the same."""
+        for other in self.prompts:
+            is_free = not (other.is_finished or other.prefix.is_loading or other.must_read_prompt or other.is_amid_chunk)
+            if is_free and other is not sequence and self._shares_chunk(other, sequence):
+                return other
+        return None
 
-def _living(queue: Iterable[Sequence], successors: dict[int, Sequence]) -> list[Sequence]:
-    """A queue without its finished sequences, heirs in their places."""
-    return [
-        successors.get(id(sequence), sequence) for sequence in queue if id(sequence) in successors or not sequence.is_finished
-    ]
+    def _first(self, candidates: Iterable[Sequence]) -> Sequence:
+        """Who is next: suspects of a failed step, since the others wait for them, then the fairest."""
+        candidates = list(candidates)
+        return self.fairness.first([one for one in candidates if self.bisection.is_suspect(one)] or candidates)
+
+    def _next_chunk(self, best_cut: BestCut) -> Row | None:
+        """The fairest prompt's next chunk, computed by a prompt with caches of its own that needs the same chunk."""
+        ready = [one for one in self.prompts if not one.prefix.is_loading]
+        if not ready:
+            return None
+        first = self._first(ready)
+        if not first.has_caches:
+            first = next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
+        self._cut(first, best_cut)
+        others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
+        self.following = [one for one in others if self._shares_chunk(one, first)]
+        return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
+
+    def _cut(self, sequence: Sequence, best_cut: BestCut) -> None:
+        """End the next chunk where other prompts diverge, at most once per position, so that what they share is computed once."""
+        if sequence.is_amid_chunk or sequence.num_computed == sequence.cut_at:
+            return
+        others = [one for one in self.prompts if one is not sequence and one.prefix.node is sequence.prefix.node]
+        position = best_cut(sequence, next(self.chunk_ends(sequence)), others)
+        if position is not None:
+            sequence.cut(position)
+
+    def _shares_chunk(self, one: Sequence, other: Sequence) -> bool:
+        """Whether two prompts stand on the same prefix node and need the same tokens next."""
+        node = other.prefix.node
+        if node is None or one.prefix.node is not node or one.prefix.is_private or other.prefix.is_private:
+            return False
+        start, end = other.num_computed, next(self.chunk_ends(other))
+        return next(self.chunk_ends(one)) == end and one.prefill_ids[start:end] == other.prefill_ids[start:end]
+
+    def _upcoming(self) -> tuple[int, ...]:
+        """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
+        lengths, work = [], 0
+        for sequence in self.prompts:
+            work += len(sequence.prefill_ids) - sequence.num_computed
+            if work > UPCOMING_CHUNKS * self.config.chunk_tokens:
+                break
+            lengths.append(len(sequence.prefill_ids))
+        return tuple(lengths)

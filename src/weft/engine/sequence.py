@@ -1,7 +1,7 @@
-"""One request inside the engine: everything about it lives on this object and nowhere else.
+"""One request inside the engine: everything about it lives on this object, and leaving the batch is dropping it.
 
-Ids, sampling, memory, timings, and why it ended. Leaving the batch is dropping one object. Imports no mlx: what it holds
-for the runner (states, a chunk under way) is opaque here.
+Imports no mlx: what the runner keeps for a sequence (layer states, a chunk under way) is a Protocol here. The runner and
+prefix sharing change it directly; everybody else calls its methods.
 """
 
 from __future__ import annotations
@@ -10,84 +10,120 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from weft.grammar.constraint import Constraint, TokenDemand
-from weft.ipc.messages import FinishReason, PrefixReuse, Sampling, Timings, TokenLogprob
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import FinishReason, PrefixReuse, Submit, Timings, TokenLogprob
+from weft.memory.prefix_tree import Node
+
+
+class LayerStates(Protocol):
+    """What the runner keeps for one sequence; others may only ask these questions."""
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether the sequence has caches of its own, so that its prefill goes on without restoring anything."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all computed states are in memory of its own: in the pool, or in its caches."""
+
+    @property
+    def is_amid_chunk(self) -> bool:
+        """Whether a chunk of its prompt is partly computed."""
+
+
+@dataclass
+class PrefixCursor:
+    """Where a sequence stands in the prefix tree, and what it shares. Written by `engine/prefix.py` alone."""
+
+    node: Node | None = None  # pinned: its prompt is computed up to here by whoever computed it first
+    first_own_node: Node | None = None  # the first node that this sequence computed itself
+    num_cached: int = 0  # prompt tokens that it did not compute itself
+    reuse: PrefixReuse | None = None  # why no more of the prompt was known; None until its own work begins
+    is_private: bool = False  # what it computes is not entered into the tree
+    is_loading: bool = False  # it waits for the disk tier
+    has_asked_disk: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Why a sequence ended."""
+
+    reason: FinishReason
+    error: str | None = None
+    stop_token: int | None = None  # the end token, which is no part of the answer
 
 
 class Sequence:
     """A prompt, its answer so far, and what the engine needs to continue it."""
 
-    def __init__(
-        self,
-        number: int,
-        prompt: list[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        stop_ids: frozenset[int],
-    ) -> None:
-        self.id = number
-        self.prompt = prompt
-        self.sampling = sampling
+    def __init__(self, request: Submit, index: int, max_tokens: int, eos_token_ids: frozenset[int], now: float) -> None:
+        sampling = request.samplings[index]
+        self.id = request.numbers[index]
+        self.request = request
+        self.sampling: Sampling = sampling
         self.max_tokens = max_tokens
-        self.stop_ids = stop_ids
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.output: list[int] = []
-        self.prefill_ids = prompt  # what is computed as a prompt is, in chunks
+        self.prefill_ids = request.prompt  # what is computed in chunks: the prompt, after a restart maybe the answer too
+        self.boundaries = tuple(sorted({at for at in request.boundaries if 0 < at < len(request.prompt) - 1}))
+        self.cut_at: int | None = None  # the boundary at which it was last cut because other prompts diverge there
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.forks: list[Sequence] = []  # same prompt: they wait for its states, and have no place in a queue till then
-        self.num_computed = 0  # tokens whose states are in memory (or on their way)
-        self.num_in_flight = 0  # tokens chosen on the device but not yet read
-        self.finish: FinishReason | None = None
-        self.error: str | None = None
-        self.stop: int | None = None  # the end token, which is no part of the answer
-        self.timings = Timings()
+        self.forks: list[Sequence] = []  # answers to the same prompt: they wait for its states, outside of the queues
+        self.num_computed = 0  # tokens whose states are in memory, or on their way there
+        self.num_in_flight = 0  # tokens sampled on the device but not read yet
+        self.ending: Ending | None = None
+        self.timings = Timings(submitted=now)
         self.seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(8), "little")
-        self.counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer's tokens
-        self.constraint: Constraint | None = None  # what its tokens must be
-        self.boundaries: tuple[int, ...] = ()  # of its prompt, in order: chunks end there
-        self.cut_at: int | None = None  # where it was last cut because others go another way
-        self.prefix_node: Any = None  # the node of the prefix tree it stands on
-        self.first_own_node: Any = None  # the first node it computed itself
-        self.num_cached = 0  # tokens of its prompt that it did not compute itself
-        self.reuse: PrefixReuse | None = None  # why it were no more
-        self.client = ""  # who asked for it
-        self.priority = 0
-        self.is_suspect = False  # a step it was in failed
-        self.is_preempted = False  # it ran before, and had to make room
-        self.salt = ""  # it shares what was computed only with those that have the same one
-        self.is_retained = False  # its client will come again
-        self.is_shared = True  # what it computes is kept; there may be no room for that
-        self.is_loading = False  # it waits for the disk
-        self.is_following = False  # it waits for another to compute a chunk that it needs too
-        self.has_asked_disk = False
-        self.memory: Any = None  # the runner's: layer states, and the chunk under way
+        self.token_counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer
+        self.constraint: Constraint | None = None
+        self.prefix = PrefixCursor()
+        self.memory: LayerStates | None = None
+        self.is_preempted = False  # it ran before and had to make room
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and answer, tokens in flight included."""
-        return len(self.prompt) + len(self.output) + self.num_in_flight
+    def prompt(self) -> list[int]:
+        """The prompt's token ids."""
+        return self.request.prompt
 
     @property
-    def is_at_its_end(self) -> bool:
-        """Whether the next step gives a new token; else it reads one again that was given before."""
-        return self.num_computed + 1 == self.num_tokens
+    def client(self) -> str:
+        """Who sent the request, for fairness."""
+        return self.request.client
 
-    def token_at(self, place: int) -> int:
-        """A token of the prompt or of the answer."""
-        return self.prompt[place] if place < len(self.prompt) else self.output[place - len(self.prompt)]
+    @property
+    def finish(self) -> FinishReason | None:
+        """The finish reason; None while it runs."""
+        return None if self.ending is None else self.ending.reason
+
+    @property
+    def error(self) -> str | None:
+        """The error that ended it, if one did."""
+        return None if self.ending is None else self.ending.error
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has its end."""
-        return self.finish is not None
+        """Whether it has ended, for whatever reason."""
+        return self.ending is not None
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether nobody waits for it, nor for the prompt it computes."""
+        """Whether it has ended and no fork waits for the prompt it computes."""
         return self.is_finished and all(fork.is_finished for fork in self.forks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer, those in flight included."""
+        return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the next step recomputes the state of a token it emitted before, instead of giving a new one."""
+        return self.num_computed + 1 < self.num_tokens
 
     @property
     def is_prefilled(self) -> bool:
@@ -96,62 +132,126 @@ class Sequence:
 
     @property
     def wants_token(self) -> bool:
-        """Whether another token may be asked for, given those in flight."""
+        """Whether another token may be sampled, given those in flight."""
         return not self.is_finished and len(self.output) + self.num_in_flight < self.max_tokens
 
     @property
+    def must_read_prompt(self) -> bool:
+        """Whether it must compute every prompt token itself, because their log-probabilities were requested."""
+        return self.sampling.prompt_logprobs is not None
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether its prefill can go on without restoring anything."""
+        return self.memory is not None and self.memory.has_caches
+
+    @property
+    def is_amid_chunk(self) -> bool:
+        """Whether a chunk of its prompt is partly computed."""
+        return self.memory is not None and self.memory.is_amid_chunk
+
+    @property
     def demand(self) -> TokenDemand | None:
-        """What its next token must be."""
+        """What its constraint allows as the next token; None when anything may come."""
         if self.constraint is None or self.is_finished:
             return None
         return self.constraint.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos)
 
+    def token_at(self, position: int) -> int:
+        """The token at a position of prompt and answer."""
+        return self.prompt[position] if position < len(self.prompt) else self.output[position - len(self.prompt)]
+
+    def uniform(self, position: int) -> float:
+        """The random number in [0, 1) for the token at `position`, made from the seed and the position alone."""
+        key = (self.seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
+        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
+
+    def admit(self, now: float) -> None:
+        """Note when it was admitted; a fork keeps the time of its leader, a preempted one its first."""
+        self.timings.admitted = self.timings.admitted or now
+
+    def cut(self, position: int) -> None:
+        """End the next chunk at this position, where other prompts diverge."""
+        self.cut_at = position
+        self.boundaries = tuple(sorted((*self.boundaries, position)))
+
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
-        """Take a token that was in flight; decide whether it is the last. Raises RowFailed when its constraint fails."""
+        """Take a token that was in flight and decide whether it is the last. Raises RowFailed when the constraint fails."""
         self.num_in_flight -= 1
         if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
-            self.finish, self.stop = "stop", token
+            self.ending = Ending("stop", stop_token=token)
             return
         self.output.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if self.counts is not None:
-            self.counts[token] += 1
+        if self.token_counts is not None:
+            self.token_counts[token] += 1
         if self.constraint is not None:
             self.constraint.accept(token)
             if self.constraint.is_finished:
-                self.finish = "stop"
+                self.ending = Ending("stop")
                 return
         if len(self.output) >= self.max_tokens:
-            self.finish = "length"
+            self.ending = Ending("length")
 
-    def restart(self, given: Iterable[int], max_replayed_tokens: int) -> None:
-        """Be as new, but for the tokens that were given: a few are stepped through again, many are computed as a prompt.
+    def end(self, reason: FinishReason, error: str | None, now: float) -> None:
+        """End it; an ending that its own last token gave it stays."""
+        self.ending = self.ending or Ending(reason, error)
+        self.timings.finished = now
+        self.note_reuse()
 
-        Stepping gives the very bits the answer had; a long answer would take as long as it took the first time.
+    def constrain(self, constraint: Constraint) -> None:
+        """Hold its tokens to a constraint of its own, which has accepted those emitted before a resume."""
+        self.constraint = constraint.fork()
+        self.constraint.limit_to(self.max_tokens)
+        for token in self.output:
+            self.constraint.accept(token)
+
+    def note_first_token(self, now: float) -> None:
+        """Note when the first token came, and what of the prompt was cached."""
+        self.timings.first_token = now
+        self.note_reuse()
+
+    def note_reuse(self) -> None:
+        """Put what it did not have to compute into its timings."""
+        self.timings.cached_tokens, self.timings.reuse = self.prefix.num_cached, self.prefix.reuse
+
+    def restart(self, emitted: Iterable[int], max_replayed_tokens: int) -> None:
+        """Forget all computed states but keep the emitted tokens: a few are decoded again, many are prefilled.
+
+        Decoding them again gives the very bits the answer had; for a long answer it would take as long as the first time.
         """
-        self.output = list(given)
+        self.output = list(emitted)
         self.prefill_ids = self.prompt if len(self.output) <= max_replayed_tokens else [*self.prompt, *self.output]
-        if len(self.prefill_ids) > len(self.prompt):  # chunks ended there before
+        if len(self.prefill_ids) > len(self.prompt):  # a chunk ended there the first time
             self.boundaries = tuple(sorted({*self.boundaries, len(self.prompt) - 1} - {0}))
-        if self.counts is not None:
-            self.counts = Counter(self.output)
+        if self.token_counts is not None:
+            self.token_counts = Counter(self.output)
         self.num_computed = self.num_in_flight = 0
-        self.memory = self.prefix_node = self.first_own_node = None
-        self.is_loading = self.has_asked_disk = False
-        self.is_shared = True
+        self.memory = None
+        self.prefix = PrefixCursor(num_cached=self.prefix.num_cached, reuse=self.prefix.reuse)
+
+    def preempt(self, max_replayed_tokens: int) -> None:
+        """Give up its place and its states; it waits again, with the tokens it has emitted."""
+        self.is_preempted = True
+        self.restart(self.output, max_replayed_tokens)
+
+    def lead(self, forks: list[Sequence]) -> None:
+        """Let other answers to the same prompt wait for its states."""
+        self.forks = forks
+
+    def release_forks(self) -> list[Sequence]:
+        """The forks that still wait, once its prompt is in memory; they are on their own from now on."""
+        forks, self.forks = [fork for fork in self.forks if not fork.is_finished], []
+        for fork in forks:
+            fork.timings.admitted = self.timings.admitted
+        return forks
 
     def hand_over_prompt(self) -> Sequence:
-        """Hand the prompt's work over to the first fork that still wants it; this sequence is finished."""
+        """Hand the prompt's states and progress to the first fork that still waits; this sequence has ended."""
         successor, *others = [fork for fork in self.forks if not fork.is_finished]
         successor.forks, self.forks = others, []
         successor.num_computed, successor.memory, self.memory = self.num_computed, self.memory, None
-        successor.prefix_node, successor.num_cached, self.prefix_node = self.prefix_node, self.num_cached, None
-        successor.reuse, successor.first_own_node, successor.is_shared = self.reuse, self.first_own_node, self.is_shared
+        successor.prefix, self.prefix = replace(self.prefix, is_loading=False, has_asked_disk=False), PrefixCursor()
         successor.timings.admitted, successor.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
         return successor
-
-    def uniform(self, position: int) -> float:
-        """The random number in [0, 1) for the token at `position`: from seed and position, and nothing else."""
-        key = (self.seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32

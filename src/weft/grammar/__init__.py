@@ -1,1 +1,1 @@
-"""Which tokens may come next: grammars compiled and matched, thinking counted, masks for a step. Knows no model, no mlx."""
+"""Which tokens may come next: grammars compiled and matched, reasoning budgets, masks for a step. Knows no model, no mlx."""

@@ -1,6 +1,6 @@
-"""What an answer must look like becomes a matcher, off the loop: in a thread, under limits, with a cache.
+"""Compiles what an answer must look like into a matcher: in a thread of its own, under limits, with a cache.
 
-llguidance does the work; what it can not do is refused in its own words. Nobody waits for a compile but who asked for it.
+llguidance does the work; what it can not enforce is refused with its message. A slow compile delays its own request only.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from weft.grammar.constraint import Constraint, ForbiddenText, Matcher, Reasonin
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 MAX_CACHED = 64
-WORKERS = 4  # so that a slow compile is its owner's trouble alone
-QUICK_SECONDS = 0.004  # of a core: most compiles are over by then; one that is not has all others go before it
+WORKERS = 4  # compiles at the same time, so that a slow one does not hold up the others
+QUICK_SECONDS = 0.004  # of a core: most compiles are over by then; a longer one yields to all other threads
 TICK_SECONDS = 0.002
-STACK_BYTES = 256 << 20  # llguidance recurses over chains of references; the usual stack ends at a thousand of them
+# llguidance recurses over chains of references; the usual stack ends at a thousand of them. Python sets stack sizes for the
+# whole process, so the engine's process sets this one before it starts its first thread.
+DEEP_STACK_BYTES = 256 << 20
 MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
 
 class Compiler:
-    """Compiles for one model's vocabulary."""
+    """Compiles constraints for one model's vocabulary."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.path = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and its uses
-        self._known_shunned: dict[str, ForbiddenText] = {}
+        self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and how often it was used
+        self._forbidden: dict[str, ForbiddenText] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS, "compile")
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's view of the vocabulary; read at the first constraint."""
+        """llguidance's view of the vocabulary."""
         text = self.path.read_text(encoding="utf-8")
         eos = list(self.eos_token_ids) or None
         found = LLTokenizer(text, eos_token=eos)
@@ -53,51 +55,41 @@ class Compiler:
 
     def start(self, spec: ConstraintSpec) -> Future[Constraint]:
         """Compile in the background."""
-        return self._pool.submit(self._aside, spec)
+        return self._pool.submit(self._compile_aside, spec)
 
-    def _aside(self, spec: ConstraintSpec) -> Constraint:
-        """A constraint, made in a thread with a deep stack. It steps back when it takes long, which can not be taken back."""
+    def _compile_aside(self, spec: ConstraintSpec) -> Constraint:
+        """Compile in a new thread, whose priority is lowered for good when it takes long."""
         made: Future[Constraint] = Future()
 
         def make() -> None:
             try:
                 made.set_result(self.constraint(spec))
-            except Exception as error:  # told to who asked for it
+            except Exception as error:  # raised where the result is read
                 made.set_exception(error)
-            except BaseException as error:  # so a panic of llguidance's comes: it must end neither the wait nor the engine
+            except BaseException as error:  # a panic in llguidance: it must end neither the wait nor the engine
                 made.set_exception(GrammarRejected(f"the constraint could not be compiled: {error}"))
 
         thread = threading.Thread(target=make, name="compiling", daemon=True)
-        with self._lock:
-            before = threading.stack_size(STACK_BYTES)
-            try:
-                thread.start()
-            finally:
-                threading.stack_size(before)
-        while thread.is_alive() and _seconds_used(thread) < QUICK_SECONDS:
+        thread.start()
+        while thread.is_alive() and _cpu_seconds(thread) < QUICK_SECONDS:
             thread.join(TICK_SECONDS)
         if thread.is_alive():
-            _step_back(thread)
+            _lower_priority(thread)
         return made.result()
 
     def constraint(self, spec: ConstraintSpec) -> Constraint:
-        """A fresh constraint. Raises GrammarRejected."""
+        """A fresh constraint for one request. Raises GrammarRejected."""
         matcher = None if spec.grammar is None else self.compile(spec.grammar)
-        thinking = None
-        if spec.thinking is not None:
-            thinking = ReasoningBudget(
-                spec.thinking, self.tokenizer, self._shunned(spec.thinking.forbidden), before_grammar=matcher is not None
-            )
-        return Constraint(matcher, thinking)
-
-    def _shunned(self, text: str) -> ForbiddenText:
-        """Of texts that must not come there are few: the trigger of the model's tools."""
-        if text not in self._known_shunned:
-            self._known_shunned[text] = ForbiddenText(text, self.tokenizer)
-        return self._known_shunned[text]
+        if spec.reasoning is None:
+            return Constraint(matcher, None)
+        text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
+        if text not in self._forbidden:
+            self._forbidden[text] = ForbiddenText(text, self.tokenizer)
+        forbidden, has_grammar = self._forbidden[text], matcher is not None
+        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, forbidden, before_grammar=has_grammar))
 
     def compile(self, spec: GrammarSpec) -> Matcher:
-        """A fresh matcher, made or taken from the cache. Raises GrammarRejected, for what was refused before at once."""
+        """A fresh matcher, compiled or forked from the cache. Raises GrammarRejected, also from the cache."""
         with self._lock:
             found, uses = self._cache.pop(spec, (None, 0))
         if found is None or uses >= MAX_USES:
@@ -119,7 +111,7 @@ class Compiler:
         if why := inner.get_error():
             return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}")
         matcher = Matcher(inner, self.tokenizer)
-        if why := _tried(matcher.fork()):
+        if why := _error_of_first_steps(matcher.fork()):
             return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}")
         return matcher
 
@@ -144,7 +136,7 @@ def _grammar(spec: GrammarSpec) -> str:
 
 
 def _tags(tag: dict[str, object]) -> str:
-    """{"structures": [{begin, schema, end}], "triggers": […]}: free text in which each begin is followed by its schema."""
+    """Grammar of {"structures": [{begin, schema, end}], "triggers": […]}: free text, after each begin its schema."""
     triggers, structures = tag["triggers"], tag["structures"]
     assert isinstance(triggers, list), "triggers must be a list"
     assert isinstance(structures, list), "structures must be a list"
@@ -161,13 +153,13 @@ def _tags(tag: dict[str, object]) -> str:
 
 
 def _limits(kind: str) -> LLParserLimits:
-    """Measured on two Zen 4 cores: with these a compile stays below a second, but for what the front counts itself."""
+    """Limits under which a compile stays below a second on two Zen 4 cores, but for what the front bounds itself."""
     rows = 8_000 if kind == "json_schema" else 1_000
     return LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows)
 
 
-def _tried(matcher: Matcher) -> str:
-    """What goes wrong in the first steps."""
+def _error_of_first_steps(matcher: Matcher) -> str:
+    """The error that a grammar meets within its first eight tokens; "" when there is none."""
     for _ in range(8):
         mask = matcher.mask()
         if matcher.inner.is_error() or matcher.is_finished:
@@ -182,16 +174,16 @@ def _first_lines(words: str) -> str:
     return " ".join(line.strip() for line in words.strip().splitlines()[:4])[:500]
 
 
-def _seconds_used(thread: threading.Thread) -> float:
-    """Of a core, by a thread that runs; where nobody tells, as many as you like."""
+def _cpu_seconds(thread: threading.Thread) -> float:
+    """Seconds of a core that a thread has used; infinite where the system does not tell."""
     try:
         return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
     except (OSError, IndexError):  # it has just ended, or this is no Linux
         return math.inf
 
 
-def _step_back(thread: threading.Thread) -> None:
-    """Let a compile yield to the engine's own threads: they wait for each other, and one that is held up holds up all."""
+def _lower_priority(thread: threading.Thread) -> None:
+    """Let a compile yield to the engine's own threads: they wait for each other, and a delayed one delays all."""
     if sys.platform == "linux" and thread.native_id is not None:
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))

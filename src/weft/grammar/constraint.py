@@ -1,7 +1,7 @@
-"""One sequence's rule of what may come next: the thinking with its budget first, then the grammar.
+"""What the next token of one sequence may be: first the reasoning with its budget, then the grammar.
 
-A constraint belongs to its sequence and shares nothing that changes. It says what it wants (`demand`), takes each token
-(`accept`), takes tokens back (`rollback`), and can be replayed over given ids. Knows tokens and bytes, nothing of batches.
+A constraint belongs to its sequence and shares nothing mutable. It says what it demands, accepts each token, can roll tokens
+back, and can be replayed over emitted ids. Knows tokens and bytes, nothing of batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from weft.errors import RowFailed
 from weft.ipc.messages import ReasoningSpec
 
-ANSWER_TOKENS = 256  # of a limited answer so many, or half of it, are kept from the thinking
+ANSWER_TOKENS = 256  # of a limited answer so many tokens, or half of it, are kept free from reasoning
+MAX_LATE_TOKENS = 4  # beyond the budget, to finish a character
 
 
 class Matcher:
@@ -26,16 +27,16 @@ class Matcher:
         self.tokenizer = tokenizer
 
     def fork(self) -> Matcher:
-        """Another one at the same position."""
+        """An independent matcher at the same position."""
         return Matcher(self.inner.deep_copy(), self.tokenizer)
 
     def accept(self, token: int) -> None:
-        """Take a token. Raises RowFailed when the grammar does not have it here."""
+        """Advance by a token. Raises RowFailed when the grammar does not allow it here."""
         if not self.inner.consume_token(token):
             raise RowFailed(f"the grammar can not go on: {self.inner.get_error()[:300]}")
 
     def rollback(self, count: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last `count` tokens."""
         if count and not self.inner.rollback(count):
             raise RowFailed(f"the grammar can not go back: {self.inner.get_error()[:300]}")
 
@@ -44,52 +45,47 @@ class Matcher:
         return self.inner.validate_tokens([token]) == 1
 
     def mask(self) -> NDArray[np.bool_]:
-        """(V,) what may come next; the plain way, for tests and for the first look at a new grammar."""
+        """(V,) the tokens that may come next, computed for this matcher alone."""
         bits = np.frombuffer(self.inner.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self.tokenizer.vocab_size].astype(bool)
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """The tokens that end a text."""
-        return tuple(self.tokenizer.eos_tokens)
-
-    @property
     def is_finished(self) -> bool:
-        """Whether nothing but an end can follow."""
+        """Whether nothing but an end token can follow."""
         return self.inner.is_stopped()
 
 
 @dataclass(frozen=True)
 class TokenDemand:
-    """What a constraint wants of the next token: all of these conditions."""
+    """Conditions on the next token; all of them must hold."""
 
-    only: tuple[int, ...] | None = None  # one of these
-    never: tuple[int, ...] = ()  # none of these
-    matcher: Matcher | None = None  # what the grammar has here
-    also: tuple[int, ...] = ()  # beside the grammar: these
-    late: tuple[int, ...] = ()  # these only where nothing else may come
+    only: tuple[int, ...] | None = None  # it is one of these
+    never: tuple[int, ...] = ()  # it is none of these
+    matcher: Matcher | None = None  # the grammar allows it
+    also: tuple[int, ...] = ()  # allowed beside what the grammar allows
+    late: tuple[int, ...] = ()  # allowed only where nothing else is
 
 
 @dataclass(frozen=True)
 class ReasoningState:
-    """Where the thinking stands. Frozen, so that taking tokens back is going back to an earlier one."""
+    """How far the reasoning is. Frozen, so that a rollback is going back to an earlier state."""
 
-    phase: str  # "start": it may begin; "thinking"; "answer"
-    tail: bytes = b""  # the last bytes, in which a marker may be under way
-    spent: int = 0  # tokens thought
-    late: int = 0  # tokens beyond the budget, waiting for the end of a character
+    phase: str  # "start": reasoning may begin; "reasoning"; "answer"
+    tail: bytes = b""  # the last bytes, in which a marker may have begun
+    spent: int = 0  # tokens of reasoning
+    late: int = 0  # tokens beyond the budget, while a character is finished
     forced: tuple[int, ...] = ()  # tokens that must come next
-    then: str = "answer"  # the phase after them
+    then: str = "answer"  # the phase after the forced tokens
 
 
 class ForbiddenText:
-    """Which tokens would complete a text that must not come. Made once for a vocabulary."""
+    """The tokens that would complete a text which must not come. Made once per vocabulary and text."""
 
     def __init__(self, text: str, tokenizer: LLTokenizer) -> None:
         self.data = text.encode()
-        self._whole: list[int] = []  # tokens that have it whole
-        self._rest: list[list[int]] = [[] for _ in self.data]  # tokens that begin with what is left of it after so many bytes
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._whole: list[int] = []  # tokens that contain the text
+        self._rest: list[list[int]] = [[] for _ in self.data]  # by bytes already there: tokens that begin with the rest
+        self._after: dict[tuple[int, ...], tuple[int, ...]] = {}
         for token in range(tokenizer.vocab_size) if text else ():
             data = tokenizer.decode_bytes([token])
             if self.data in data:
@@ -101,13 +97,13 @@ class ForbiddenText:
     def after(self, tail: bytes) -> tuple[int, ...]:
         """The tokens that may not follow these bytes."""
         begun = tuple(length for length in range(1, len(self.data)) if tail.endswith(self.data[:length]))
-        if begun not in self._known:
-            self._known[begun] = tuple({*self._whole, *(token for length in begun for token in self._rest[length])})
-        return self._known[begun]
+        if begun not in self._after:
+            self._after[begun] = tuple({*self._whole, *(token for length in begun for token in self._rest[length])})
+        return self._after[begun]
 
 
 class ReasoningBudget:
-    """Counts the thinking and ends it when its budget is spent. Markers may be one token or several."""
+    """Follows the reasoning token by token and closes it when its budget is spent. Markers may be one token or several."""
 
     def __init__(self, spec: ReasoningSpec, tokenizer: LLTokenizer, forbidden: ForbiddenText, *, before_grammar: bool) -> None:
         self.spec = spec
@@ -121,127 +117,125 @@ class ReasoningBudget:
         self.budget = spec.budget
 
     def begin(self) -> ReasoningState:
-        """Where it stands before the first token."""
-        first = ReasoningState("thinking" if self.spec.opened else "start" if self.spec.may_open else "answer")
-        return self._checked(first) if self.spec.opened else first
+        """The state before the first token."""
+        first = ReasoningState("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")
+        return self._close_if_spent(first) if self.spec.opened else first
 
     def limit_to(self, max_tokens: int) -> None:
-        """Keep room for the answer: thinking must not eat all of it."""
+        """Lower the budget so that an answer of `max_tokens` keeps room after the reasoning."""
         room = max_tokens - min(ANSWER_TOKENS, max_tokens // 2) - len(self.close_ids) - len(self.gap_ids)
         self.budget = max(0, room if self.budget is None else min(self.budget, room))
 
-    def after(self, thought: ReasoningState, token: int) -> ReasoningState:
-        """Where the thinking stands after a token."""
-        if thought.forced:
-            rest = thought.forced[1:]
-            return replace(thought, forced=rest) if rest else self._entered(thought)
-        data = self._bytes(token)
-        match thought.phase:
-            case "thinking":
-                return self._thought(thought, data)
+    def after(self, state: ReasoningState, token: int) -> ReasoningState:
+        """The state after one more token."""
+        if state.forced:
+            rest = state.forced[1:]
+            return replace(state, forced=rest) if rest else self._enter(state)
+        data = self.tokenizer.decode_bytes([token])
+        match state.phase:
+            case "reasoning":
+                return self._reasoned(state, data)
             case "start":
-                return self._started(thought, token, data)
-            case _:  # a model may open its thinking again; only a token that means nothing else counts as that
-                return self._entered(replace(thought, then="thinking")) if self.open_ids == (token,) else thought
+                return self._started(state, token, data)
+            case _:  # a model may open its reasoning again, but only by a token that means nothing else
+                return self._enter(replace(state, then="reasoning")) if self.open_ids == (token,) else state
 
-    def _thought(self, thought: ReasoningState, data: bytes) -> ReasoningState:
-        seen = thought.tail + data
+    def _reasoned(self, state: ReasoningState, data: bytes) -> ReasoningState:
+        seen = state.tail + data
         if self.close_bytes in seen:
             left = seen.partition(self.close_bytes)[2]
             if self.before_grammar and left.strip():
                 raise RowFailed(f"the answer began inside the token that closed the thinking ({left[:20]!r})")
             gap = self.gap_ids if self.before_grammar and not left else ()  # a grammar has no room for it
-            return ReasoningState("answer", spent=thought.spent, forced=gap)
+            return ReasoningState("answer", spent=state.spent, forced=gap)
         tail = seen[-max(len(self.close_bytes) + 4, len(self.forbidden.data)) :]
-        return self._checked(replace(thought, tail=tail, spent=thought.spent + 1))
+        return self._close_if_spent(replace(state, tail=tail, spent=state.spent + 1))
 
-    def _checked(self, thought: ReasoningState) -> ReasoningState:
-        """Force the close marker once the budget is spent, at the end of a character."""
-        if self.budget is None or thought.spent < self.budget:
-            return thought
-        if _is_whole(thought.tail) or thought.late >= 4:
-            return replace(thought, forced=self.close_ids + self.gap_ids, then="answer")
-        return replace(thought, late=thought.late + 1)
+    def _close_if_spent(self, state: ReasoningState) -> ReasoningState:
+        """Force the close marker once the budget is spent and the last character is whole."""
+        if self.budget is None or state.spent < self.budget:
+            return state
+        if _ends_whole(state.tail) or state.late >= MAX_LATE_TOKENS:
+            return replace(state, forced=self.close_ids + self.gap_ids, then="answer")
+        return replace(state, late=state.late + 1)
 
-    def _started(self, thought: ReasoningState, token: int, data: bytes) -> ReasoningState:
+    def _started(self, state: ReasoningState, token: int, data: bytes) -> ReasoningState:
         if token == self.open_ids[0]:
-            opening = replace(thought, forced=self.open_ids[1:], then="thinking")
-            return opening if opening.forced else self._entered(opening)
-        seen = (thought.tail + data).lstrip()
+            opening = replace(state, forced=self.open_ids[1:], then="reasoning")
+            return opening if opening.forced else self._enter(opening)
+        seen = (state.tail + data).lstrip()
         if seen.startswith(self.open_bytes):
-            return self._checked(replace(thought, phase="thinking", tail=seen[len(self.open_bytes) :]))
-        may = self.open_bytes.startswith(seen) and len(thought.tail) < 32
-        return replace(thought, tail=thought.tail + data) if may else ReasoningState("answer", spent=thought.spent)
+            return self._close_if_spent(replace(state, phase="reasoning", tail=seen[len(self.open_bytes) :]))
+        may_open = self.open_bytes.startswith(seen) and len(state.tail) < 32
+        return replace(state, tail=state.tail + data) if may_open else ReasoningState("answer", spent=state.spent)
 
-    def _entered(self, thought: ReasoningState) -> ReasoningState:
-        """The phase that follows what was forced."""
-        entered = ReasoningState(thought.then, spent=thought.spent)
-        return self._checked(entered) if entered.phase == "thinking" else entered
-
-    def _bytes(self, token: int) -> bytes:
-        return self.tokenizer.decode_bytes([token])
+    def _enter(self, state: ReasoningState) -> ReasoningState:
+        """Enter the phase that follows the forced tokens."""
+        entered = ReasoningState(state.then, spent=state.spent)
+        return self._close_if_spent(entered) if entered.phase == "reasoning" else entered
 
 
 class Constraint:
-    """Grammar and thinking of one sequence, as one thing."""
+    """Grammar and reasoning budget of one sequence."""
 
-    def __init__(self, matcher: Matcher | None, thinking: ReasoningBudget | None) -> None:
+    def __init__(self, matcher: Matcher | None, reasoning: ReasoningBudget | None) -> None:
         self.matcher = matcher
-        self.thinking = thinking
-        self._history = [thinking.begin() if thinking is not None else ReasoningState("answer")]
-        self._fed: list[bool] = []  # for each token taken, whether the grammar had it
+        self.reasoning = reasoning
+        self._history = [reasoning.begin() if reasoning is not None else ReasoningState("answer")]
+        self._fed: list[bool] = []  # by token: whether the grammar took it
 
     def limit_to(self, max_tokens: int) -> None:
         """Say how long the answer may be, before the first token."""
-        if self.thinking is not None:
-            self.thinking.limit_to(max_tokens)
-            self._history = [self.thinking.begin()]
+        if self.reasoning is not None:
+            self.reasoning.limit_to(max_tokens)
+            self._history = [self.reasoning.begin()]
 
     def fork(self) -> Constraint:
-        """A constraint of its own at the same place."""
-        other = Constraint(None if self.matcher is None else self.matcher.fork(), self.thinking)
+        """An independent constraint at the same position."""
+        other = Constraint(None if self.matcher is None else self.matcher.fork(), self.reasoning)
         other._history, other._fed = list(self._history), list(self._fed)
         return other
 
     def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
-        """What the next token must be; None when anything may come. `ends` are the tokens that end the sequence.
+        """Conditions on the next token; None when anything may come. `ends` are the tokens that end the sequence.
 
-        An endless one goes on wherever its grammar lets it.
+        An endless sequence goes on wherever its grammar lets it.
         """
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
-        if now.phase == "thinking" and self.thinking is not None:
+        if now.phase == "reasoning" and self.reasoning is not None:
             never = ends if self.matcher is not None else ()  # no end before the answer
-            never += self.thinking.forbidden.after(now.tail)
+            never += self.reasoning.forbidden.after(now.tail)
             return TokenDemand(never=never) if never else None
         if self.matcher is None:
             return None
-        opening = self.thinking.open_ids[:1] if self.thinking is not None and now.phase == "start" else ()
-        return TokenDemand(matcher=self.matcher, also=opening, late=self.matcher.ends if is_endless else ())
+        opening = self.reasoning.open_ids[:1] if self.reasoning is not None and now.phase == "start" else ()
+        late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()
+        return TokenDemand(matcher=self.matcher, also=opening, late=late)
 
     def accept(self, token: int) -> None:
-        """Take the token that came. Raises RowFailed: this request ends, nobody else notices."""
+        """Advance by the token that was sampled. Raises RowFailed, which ends this request alone."""
         now = self._history[-1]
         feeds = self.matcher is not None and self._is_answer(now, token)
         if feeds and self.matcher is not None:
             self.matcher.accept(token)
             then = ReasoningState("answer", spent=now.spent)
         else:
-            then = now if self.thinking is None else self.thinking.after(now, token)
+            then = now if self.reasoning is None else self.reasoning.after(now, token)
         self._history.append(then)
         self._fed.append(feeds)
 
     def _is_answer(self, now: ReasoningState, token: int) -> bool:
-        """Whether a token is the grammar's. Under a grammar thinking begins with the very first token or not at all."""
-        if now.forced or now.phase == "thinking":
+        """Whether a token belongs to the grammar. Under a grammar reasoning begins with the first token or not at all."""
+        if now.forced or now.phase == "reasoning":
             return False
-        if now.phase == "answer" or self.thinking is None or self.matcher is None:
+        if now.phase == "answer" or self.reasoning is None or self.matcher is None:
             return True
-        return token != self.thinking.open_ids[0] or self.matcher.allows(token)
+        return token != self.reasoning.open_ids[0] or self.matcher.allows(token)
 
     def rollback(self, count: int) -> None:
-        """Take the last tokens back."""
+        """Undo the last `count` tokens."""
         if count:
             if self.matcher is not None:
                 self.matcher.rollback(sum(self._fed[-count:]))
@@ -254,8 +248,8 @@ class Constraint:
         return self.matcher is not None and self._history[-1].phase == "answer" and self.matcher.is_finished
 
 
-def _is_whole(data: bytes) -> bool:
-    """Whether these bytes end at the end of a character."""
+def _ends_whole(data: bytes) -> bool:
+    """Whether these bytes end at the end of a UTF-8 character."""
     for back in range(1, min(4, len(data)) + 1):
         byte = data[-back]
         if byte & 0xC0 != 0x80:  # the first byte of a character; its length stands in it

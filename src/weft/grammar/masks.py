@@ -1,4 +1,4 @@
-"""The demands of a step's rows become one mask: grammars filled side by side, a row's error kept to the row."""
+"""Turns the demands of a step's rows into one mask: all grammars are filled in one call, and a row's error stays its own."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from weft.grammar.constraint import Matcher, TokenDemand
 
 
 class Masks:
-    """Fills masks for one vocabulary."""
+    """Fills token masks for one vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._executor: LLExecutor | None = None
 
     def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
-        """(rows, V) what may come next, None when anything may; and why a row can not go on, by its place."""
+        """(rows, V) the tokens that each row allows, None when all allow everything; and by row why its grammar failed."""
         if not any(demands):
             return None, {}
-        asked = {row: demand.matcher for row, demand in enumerate(demands) if demand is not None}
-        matchers = {row: matcher for row, matcher in asked.items() if matcher is not None}
+        matchers = {row: one.matcher for row, one in enumerate(demands) if one is not None and one.matcher is not None}
         allowed, errors = self._matched(len(demands), matchers)
         for row, demand in enumerate(demands):
             if demand is None:

@@ -1,7 +1,7 @@
-"""The seam between front and engine: msgspec structs over zmq sockets, one for each way, and the only (de)serialisation.
+"""The channel between front and engine: msgspec messages over two zmq sockets, one for each direction.
 
-The front binds in a private folder, the engine connects. `EngineEnd` belongs to the engine's process, `FrontEnd` to an
-event loop. Neither knows what the messages mean.
+The front binds in a private folder, the engine connects. `EngineEnd` belongs to the engine's process, `FrontEnd` to an event
+loop. Neither knows what the messages mean.
 """
 
 from __future__ import annotations
@@ -14,34 +14,36 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from weft.config import EngineSettings
+from weft.errors import InternalError
 from weft.ipc.messages import ToEngine, ToFront
 
-FRONT_PID = "WEFT_FRONT_PID"  # in the engine's environment: whom it works for
-LINGER_MILLISECONDS = 1000  # the last words of a dying engine are still told
-TO_ENGINE, TO_FRONT = "-to-engine", "-to-front"  # after the address: two threads may not share a socket, not even one each way
+FRONT_PID = "WEFT_FRONT_PID"  # in the engine's environment: the process it works for
+LINGER_MILLISECONDS = 1000  # the last messages of a dying engine are still delivered
+TO_ENGINE, TO_FRONT = "-to-engine", "-to-front"  # address suffixes: two threads may not share a socket, not even one each way
 
 
 class EngineEnd:
-    """The engine's side: sends from any thread, receives in one."""
+    """The engine's end: sends from any thread, receives in one."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
         self._out, self._in = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        _open(self._out, self._in)
+        _configure(self._out, self._in)
         self._out.connect(address + TO_FRONT)
         self._in.connect(address + TO_ENGINE)
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()  # the heartbeat and downloads have threads of their own
-        self.listened = (0, 0.0)  # how often somebody did, and when last; one object, as two threads read it
+        self._lock = threading.Lock()  # heartbeat and downloads have threads of their own
+        self.listened = (0, 0.0)  # number of receives and time of the last; one object, because two threads read it
 
     def send(self, message: ToFront) -> None:
-        """Send and return at once: the front may be slow, the engine may not."""
+        """Send without waiting: the front may be slow, the engine may not."""
         with self._lock:
             self._out.send(self._encoder.encode(message))
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
-        """Everything that has come; waits for the first one at most so long."""
+        """All messages that have arrived; waits at most so long for the first."""
         has_come = self._in.poll(int(wait_seconds * 1000))
         self.listened = (self.listened[0] + 1, time.monotonic())
         if not has_come:
@@ -53,27 +55,36 @@ class EngineEnd:
         except zmq.Again:
             return messages
 
+    def receive_settings(self, wait_seconds: float) -> EngineSettings:
+        """The front's first message. Later ones stay in the socket."""
+        if not self._in.poll(int(wait_seconds * 1000)):
+            raise InternalError(f"the front sent no settings within {wait_seconds:g} seconds")
+        message = self._decoder.decode(self._in.recv())
+        if not isinstance(message, EngineSettings):
+            raise InternalError(f"the front's first message is a {type(message).__name__}, not its settings")
+        return message
+
     def close(self) -> None:
-        """Say the last words and go."""
+        """Deliver the last messages and close."""
         self._out.close()
         self._in.close()
         self._context.term()
 
 
 class FrontEnd:
-    """The front's side of one engine's seam."""
+    """The front's end of one engine's channel."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
         self._out, self._in = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        _open(self._out, self._in)
+        _configure(self._out, self._in)
         self._out.bind(address + TO_ENGINE)
         self._in.bind(address + TO_FRONT)
         self._decoder = msgspec.msgpack.Decoder(ToFront)
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: ToEngine) -> None:
-        """Send and return at once: there is no limit to what is under way, so the future is done already."""
+        """Send without waiting; what is sent before the engine connects is delivered when it has."""
         self._out.send(self._encoder.encode(message))
 
     async def receive(self) -> ToFront:
@@ -82,13 +93,13 @@ class FrontEnd:
         return message
 
     def close(self) -> None:
-        """Drop what was not sent and go."""
+        """Drop what was not sent and close."""
         self._out.close(linger=0)
         self._in.close(linger=0)
         self._context.term()
 
 
-def _open(*sockets: zmq.Socket[Any]) -> None:
+def _configure(*sockets: zmq.Socket[Any]) -> None:
     for socket in sockets:
-        socket.set_hwm(0)  # nobody is ever blocked in a send; what is under way is bounded by the requests admitted
+        socket.set_hwm(0)  # no send ever blocks; what is under way is bounded by the requests admitted
         socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)

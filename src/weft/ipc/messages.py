@@ -1,84 +1,24 @@
-"""The words between text world and token world: what is asked, what came out, why it ended, how the engine fares.
+"""The messages between front and engine: requests, tokens, endings, status.
 
-Values only, no behaviour beyond checking themselves. Knows neither mlx nor HTTP; everybody may use it. `ToEngine` and
-`ToFront` are what travels over the channel.
+Values only. `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from weft.errors import ContextTooLong, InsufficientMemory, InvalidRequest
+from weft.config import EngineSettings
+from weft.ipc.limits import Limits, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-
-MAX_LOGPROBS = 128
-MAX_BIASES = 4096
+MissCause = Literal["whole", "differs", "cut", "checkpoint", "evicted", "salt", "logprobs", "off"]
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sequence chooses its tokens and when it ends. The defaults are plain greedy decoding."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0  # 0: all tokens
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and answer
-    presence_penalty: float = 0.0  # over the answer
-    frequency_penalty: float = 0.0  # over the answer
-    logit_bias: dict[int, float] = {}
-    seed: int | None = None  # None: a fresh one for every request
-    max_tokens: int | None = None  # None: the rest of the context; 0: the prompt is only read
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end tokens
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; 0: of the chosen token; k: and of the k likeliest
-    prompt_logprobs: int | None = None  # the same for the prompt's own tokens, all but the first
-
-    def check(self, vocab_size: int) -> None:
-        """Raise InvalidRequest naming the first parameter that can not be honoured."""
-        _within("temperature", self.temperature, 0.0, 100.0)
-        _within("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p 0.0 keeps no token; use temperature 0 for greedy, or a top_p above 0", "top_p")
-        _within("top_k", self.top_k, 0, None)
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _within("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _within("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _within("min_tokens", self.min_tokens, 0, None)
-        if self.max_tokens is not None:
-            _within("max_tokens", self.max_tokens, 0, None)
-            _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                _within(name, count, 0, min(MAX_LOGPROBS, vocab_size), "logprobs")
-        if self.seed is not None:
-            _within("seed", self.seed, -(2**63), 2**64 - 1)
-        self._check_tokens(vocab_size)
-
-    def _check_tokens(self, vocab_size: int) -> None:
-        _within("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES, "logit_bias")
-        for token, bias in self.logit_bias.items():
-            _within("logit_bias token", token, 0, vocab_size - 1, "logit_bias")
-            if not -math.inf <= bias <= 1000.0:  # -inf bans a token; NaN fails both comparisons
-                raise InvalidRequest(f"logit_bias {bias} for token {token} must be at most 1000 and not NaN", "logit_bias")
-        for token in self.stop_token_ids:
-            _within("stop_token_ids entry", token, 0, vocab_size - 1, "stop_token_ids")
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the tokens seen so far change the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-
-# How JSON is written that must fit a schema, in llguidance's words.
+# How JSON under a schema is written, in llguidance's words; front and engine must agree on it.
 JSON_OPTIONS = {
-    # A line break with its indent, or a blank: what pretty-printed JSON needs. Without a bound a model may go on for ever.
+    # A line break with its indent, or a blank: what pretty-printed JSON needs. Unbounded, a model may go on for ever.
     "whitespace_pattern": r"[ ]|\n[ ]{0,32}",
     "item_separator": ",",
     "key_separator": ":",
@@ -89,7 +29,7 @@ JSON_OPTIONS = {
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What an answer must look like, in the words it was asked for. The engine compiles it."""
+    """What an answer must look like, as the request states it. The engine compiles it."""
 
     kind: Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
     text: str  # JSON text for json_schema, choice (a list of texts) and structural_tag
@@ -97,94 +37,46 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 class ReasoningSpec(msgspec.Struct, frozen=True):
-    """How a sequence thinks before it answers. A grammar holds after the thinking."""
+    """How a sequence reasons before it answers. A grammar holds after the reasoning."""
 
     open: str  # the markers around it
     close: str
-    opened: bool  # the prompt ends inside the thinking
+    opened: bool  # the prompt ends inside the reasoning
     may_open: bool  # the answer may begin with the open marker
-    budget: int | None = None  # tokens that may be thought; then the close marker is forced. None: no limit
-    gap: str = ""  # what the model was taught to write between the close marker and the answer
-    forbidden: str = ""  # a text that must not come within it
+    budget: int | None = None  # tokens of reasoning, then the close marker is forced; None: no limit
+    gap: str = ""  # what the model was trained to write between the close marker and the answer
+    forbidden: str = ""  # a text that must not come within the reasoning
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """Everything that says which tokens may come next. Belongs to one sequence and nobody else."""
+    """Everything that restricts which tokens may come next in one request."""
 
     grammar: GrammarSpec | None = None
-    thinking: ReasoningSpec | None = None
-
-
-class Limits(msgspec.Struct, frozen=True):
-    """What a model can take."""
-
-    vocab_size: int
-    context_length: int
-    memory_tokens: int | None = None  # the longest row, prompt and answer, that fits into the memory there is; None: any
-    memory_bytes: int = 0  # which is so much
-
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """The number of tokens the answer may have. Raises RequestError naming what can not be honoured."""
-        if not prompt:
-            raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
-        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            place, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < self.vocab_size)
-            message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
-            raise InvalidRequest(message, "prompt")
-        sampling.check(self.vocab_size)
-        room = self._room(len(prompt), sampling.max_tokens)
-        return room if self.memory_tokens is None else self._memory_room(len(prompt), room, sampling.max_tokens)
-
-    def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
-        """The same within the memory there is: an answer of no stated length may be cut there, one that was asked for not."""
-        assert self.memory_tokens is not None
-        asked = tokens + (room if wanted is not None else 1)
-        if asked > self.memory_tokens:
-            message = f"{asked} tokens ({tokens} of the prompt) do not fit into memory: {self.memory_bytes} bytes are free for"
-            message += f" requests, enough for {self.memory_tokens} tokens. Shorten it, or start the server with more --memory."
-            raise InsufficientMemory(message, "messages" if wanted is None else "max_tokens")
-        return min(room, self.memory_tokens - tokens)
-
-    def _room(self, tokens: int, wanted: int | None) -> int:
-        # Clients recognise these sentences and shorten their history: the first half must stay word for word.
-        limit, room = self.context_length, self.context_length - tokens
-        if room < 1 and not (room == 0 and wanted == 0):
-            message = f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens}"
-            hint = " tokens. Please reduce the length of the messages."
-            raise ContextTooLong(message + hint, "messages", limit=limit, got=tokens)
-        if wanted is not None and wanted > room:
-            message = f"This model's maximum context length is {limit} tokens. However, you requested {tokens + wanted} tokens"
-            message += f" ({tokens} in the messages, max_tokens {wanted} for the completion)."
-            hint = f" Please reduce the length of the messages, or ask for at most {room}."
-            raise ContextTooLong(message + hint, "max_tokens", limit=limit, got=tokens + wanted)
-        return room if wanted is None else wanted
+    reasoning: ReasoningSpec | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """The log-probability of a chosen token, and of the likeliest ones at its place."""
+    """The log-probability of a chosen token, and of the likeliest ones at its position."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-MissCause = Literal["whole", "differs", "cut", "checkpoint", "evicted", "salt", "logprobs", "off"]
-
-
 class PrefixReuse(msgspec.Struct, frozen=True, array_like=True):
-    """How far a prompt was known when its own work began, and what ended that.
+    """How many tokens of a prompt were cached when its own work began, and why no more.
 
-    whole: nothing did, all but the last tokens was there. differs: at `position` every known prompt has another token. cut:
-    the tokens were known further, in chunks that end elsewhere. checkpoint: further too, but the states there were not
-    kept. evicted: they were, and had to make room. salt: nothing was asked under this salt before. logprobs: the prompt's
-    log-probabilities were asked for, so all of it had to be read. off: nothing is kept.
+    whole: all but the last tokens were. differs: at `position` every cached prompt has another token. cut: the tokens are
+    cached further, in chunks that end elsewhere. checkpoint: cached further, but not the states of every layer. evicted: they
+    were, and had to make room. salt: nothing was requested under this salt before. logprobs: the prompt's log-probabilities
+    were requested, so all of it had to be read. off: there is no prefix cache.
     """
 
     cause: MissCause
-    matched: int = 0  # tokens it could stand on
-    position: int | None = None  # of the first token that is not known
-    token: int | None = None  # the one the prompt has there
-    instead: int | None = None  # the one that the nearest known prompt has
+    matched: int = 0  # tokens that were cached
+    position: int | None = None  # of the first token that is not cached
+    token: int | None = None  # the prompt's token at that position
+    instead: int | None = None  # the token that the nearest cached prompt has there
 
 
 class Timings(msgspec.Struct, kw_only=True):
@@ -199,22 +91,19 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Engine → asker: one token of a sequence, or its end, or both. `stop` is the end token that was not told.
-
-    The first and the last one have the timings.
-    """
+    """One emitted token of a sequence, or its end, or both. The first and the last event carry the timings."""
 
     sequence: int
     token: int | None
     logprob: TokenLogprob | None = None
     finish: FinishReason | None = None
     error: str | None = None
-    stop: int | None = None
+    stop: int | None = None  # the end token that was sampled and not emitted
     timings: Timings | None = None
 
 
 class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
-    """Engine → asker: so many of a prompt's tokens are in memory. The last one has the log-probabilities asked for."""
+    """How many of a prompt's tokens are in memory. The last such event carries the log-probabilities requested."""
 
     sequence: int
     computed: int
@@ -222,7 +111,7 @@ class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Engine → asker: a constrained request was taken, or refused and why. Comes before anything else of its sequences."""
+    """Whether a constrained request was accepted, or why it was refused. Comes before any event of its sequences."""
 
     sequence: int  # the first of the request's
     refusal: str | None = None
@@ -230,29 +119,29 @@ class SubmitOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """How the engine fares."""
+    """Counters and gauges of a running engine."""
 
     running: int = 0
     waiting: int = 0
     memory: dict[str, int] = {}  # bytes by kind
-    prefixes: dict[str, int] = {}  # what happened to computed prompts so far, by kind: evicted, loaded, damaged, …
+    prefixes: dict[str, int] = {}  # what happened to cached prefixes so far, by kind: evicted, loaded, damaged, …
     prefilling: tuple[int, ...] = ()  # sequences whose prompt is being computed
-    following: tuple[int, ...] = ()  # those that wait for another to compute what they need too
+    following: tuple[int, ...] = ()  # sequences that wait for a chunk which another computes
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front → engine: answer this prompt, once for each sampling; the sequences have these numbers."""
+    """Front → engine: answer this prompt, once for each sampling."""
 
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # of the sequences, one for each sampling
     prompt: list[int]
     samplings: tuple[Sampling, ...]
     constraint: ConstraintSpec | None = None
-    boundaries: tuple[int, ...] = ()  # where a later prompt may part from this one: chunks end there too
-    salt: str = ""  # prompts share what was computed only under the same one
-    client: str = ""  # who asks; clients get their turns by the tokens they have had
+    boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one: chunks end there too
+    salt: str = ""  # prefixes are shared only under the same salt
+    client: str = ""  # who sent it, for fairness
     priority: int = 0  # higher ones go first
-    is_retained: bool = False  # the client says that it will come again: what is computed is worth more
-    given: tuple[tuple[int, ...], ...] = ()  # what an earlier engine has answered, for each sampling: go on from there
+    is_retained: bool = False  # the client will come back: its prefixes are worth more
+    emitted: tuple[tuple[int, ...], ...] = ()  # by sampling: tokens that earlier engines emitted; the answer goes on after them
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -262,10 +151,10 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Front → engine: what is kept of computed prompts? Answered by Prefixes with the same number."""
+    """Front → engine: list the cached prefixes. Answered by Prefixes with the same number."""
 
     number: int
-    clear: bool = False  # forget it first, as far as nobody stands on it; on disk too
+    clear: bool = False  # evict first what no running sequence uses, on disk too
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -273,7 +162,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: what it is bringing up, and how far that is."""
+    """Engine → front: what is being fetched, converted or read, and how many bytes of it are done."""
 
     what: str
     done: int = 0
@@ -281,9 +170,9 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: the model is loaded; these are its facts."""
+    """Engine → front: the model is loaded, and these are its facts."""
 
-    model: str  # the name it goes by; not the one asked for where that could not be had
+    model: str  # the served name; the fallback's where the model could not be had
     folder: str
     limits: Limits
     max_rows: int
@@ -294,37 +183,37 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: the model can not be brought up; trying again would not help."""
+    """Engine → front: the model can not be loaded, and trying again would not help."""
 
     message: str
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: its process lives; its loop has begun so many turns, and the last one so many seconds ago."""
+    """Engine → front: the process is alive; how many turns its loop has begun, and how long ago the last one began."""
 
     turns: int
     turn_seconds: float
 
 
 class EngineEvents(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: what happened in a turn. A sequence's prompt comes before its tokens."""
+    """Engine → front: what happened in a turn. A sequence's prompt events come before its tokens."""
 
-    verdicts: list[SubmitOutcome] = []
+    outcomes: list[SubmitOutcome] = []
     prompts: list[PromptEvent] = []
     tokens: list[TokenEvent] = []
     status: EngineStatus | None = None
 
 
 class PrefixNode(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a computed prompt."""
+    """One chunk of a cached prompt."""
 
     number: int
-    parent: int | None  # another one's number; None: the prompt begins here
+    parent: int | None  # another node's number; None: the prompt begins here
     length: int  # tokens up to its end
     tokens: tuple[int, ...]
     nbytes: int
     has_checkpoint: bool  # a prompt can go on from its end
-    pins: int  # sequences that stand on it now
+    pins: int  # sequences that use it now
     hits: int  # sequences that went on from it or from behind it
     idle_seconds: float
     is_salted: bool
@@ -332,7 +221,7 @@ class PrefixNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefixes(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: what is kept of computed prompts."""
+    """Engine → front: the cached prefixes."""
 
     number: int
     nodes: tuple[PrefixNode, ...]  # the most recently used first, parents before children; not all of very many
@@ -343,11 +232,5 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
     num_cleared: int = 0
 
 
-ToEngine = Submit | Cancel | AskPrefixes | Shutdown
+ToEngine = EngineSettings | Submit | Cancel | AskPrefixes | Shutdown
 ToFront = EngineEvents | Beat | Prefixes | Loading | Ready | Failed
-
-
-def _within(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
-    if math.isnan(value) or value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} {value} must be {limit}", param or name)

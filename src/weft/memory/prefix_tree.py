@@ -239,7 +239,7 @@ class PrefixTree:
         """All of them, the most recently used first, parents before children."""
         return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
 
-    def reuse(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
+    def explain_miss(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
         """Why a prompt can stand on no more than `prefix_node`; `end` is where its next chunk ends."""
         root = self.root(salt)
         if salt and not root.children:

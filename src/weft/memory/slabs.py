@@ -159,7 +159,7 @@ def _newcomer(row: RowState | None, layer: int, part: int, geometry: tuple[tuple
 
 
 class Pool:
-    """All slabs and tables of one model. `allocate`, `grow`, `leave` are the only ways in, up and out."""
+    """All slabs and tables of one model. `allocate`, `grow` and `free` are the only ways in, up and out."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Pool:
                 row.slab.write(layer, row.slot, 0, moved)
         self._drop_if_empty(slab)
 
-    def leave(self, row: RowState, *, poisoned: bool = False) -> None:
+    def free(self, row: RowState, *, poisoned: bool = False) -> None:
         """Free a row's slot. A poisoned one is zeroed first."""
         slab, row.loose = row.slab, None
         if slab is None:

@@ -175,19 +175,21 @@ class Adapter:
         """Fresh caches without what bundles them, as saved layers have them."""
         return list(_leaves(self.new_caches(1)))
 
-    def restore(self, blocks: list[Saved], checkpoint: Saved | None, prompt_tokens: int) -> LayerCaches:
-        """Caches of a row as they were after these blocks."""
+    def restore(self, blocks: Sequence[object], checkpoint: object | None, prompt_tokens: int) -> LayerCaches:
+        """Caches of a row as they were after these blocks, which with the checkpoint are `Saved` states."""
         caches = self.new_caches(prompt_tokens)
+        saved = [block for block in blocks if isinstance(block, Saved)]
         if not blocks:
             return caches
-        assert checkpoint is not None
+        assert isinstance(checkpoint, Saved)
+        assert len(saved) == len(blocks)
         fresh = iter(range(len(checkpoint.layers)))
 
         def fill(cache: Any) -> Any:
             place = next(fresh)
             if checkpoint.layers[place] is not None:
                 return copy.deepcopy(checkpoint.layers[place])  # shares the arrays; whoever writes gets his own
-            pairs = [block.layers[place] for block in blocks]
+            pairs = [block.layers[place] for block in saved]
             if pairs[0] is not None:
                 cache.offset = sum(keys.shape[2] for keys, _ in pairs)
                 cache.keys, cache.values = (_joined(planes, cache.step) for planes in zip(*pairs, strict=True))

@@ -1,10 +1,9 @@
-"""One engine process: started, watched, replaced when it dies or hangs. Says truthfully how it is.
+"""One model's engine process: started, watched, replaced when it dies or hangs, and its condition told truthfully.
 
-Knows a command line and a channel, no model and no text. The requests of a dead engine go on in the next one; the client
-sees to that, and to the one among them that kills engines. Before each new engine there is a pause, and there is an end to
-trying: a life came to nothing when the engine was never ready, or died soon after and no request ended or got on in it.
-After `MAX_FAILURES` such lives in a row it is given up, and every request is told. A request that kills engines is found
-in its third; to have found it is worth a life, so such a request takes no others with it.
+Knows a command line, settings and a channel, no model and no text. Requests of a dead engine go on in the next one
+(`in_flight.py`). Before each new engine there is a pause, and there is an end to trying: an engine was of no use when it was
+never ready, or died soon after and no request ended or got on in it. After `MAX_FAILURES` such engines in a row the model is
+given up and every request gets an error.
 """
 
 from __future__ import annotations
@@ -14,35 +13,38 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
 
-from weft.config import ServerConfig
+from weft.config import EngineSettings, ServerConfig
 from weft.errors import EngineDied
 from weft.ipc.channel import FRONT_PID, FrontEnd
-from weft.ipc.messages import EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
-from weft.serving.engine_client import EngineClient
-from weft.serving.watchdog import TICK_SECONDS, Watchdog
+from weft.ipc.messages import Beat, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
+from weft.serving.in_flight import EngineClient
 
 log = logging.getLogger("weft.serving")
 
+COMMAND = (sys.executable, "-m", "weft.engine.process")
 FIRST_PAUSE_SECONDS = 0.5  # before a dead engine is started again; doubled each time
 LONGEST_PAUSE_SECONDS = 30.0
-MAX_FAILURES = 5  # lives in a row that come to nothing, before it is given up
-SOON_SECONDS = 60.0  # an engine that lives longer is of use, even if nobody asked it anything
-END_SECONDS = 3.0  # a told engine that is not gone by then is killed
-STACK_SECONDS = 0.5  # a hung one has so long to say where it hangs
+MAX_FAILURES = 5  # engines in a row that are of no use, before the model is given up
+SOON_SECONDS = 60.0  # an engine that lives longer was of use, even if it had no request
+END_SECONDS = 3.0  # an engine that was told to end and is not gone by then is killed
+STACK_SECONDS = 0.5  # for a hung engine to write its stack
+DRAIN_SECONDS = 0.2  # of silence after an engine's end: then all its messages have come
+TICK_SECONDS = 0.25
+SICK_SECONDS = 1.5  # of silence, where a beat is due every quarter of a second
+SILENCE_SECONDS = 10.0  # after so long an engine that was ready is taken for dead
+LOADING_SECONDS = 120.0  # and one that was not: loading a model may hold the interpreter
 
 
 @dataclass(frozen=True)
 class EngineCondition:
-    """How an engine is. `ready` has its facts once it is up; `loading` says how far it is; `failed` why it never will be.
-
-    `is_sick`: it was up, and should have been heard since.
-    """
+    """How an engine is: `ready` with its facts, `loading`, or `failed` for good. `is_sick`: it was up and is silent."""
 
     ready: Ready | None = None
     loading: Loading | None = None
@@ -50,24 +52,68 @@ class EngineCondition:
     is_sick: bool = False
 
 
-class Supervisor:
-    """Owns one engine's process, whichever incarnation it is in."""
+class Watchdog:
+    """Decides whether an engine is alive from its silence and from how long its loop has been in one turn.
 
-    def __init__(self, command: list[str], hang_seconds: float = ServerConfig.hang_seconds) -> None:
-        self.command = command
+    Counts ticks of the front's own loop: while the front stands still nothing ticks, so its pauses are not the engine's.
+    """
+
+    def __init__(self, hang_seconds: float) -> None:
         self.hang_seconds = hang_seconds
+        self.num_received = 0
+        self._silence_seconds = 0.0
+        self._beat = Beat(0, 0.0)
+
+    def receive(self, message: ToFront) -> None:
+        """Take any message as a sign of life."""
+        self.num_received += 1
+        self._silence_seconds = 0.0
+        if isinstance(message, Beat):
+            self._beat = message
+
+    def tick(self) -> None:
+        """Count one more tick in which the engine could have been heard."""
+        self._silence_seconds += TICK_SECONDS
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether a message is overdue."""
+        return self._silence_seconds >= SICK_SECONDS
+
+    def reason_to_kill(self, *, is_ready: bool) -> str | None:
+        """Why the engine should be killed, if it should."""
+        patience = min(SILENCE_SECONDS, self.hang_seconds) if is_ready else LOADING_SECONDS
+        if self._silence_seconds >= patience:
+            return f"gave no sign of life for {self._silence_seconds:g} s"
+        if self._beat.turn_seconds >= self.hang_seconds:
+            return f"is in turn {self._beat.turns} since {self._beat.turn_seconds:.0f} s"
+        return None
+
+
+class Supervisor:
+    """Owns one model's engine across all its processes."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        hang_seconds: float = ServerConfig.hang_seconds,
+        command: tuple[str, ...] = COMMAND,
+    ) -> None:
+        self.settings = settings
+        self.hang_seconds = hang_seconds
+        self.command = command
         self.client = EngineClient()
         self.condition = EngineCondition(loading=Loading("starting"))
         self.status = EngineStatus()
         self.restarts = 0
         self.pid: int | None = None
-        self.changed = asyncio.Event()  # set at the next change of condition, and then another one
+        self.changed = asyncio.Event()  # set at the next change of condition, and then replaced
         self._task: asyncio.Task[None] | None = None
         self._ready_at: float | None = None  # in the event loop's time
         self._folder: str | None = None  # of the model that was served last
 
     def start(self) -> None:
-        """Begin; returns at once."""
+        """Start the engine in the background."""
         self._task = asyncio.create_task(self._keep_alive())
 
     async def stop(self) -> None:
@@ -78,10 +124,11 @@ class Supervisor:
                 await self._task
 
     async def _keep_alive(self) -> None:
-        failures = 0  # lives in a row that came to nothing
+        """Run one engine after the other until the model is given up."""
+        failures = 0  # engines in a row that were of no use
         try:
             while True:
-                why = await self._life()
+                why = await self._run_once()
                 was_of_use = self.client.detach()
                 failures = failures + 1 if why and not was_of_use else 0
                 if failures >= MAX_FAILURES:
@@ -93,15 +140,15 @@ class Supervisor:
                 log.warning("the engine is gone; starting another in %.1f s", pause)
                 self._change(EngineCondition(loading=Loading("starting again")))
                 await asyncio.sleep(pause)
-        finally:  # nobody waits for an engine that will not come
+        finally:  # nobody may wait for an engine that will not come
             why = self.condition.failed or "the server is being stopped"
             self.client.fail_all(lambda: EngineDied(f"the engine ended and no other goes on with this request: {why}"))
 
-    async def _life(self) -> str | None:
-        """One engine from start to end; if it was of no use, why."""
+    async def _run_once(self) -> str | None:
+        """Run one engine from its start to its end; why it was of no use, if it died before or soon after it was ready."""
         self._ready_at = None
         try:
-            await self._live()
+            await self._run_process()
         except (OSError, zmq.ZMQError) as error:  # no file descriptor, no memory, no room for a socket's name …
             log.exception("an engine could not be started")
             return f"its process could not be started ({error})"
@@ -110,8 +157,8 @@ class Supervisor:
         is_short = asyncio.get_running_loop().time() - self._ready_at < SOON_SECONDS
         return "its process ended soon after it was ready; the log above has its words" if is_short else None
 
-    async def _live(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="weft-") as folder:  # mode 0700: nobody else may speak to the engine
+    async def _run_process(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="weft-") as folder:  # mode 0700: nobody else may talk to the engine
             address = f"ipc://{Path(folder) / 'engine'}"
             channel, watchdog = FrontEnd(address), Watchdog(self.hang_seconds)
             try:
@@ -120,23 +167,24 @@ class Supervisor:
             except BaseException:
                 channel.close()
                 raise
+            channel.send(self.settings)
             self.pid = process.pid
-            hearing = asyncio.create_task(self._hear(channel, watchdog))
+            receiving = asyncio.create_task(self._receive(channel, watchdog))
             watching = asyncio.create_task(self._watch(watchdog))
             ended = asyncio.create_task(process.wait())
             try:
-                await asyncio.wait({ended, hearing, watching}, return_when=asyncio.FIRST_COMPLETED)
-                self.client.sender = None  # who comes now waits for the next engine
-                if hearing.done():  # it can only have failed: what this engine says is not understood
-                    log.error("engine %d is given up", process.pid, exc_info=hearing.exception())
+                await asyncio.wait({ended, receiving, watching}, return_when=asyncio.FIRST_COMPLETED)
+                self.client.sender = None  # new requests wait for the next engine
+                if receiving.done():  # it can only have failed: a message of this engine could not be decoded
+                    log.error("engine %d is given up", process.pid, exc_info=receiving.exception())
                     return
                 if watching.done():
                     log.error("engine %d %s: it is killed", process.pid, watching.result())
                     await _kill(process)
-                await _drain(hearing)
+                await _drain(receiving, watchdog)
                 log.warning("engine %d ended with status %s", process.pid, process.returncode)
             finally:
-                hearing.cancel()
+                receiving.cancel()
                 watching.cancel()
                 await _end(process, channel)
                 ended.cancel()
@@ -144,40 +192,37 @@ class Supervisor:
                 self.status = EngineStatus()
                 channel.close()
 
-    async def _hear(self, channel: FrontEnd, watchdog: Watchdog) -> None:
+    async def _receive(self, channel: FrontEnd, watchdog: Watchdog) -> None:
         while True:
             message = await channel.receive()
-            watchdog.hear(message)
-            self._take(message, channel)
+            watchdog.receive(message)
+            match message:
+                case EngineEvents():
+                    self.status = message.status or self.status
+                    self.client.receive(message)
+                case Prefixes():
+                    self.client.receive_prefixes(message)
+                case Ready():
+                    self._attach(message, channel)
+                case Loading():
+                    self._change(EngineCondition(loading=message))
+                case Failed():
+                    self._change(EngineCondition(failed=message.message))
 
     async def _watch(self, watchdog: Watchdog) -> str:
-        """Tell whether the engine is sick; the reason to end it, when there is one."""
+        """Update whether the engine is sick; returns the reason to kill it, when there is one."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             watchdog.tick()
             is_ready = self.condition.ready is not None
-            if (why := watchdog.verdict(is_ready=is_ready)) is not None:
+            if (why := watchdog.reason_to_kill(is_ready=is_ready)) is not None:
                 return why
             if is_ready and watchdog.is_sick != self.condition.is_sick:
                 log.warning("engine %d %s", self.pid, "is silent" if watchdog.is_sick else "is heard again")
                 self._change(replace(self.condition, is_sick=watchdog.is_sick))
 
-    def _take(self, message: ToFront, channel: FrontEnd) -> None:
-        match message:
-            case EngineEvents():
-                self.status = message.status or self.status
-                self.client.hear(message)
-            case Prefixes():
-                self.client.hear_prefixes(message)
-            case Ready():
-                self._attach(message, channel)
-            case Loading():
-                self._change(EngineCondition(loading=message))
-            case Failed():
-                self._change(EngineCondition(failed=message.message))
-
     def _attach(self, ready: Ready, channel: FrontEnd) -> None:
-        if self._folder not in (None, ready.folder):  # the one asked for could not be had this time
+        if self._folder not in (None, ready.folder):  # this time the fallback is served, or no longer
             self.client.fail_all(lambda: EngineDied(f"the engine ended, and {ready.model} is served now: ask again"))
         self._folder, self._ready_at = ready.folder, asyncio.get_running_loop().time()
         self.client.attach(channel, ready.max_rows)
@@ -189,14 +234,16 @@ class Supervisor:
         changed.set()
 
 
-async def _drain(hearing: asyncio.Task[None]) -> None:
-    """Let the last words of an ended engine come in; they may be on their way."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(hearing), 0.2)
+async def _drain(receiving: asyncio.Task[None], watchdog: Watchdog) -> None:
+    """Receive the last messages of an engine that has ended, until none has come for a while."""
+    num_received = -1
+    while num_received != watchdog.num_received and not receiving.done():
+        num_received = watchdog.num_received
+        await asyncio.wait({receiving}, timeout=DRAIN_SECONDS)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """End an engine that does not hear; if it can, it writes first where it is."""
+    """Kill an engine that does not react; if it can, it writes its stack first."""
     with contextlib.suppress(ProcessLookupError, TimeoutError):
         process.send_signal(signal.SIGUSR1)
         await asyncio.wait_for(process.wait(), STACK_SECONDS)

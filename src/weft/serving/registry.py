@@ -1,25 +1,96 @@
-"""Models brought in and taken out while the server runs: what there is, whether it fits, load, unload.
+"""The models on this machine: whether one more fits into memory, and loading and unloading while the server runs.
 
-Asks `fit` what is on this machine and the service for everything that runs. HTTP stands above it.
+What an engine needs is computed from a model's files as the engine's memory budget does it: weights and a row within its
+budget, a share of which is kept free. Imports no mlx. The API and `weft ls` use it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import os
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
-from weft.errors import ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
-from weft.serving import fit as fit
-from weft.serving.fit import Fit
-from weft.serving.service import LOAD_IT, ServedModel, Service
+from weft.config import RESERVE_SHARE, SAFE_SHARE, available_memory_bytes
+from weft.errors import BadModel, ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
+from weft.kernels import blas
+from weft.memory.safetensors import read_header
+from weft.serving.model import LOAD_HINT, ServedModel
+from weft.serving.service import Service
 
 if TYPE_CHECKING:
     from weft.model.resolve import LocalModel
 
+ROW_BYTES = 128 << 20  # for a small request: a thousand tokens of a model of eight billion weights, in half precision
+TIGHT_SHARE = 0.75  # of the free bytes; a model that needs more leaves little for rows and cached prefixes
 DRAIN_TICK_SECONDS = 0.05
+
+FitVerdict = Literal["fits", "tight", "does not fit", "unknown"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The bytes that a model's engine needs at least, and those it could have. None: not known."""
+
+    needed_bytes: int | None
+    free_bytes: int | None
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Whether the model fits."""
+        if self.needed_bytes is None or self.free_bytes is None:
+            return "unknown"
+        if self.needed_bytes > self.free_bytes:
+            return "does not fit"
+        return "tight" if self.needed_bytes > TIGHT_SHARE * self.free_bytes else "fits"
+
+
+def needed_bytes(model: LocalModel) -> int | None:
+    """The smallest memory budget an engine of this model can work in; None while its files are not here."""
+    if model.folder is None:
+        return None
+    files = [model.folder] if model.folder.is_file() else model.folder.glob("model*.safetensors")
+    return math.ceil((sum(map(_weights_bytes, files)) + ROW_BYTES) / (1 - RESERVE_SHARE))
+
+
+def free_bytes(limit: int | None = None, engines: Sequence[dict[str, int]] = (), upcoming: int = 0) -> int | None:
+    """The bytes that one more engine could have: at most `limit`, beside engines with this memory. None: not known.
+
+    Engines that are being loaded will take `upcoming` bytes. A CPU's engine takes of what the system calls available, from
+    which the loaded ones are gone already. A GPU's memory is known from the budgets of the engines on it; they share it,
+    though each takes its budget from the whole.
+    """
+    if blas.is_mlx_on_cpu():
+        there = available_memory_bytes()
+    elif limit is None and (budgets := [engine["budget"] for engine in engines if "budget" in engine]):
+        there = max(budgets) - sum(engine.get("active", 0) for engine in engines)
+    elif sys.platform == "darwin":  # Metal's memory is the machine's, CUDA's is not
+        there = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * SAFE_SHARE)
+    else:
+        there = None
+    known = [] if there is None else [max(0, there - upcoming)]
+    return min([*known, *([] if limit is None else [limit])], default=None)
+
+
+def _weights_bytes(file: Path) -> int:
+    """The bytes of a file's weights in memory: on a CPU those that are not packed become float32."""
+    if not blas.is_mlx_on_cpu():
+        return file.stat().st_size
+    if file.suffix == ".gguf":
+        from weft.model import gguf  # here and below: a server starts sooner without
+
+        return sum(4 * math.prod(tensor.shape) for tensor in gguf.read(file).tensors.values())
+    try:
+        halves = [tensor.shape for tensor in read_header(file).tensors.values() if tensor.dtype in ("F16", "BF16")]
+    except BadModel:  # the engine will say what is wrong with it
+        halves = []
+    return file.stat().st_size + sum(2 * math.prod(shape) for shape in halves)
 
 
 @dataclass(frozen=True)
@@ -32,43 +103,43 @@ class ModelOption:
 
 
 class ModelRegistry:
-    """Owns who is leaving. `limit_bytes` bounds each engine; None: what is there."""
+    """Loads and unloads models in a running server. `limit_bytes` bounds each engine; None: what is there."""
 
     def __init__(self, service: Service, limit_bytes: int | None, drain_seconds: float) -> None:
         self.service = service
         self.limit_bytes = limit_bytes
         self.drain_seconds = drain_seconds
-        self._leaving: dict[ServedModel, asyncio.Task[None]] = {}
-        self._needed = WeakKeyDictionary[ServedModel, int]()  # what those that were brought in were reckoned with
-        self._known = {served.name for served in service.models}  # folders and files that were served are found again
+        self._unloading: dict[ServedModel, asyncio.Task[None]] = {}
+        self._needed = WeakKeyDictionary[ServedModel, int]()  # bytes, by model that was loaded here
+        self._names = {model.name for model in service.models}  # folders and files that were served are found again
 
-    async def choices(self) -> list[ModelOption]:
+    async def options(self) -> list[ModelOption]:
         """Every model on this machine."""
-        free, names = self.free_bytes, {served.name for served in self.service.models}
-        models = await asyncio.to_thread(_found, self._known | names)
-        return [ModelOption(model, Fit(needed, free), model.name in names) for model, needed in models]
+        free, names = self.free_bytes, {model.name for model in self.service.models}
+        found = await asyncio.to_thread(_find_models, self._names | names)
+        return [ModelOption(model, Fit(needed, free), model.name in names) for model, needed in found]
 
     @property
     def free_bytes(self) -> int | None:
-        """What one more engine could have."""
+        """The bytes that one more engine could have."""
         models = self.service.models
-        coming = sum(self._needed.get(served, 0) for served in models if served.is_loading)
-        return fit.free_bytes(self.limit_bytes, [served.memory for served in models], coming)
+        upcoming = sum(self._needed.get(model, 0) for model in models if model.is_loading)
+        return free_bytes(self.limit_bytes, [model.memory for model in models], upcoming)
 
     async def load(self, name: str, *, fetch: bool = False, force: bool = False) -> tuple[ServedModel, bool]:
-        """The model of this name, and whether it is only now brought up, in the background.
+        """Load a model in the background; returns it and whether it is new here.
 
         Raises UnknownModel where there is none, or not on this machine and not to be fetched; ModelConflict where it does
-        not fit and is not forced, or is just leaving.
+        not fit and is not forced, or is being unloaded.
         """
-        model, needed = (None, None) if self._there(name) else await asyncio.to_thread(_looked_at, name)
+        found, needed = (None, None) if self._find_served(name) else await asyncio.to_thread(_look_up, name)
         if self.service.is_stopping:
             raise ServerStopping("the server is being stopped; come again", retry_after=5)
-        if (served := self._there(name)) is not None:
+        if (served := self._find_served(name)) is not None:
             if served.is_leaving:
                 raise ModelConflict(f"{name} is just being unloaded; load it again in a few seconds", "model")
             return served, False
-        if model is not None and model.folder is None and not fetch:
+        if found is not None and found.folder is None and not fetch:
             message = f'{name} is not on this machine: run `weft pull {name}`, or send "fetch": true to have it downloaded'
             raise UnknownModel(message, "fetch")
         fit = Fit(needed, self.free_bytes)
@@ -77,63 +148,63 @@ class ModelRegistry:
                 f"{name} needs at least {fit.needed_bytes} bytes of memory and {fit.free_bytes} are free: unload another model, "
                 'give engines more with --memory, or send "force": true to try all the same', "force"
             )  # fmt: skip
-        return await self._bring_in(name, needed or 0), True
+        return await self._add(name, needed or 0), True
 
-    async def _bring_in(self, name: str, needed: int) -> ServedModel:
-        served = self.service.make(name)
-        served.is_guest = True
-        self._needed[served] = needed
-        self._known.add(name)
+    async def _add(self, name: str, needed: int) -> ServedModel:
+        model = self.service.make(name)
+        model.is_guest = True
+        self._needed[model] = needed
+        self._names.add(name)
         failed = [one for one in self.service.models if one.name == name]
-        self.service.add(served)
+        self.service.add(model)
         for one in failed:
             await self.service.remove(one)
-        return served
+        return model
 
     async def unload(self, name: str) -> None:
-        """Take nothing new for a model, let its answers end for a while, then end its engine. Returns when it is gone."""
-        served = next((served for served in self.service.models if served.name == name), None)
-        if served is None:
-            raise UnknownModel(f"no model {name!r} is loaded here; {LOAD_IT}", "model")
-        if served not in self._leaving:
-            served.leave()
-            self._leaving[served] = asyncio.create_task(self._end(served))
-        await asyncio.shield(self._leaving[served])  # it goes on, whether or not somebody waits for it
+        """Refuse new requests for a model, let running ones finish for a while, then end its engine; returns at the end."""
+        model = next((model for model in self.service.models if model.name == name), None)
+        if model is None:
+            raise UnknownModel(f"no model {name!r} is loaded here; {LOAD_HINT}", "model")
+        if model not in self._unloading:
+            model.leave()
+            self._unloading[model] = asyncio.create_task(self._end(model))
+        await asyncio.shield(self._unloading[model])  # it goes on, whether or not the client waits for it
 
-    async def _end(self, served: ServedModel) -> None:
+    async def _end(self, model: ServedModel) -> None:
         try:
             deadline = time.monotonic() + self.drain_seconds
-            while self.service.answers_of(served) and time.monotonic() < deadline:
+            while self.service.submitted(model) and time.monotonic() < deadline:
                 await asyncio.sleep(DRAIN_TICK_SECONDS)
-            for answer in self.service.answers_of(served):
-                answer.abandon(RequestCancelled(f"{served.name} was unloaded before this answer was complete"))
-            await self.service.remove(served)
+            for request in self.service.submitted(model):
+                request.abandon(RequestCancelled(f"{model.name} was unloaded before this answer was complete"))
+            await self.service.remove(model)
         finally:
-            del self._leaving[served]
+            del self._unloading[model]
 
-    def _there(self, name: str) -> ServedModel | None:
-        """The model of this name that is up, on its way or leaving; not one that has failed."""
-        return next((served for served in self.service.models if served.name == name and served.failed is None), None)
+    def _find_served(self, name: str) -> ServedModel | None:
+        """The model of this name that is loaded, being loaded or being unloaded; not one that has failed."""
+        return next((model for model in self.service.models if model.name == name and model.failed is None), None)
 
 
-def _looked_at(name: str) -> tuple[LocalModel, int | None]:
-    from weft.model.resolve import locate  # here and below: a server starts sooner without
+def _look_up(name: str) -> tuple[LocalModel, int | None]:
+    from weft.model.resolve import locate
 
     try:
         model = locate(name)
-        return model, fit.needed_bytes(model)
+        return model, needed_bytes(model)
     except (ModelError, OSError, ValueError, RuntimeError) as error:  # any text may come as a name, also ~nobody and \0
         raise UnknownModel(str(error), "model") from error
 
 
-def _found(known: set[str]) -> list[tuple[LocalModel, int | None]]:
-    """The models on this machine, one of each name, and those of the known ones that are elsewhere on its disk."""
+def _find_models(names: set[str]) -> list[tuple[LocalModel, int | None]]:
+    """The models on this machine, one of each name, and those of `names` that lie elsewhere on its disk."""
     from weft.model.resolve import local_models
 
-    found = {model.name: (model, fit.needed_bytes(model)) for model in local_models()}
-    for name in sorted(known - found.keys()):
+    found = {model.name: (model, needed_bytes(model)) for model in local_models()}
+    for name in sorted(names - found.keys()):
         try:
-            found[name] = _looked_at(name)
+            found[name] = _look_up(name)
         except UnknownModel:  # it was there; it is gone, or was never a model
             continue
     return list(found.values())

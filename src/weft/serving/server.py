@@ -1,6 +1,6 @@
-"""The server put together: one supervisor per model, the service over them, the app over that, uvicorn under all.
+"""The server's process: takes the port, handles signals, runs the models and the HTTP application until it is stopped.
 
-`serve` runs until it is stopped. The front is this process; it never imports mlx.
+The HTTP application is given as a factory, because it stands above this room. This process never imports mlx.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ import asyncio
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Protocol
 
 import uvicorn
@@ -24,7 +22,8 @@ from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.metrics import Metrics
 from weft.serving.engine_process import Supervisor
-from weft.serving.service import LoadScreen, ServedModel, Service
+from weft.serving.model import LoadScreen, ServedModel
+from weft.serving.service import Service
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
@@ -32,22 +31,21 @@ GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end wh
 DRAIN_TICK_SECONDS = 0.05
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 
-
-class ServerScreen(LoadScreen, Protocol):
-    """Who is told how the start goes."""
-
-    def serving(self, url: str) -> None:
-        """The server listens."""
-
-
 MakeApp = Callable[[Service, ServerConfig], ASGIApp]
 
 
+class ServerScreen(LoadScreen, Protocol):
+    """Shows how the server starts."""
+
+    def serving(self, url: str) -> None:
+        """Show that the server listens."""
+
+
 def serve(config: ServerConfig, screen: ServerScreen, make_app: MakeApp) -> int:
-    """Bring everything up and serve until a signal ends it. Gives the exit status."""
+    """Start everything and serve until a signal ends it; returns the exit status."""
     config.check()
     log.setup(config.log_format)
-    _allow_files()
+    _raise_file_limit()
     listener = _listen(config)
     service = make_service(config)
     host, port = listener.getsockname()[:2]
@@ -75,13 +73,13 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
 
     async def drain() -> None:
         deadline = loop.time() + config.drain_seconds
-        while not service.is_idle and loop.time() < deadline:  # who comes meanwhile is answered, with a refusal
+        while not service.is_idle and loop.time() < deadline:  # new requests are refused meanwhile
             await asyncio.sleep(DRAIN_TICK_SECONDS)
         service.abandon_all()
         server.should_exit = True
 
     def end() -> None:
-        """Take nothing new; what runs has its time, and a second signal takes that away."""
+        """Refuse new requests and let running ones finish; a second signal ends those too."""
         if drains:
             service.abandon_all()
         else:
@@ -98,7 +96,7 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
 
 
 class Uvicorn(uvicorn.Server):
-    """uvicorn with signals left to us: it would raise them again at the end, and an orderly end is status 0."""
+    """uvicorn without its own signal handling: it would raise signals again at the end, and an orderly end is status 0."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -112,25 +110,12 @@ def make_service(config: ServerConfig) -> Service:
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
     def make(name: str, fallback: str | None = None) -> ServedModel:
-        return ServedModel(name, Supervisor(_command(name, fallback, config), config.hang_seconds), config.late_system)
+        return ServedModel(name, Supervisor(config.engine_settings(name, fallback), config.hang_seconds), config.late_system)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 
 
-def _command(name: str, fallback: str | None, config: ServerConfig) -> list[str]:
-    options = ["--exact"] if config.exact else []
-    options += ["--max-rows", str(config.max_rows)] if config.max_rows else []
-    options += ["--memory-bytes", str(config.memory * 2**20)] if config.memory else []
-    options += ["--cache-bytes", str(config.cache_megabytes * 2**20)]
-    if config.cache_dir is not None:
-        folder = Path(config.cache_dir).expanduser()
-        options += ["--cache-dir", str(folder), "--cache-dir-bytes", str(config.cache_dir_megabytes * 2**20)]
-    options += ["--cache-canary"] if config.cache_canary else []
-    options += ["--fallback", fallback] if fallback else []
-    return [sys.executable, "-m", "weft.engine", *options, "--", name]
-
-
-def _allow_files() -> None:
+def _raise_file_limit() -> None:
     """Let this process have as many open files as a crowd of clients takes, as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -139,7 +124,7 @@ def _allow_files() -> None:
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """The port, taken before anything is loaded: a port in use is known at once."""
+    """Take the port before anything is loaded, so that a port in use is known at once."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,19 +1,18 @@
-"""How much of a prompt was known before, in words for people, and the reports of the last requests for those who ask later.
+"""Why no more of a prompt was cached, in words for people.
 
-Of a prompt only a few characters around its first unknown token are kept. Knows a tokenizer and what the engine said;
-`Choice` has it explained, the service keeps the reports.
+Of a prompt only a few characters around its first token that was not cached are shown. Knows a tokenizer and what the engine
+reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from weft.ipc.messages import PrefixReuse
+from weft.log import escape_unprintable
 from weft.text.tokenizer import Tokenizer
-from weft.text.types import ReuseExplanation, Usage
+from weft.text.types import ReuseExplanation
 
-MAX_REPORTS = 1000
 CONTEXT = 40  # characters shown in front of the first unknown token, and tokens that surely have as many
 
 LIMITS = {
@@ -27,42 +26,14 @@ LIMITS = {
 }
 
 
-def explained(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
-    """What the engine said of a prompt, with the texts it is about. Under a salt no text is told."""
+def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
+    """What the engine reported about a prompt, as a sentence with the texts it is about; under a salt without texts."""
     place = reuse.position
     if place is None or is_salted:
         return ReuseExplanation(reuse.cause, reuse.matched, _why(reuse, len(ids), None, None), place)
     before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
     token, instead = (None if one is None else _text(one, tokenizer) for one in (reuse.token, reuse.instead))
     return ReuseExplanation(reuse.cause, reuse.matched, _why(reuse, len(ids), token, instead), place, before, token, instead)
-
-
-@dataclass(frozen=True)
-class RequestReport:
-    """What is known of a request when it is over."""
-
-    id: str
-    model: str
-    created: int  # seconds since 1970
-    usage: Usage
-
-
-class Reports:
-    """The last requests' reports, by id."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, RequestReport] = {}  # the oldest first
-
-    def add(self, report: RequestReport) -> None:
-        """Keep one more, in the place of the oldest. Of two with one id the later is kept."""
-        self._kept.pop(report.id, None)
-        self._kept[report.id] = report
-        if len(self._kept) > MAX_REPORTS:
-            del self._kept[next(iter(self._kept))]
-
-    def find(self, request_id: str) -> RequestReport | None:
-        """The report of this request; None when there is none, or none any more."""
-        return self._kept.get(request_id)
 
 
 def _why(reuse: PrefixReuse, num_tokens: int, token: str | None, instead: str | None) -> str:
@@ -80,10 +51,9 @@ def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> s
 
 
 def _text(token: int, tokenizer: Tokenizer) -> str:
-    r"""A token's text; the bytes of half a character as \xe6\xbc."""
+    r"""A token's text; bytes of half a character are written as \xe6\xbc."""
     return tokenizer.token_bytes(token).decode(errors="backslashreplace")
 
 
 def _quoted(text: str) -> str:
-    """Line ends and whatever else can not be seen as escapes."""
-    return '"' + "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text) + '"'
+    return f'"{escape_unprintable(text)}"'

@@ -1,23 +1,38 @@
-"""Thinking told apart from the answer, by the markers a model family writes around it.
+"""Reasoning before the answer: which markers a model writes around it, how much it is asked for, and splitting it off.
 
-Works on text pieces, cut anywhere. Knows no token ids but for `marker_tokens`, which says which ones `Reader` should hand
-over as markers because decoding might swallow them.
+What a model does is found from its template and vocabulary, not from its name. `ReasoningSplitter` works on text pieces that
+may be cut anywhere. The budget of reasoning tokens is enforced in the engine (`grammar/constraint.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from weft.errors import UnsupportedParameter
 from weft.text.stop_strings import overlap
 from weft.text.tokenizer import Tokenizer
-from weft.text.types import Delta, Reasoning, Text
+from weft.text.types import Delta, Effort, Reasoning, Text
 
 MAX_BLANKS = 32  # more white space than this before an open marker, and it is an answer
+
+# Reasoning tokens by effort, where the template has no words of its own for it. None: no limit.
+BUDGETS: dict[Effort, int | None] = {
+    "none": 0,
+    "minimal": 256,
+    "low": 1024,
+    "medium": 4096,
+    "high": 16384,
+    "xhigh": None,
+    "max": None,
+}
+# gpt-oss and its kin read `reasoning_effort` and know three words.
+TEMPLATE_WORDS: dict[Effort, str] = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 @dataclass(frozen=True)
 class Markers:
-    """What stands before and after the thinking."""
+    """The texts before and after the reasoning."""
 
     open: str
     close: str
@@ -38,106 +53,124 @@ KNOWN = (
 
 
 def find_markers(template_source: str, tokenizer: Tokenizer) -> Markers | None:
-    """The markers the chat template mentions, else those the vocabulary has a token for; None for a model that has none."""
+    """The markers the chat template mentions, else those the vocabulary has a token for; None for a model without."""
     for markers in KNOWN:
         if markers.open in template_source or markers.close in template_source:
             return markers
     return next((markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None), None)
 
 
-def marker_tokens(markers: Markers, tokenizer: Tokenizer) -> dict[int, str]:
-    """Tokens that are a marker, and special ones that are a part of one, with their text."""
-    ids = [token for marker in (markers.open, markers.close) for token in tokenizer.encode(marker, add_special_tokens=False)]
-    texts = {token: tokenizer.token_text(token) for token in ids}
-    whole = (markers.open, markers.close)
-    return {token: text for token, text in texts.items() if text in whole or token in tokenizer.special_ids}
-
-
 def opens_in(prompt_text: str, markers: Markers) -> bool:
-    """Whether the prompt ends with an open marker, so that the answer begins inside the thinking."""
+    """Whether the prompt ends with an open marker, so that the answer begins inside the reasoning."""
     return prompt_text.rstrip().endswith(markers.open)
 
 
-class Splitter:
-    """Text pieces in, reasoning and answer out, without the markers and the line breaks that hang on them.
+def effort_settings(effort: Effort, *, reads_effort: bool, has_switch: bool, reasons: bool) -> tuple[dict[str, Any], int | None]:
+    """The template variables and the reasoning budget for an effort. Raises UnsupportedParameter when it can not act.
+
+    `reads_effort`: the template reads `reasoning_effort`. `has_switch`: it reads `enable_thinking`.
+    """
+    if reads_effort and effort != "none":
+        return {"reasoning_effort": TEMPLATE_WORDS.get(effort, effort)}, None
+    if has_switch:
+        return {"enable_thinking": effort != "none"}, None if effort == "none" else BUDGETS[effort]
+    if reasons:
+        return {}, BUDGETS[effort]
+    if effort == "none":
+        return {}, None
+    message = f"reasoning_effort {effort}: this model does not think before it answers; leave it out or set it to none"
+    raise UnsupportedParameter(message, "reasoning_effort")
+
+
+class ReasoningSplitter:
+    """Splits text into reasoning and answer, without the markers and the line breaks that belong to them.
 
     The open marker counts where the answer begins, after white space at most. Later it is text, unless it comes through
-    `mark`. Thinking that is never closed is all reasoning.
+    `mark`. Reasoning that is never closed is all reasoning.
     """
 
-    def __init__(self, markers: Markers, opened: bool) -> None:
+    def __init__(self, markers: Markers, opened: bool, tokenizer: Tokenizer | None = None) -> None:
         self.thinking = opened
         self.held = ""  # may become a marker
+        self.marker_tokens = {} if tokenizer is None else _marker_tokens(markers, tokenizer)
         self._open, self._close = markers.open, markers.close
-        self._begins = True  # an open marker may come
-        self._fresh = opened  # line breaks are dropped until something else came
-        self._newlines = 0  # of the thinking: told when more follows, dropped before the close marker
+        self._may_open = True  # an open marker may come
+        self._is_fresh = opened  # line breaks are dropped until something else came
+        self._newlines = 0  # at the end of the reasoning so far: given when more follows, dropped before the close marker
 
     def feed(self, text: str) -> list[Delta]:
-        """What became certain with this piece. A text is always the last of it."""
-        if self._begins:
-            text = self._begin(text)
-            if self._begins:
+        """The deltas that became certain with this piece; a Text is always the last of them."""
+        if self._may_open:
+            text = self._after_opening(text)
+            if self._may_open:
                 return []
-        return self._think(text) if self.thinking else self._answer(text)
+        return self._reason(text) if self.thinking else self._answer(text)
 
     def mark(self, text: str) -> list[Delta]:
-        """A token that is a marker or part of one: the model means it, so thinking may open again. A stray one is dropped."""
-        pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._decide()
-        if self._begins or (self.thinking and text in self._close):
+        """Take a token that is a marker or a part of one: reasoning may open again by it. A stray one is dropped."""
+        pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
+        if self._may_open or (self.thinking and text in self._close):
             return pieces + self.feed(text)
         if not self.thinking and self._open.startswith(text):
-            self._begins = True
+            self._may_open = True
             return pieces + self.feed(text)
         return pieces
 
     def finish(self) -> list[Delta]:
-        """What was held back."""
-        pieces = self._decide()
+        """The text that was held back, once no more comes."""
+        pieces = self._without_opening()
         rest = "\n" * self._newlines + self.held
         self._newlines, self.held = 0, ""
-        return [*pieces, Reasoning(rest)] if rest else pieces  # only thinking still holds anything
+        return [*pieces, Reasoning(rest)] if rest else pieces  # only reasoning still holds anything
 
-    def _begin(self, text: str) -> str:
-        """What follows the open marker, or all of it where none can come any more; nothing while that is open."""
+    def _after_opening(self, text: str) -> str:
+        """The text after the open marker, or all of it when none can come any more; "" while that is undecided."""
         text = self.held + text
         start = text.lstrip()
         can_open = len(text) - len(start) <= MAX_BLANKS
         if can_open and self._open.startswith(start) and start != self._open:
             self.held = text
             return ""
-        self._begins, self.held = False, ""
+        self._may_open, self.held = False, ""
         if can_open and start.startswith(self._open):
-            self.thinking = self._fresh = True
+            self.thinking = self._is_fresh = True
             return start[len(self._open) :]
         return text
 
-    def _decide(self) -> list[Delta]:
-        """What was held at the beginning, now that no open marker comes of it."""
-        if not self._begins:
+    def _without_opening(self) -> list[Delta]:
+        """The deltas of what was held at the beginning, now that no open marker comes of it."""
+        if not self._may_open:
             return []
-        text, self.held, self._begins = self.held, "", False
+        text, self.held, self._may_open = self.held, "", False
         return self.feed(text)
 
-    def _think(self, text: str) -> list[Delta]:
-        thought, closed, after = (self.held + text).partition(self._close)
-        certain = len(thought) - (0 if closed else overlap(thought, self._close))
-        thought, self.held = thought[:certain], thought[certain:]
-        if self._fresh:
-            thought = thought.lstrip("\n")
-        body = thought.rstrip("\n")
+    def _reason(self, text: str) -> list[Delta]:
+        reasoning, closed, after = (self.held + text).partition(self._close)
+        certain = len(reasoning) - (0 if closed else overlap(reasoning, self._close))
+        reasoning, self.held = reasoning[:certain], reasoning[certain:]
+        if self._is_fresh:
+            reasoning = reasoning.lstrip("\n")
+        body = reasoning.rstrip("\n")
         pieces: list[Delta] = []
         if body:
             pieces.append(Reasoning("\n" * self._newlines + body))
-            self._newlines, self._fresh = 0, False
-        self._newlines += len(thought) - len(body)
+            self._newlines, self._is_fresh = 0, False
+        self._newlines += len(reasoning) - len(body)
         if closed:
-            self.thinking, self._fresh, self._newlines = False, True, 0
+            self.thinking, self._is_fresh, self._newlines = False, True, 0
             pieces += self._answer(after)
         return pieces
 
     def _answer(self, text: str) -> list[Delta]:
-        if self._fresh:
+        if self._is_fresh:
             text = text.lstrip("\n")
-            self._fresh = not text
+            self._is_fresh = not text
         return [Text(text)] if text else []
+
+
+def _marker_tokens(markers: Markers, tokenizer: Tokenizer) -> dict[int, str]:
+    """Tokens that are a marker, and special ones that are a part of one, with their text: decoding might swallow them."""
+    ids = [token for marker in (markers.open, markers.close) for token in tokenizer.encode(marker, add_special_tokens=False)]
+    texts = {token: tokenizer.token_text(token) for token in ids}
+    whole = (markers.open, markers.close)
+    return {token: text for token, text in texts.items() if text in whole or token in tokenizer.special_ids}

@@ -1,7 +1,7 @@
-"""The token ids of one choice → deltas: detokenised, thinking and calls told apart, ended at a stop string.
+"""Turns the token ids of one choice into deltas: detokenised, reasoning and tool calls split off, ended at a stop string.
 
-Knows neither the engine nor a wire; the service has one per choice and adds the Finish. This is the front's hot path: a
-plain request pays for looking up a token's bytes, decoding them, and one Text.
+Knows neither the engine nor a dialect. This is the front's hot path: a plain request pays for looking up a token's bytes,
+decoding them, and one Text.
 """
 
 from __future__ import annotations
@@ -9,46 +9,41 @@ from __future__ import annotations
 from collections import deque
 
 from weft.ipc.messages import TokenLogprob
-from weft.text.reasoning import Markers, Splitter, marker_tokens
+from weft.text.reasoning import ReasoningSplitter
 from weft.text.stop_strings import StopFinder
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallReader, HarmonyReader
 from weft.text.types import CallOpened, Delta, Text, Token
 
 
-class Reader:
-    r"""Ids in, deltas out; nothing is told before it is certain.
+class StreamReader:
+    r"""Reads one choice token by token; no delta is given before it is certain.
 
-    Stop strings are looked for in the answer only, never in the thinking: a stop like "\n\n" would end every request there.
-    Nor in calls, which would be cut by it.
-    With `logprobs` each Text carries the tokens that ended inside the answer told so far: none of the thinking, of a
-    marker, of the stop string, none that gave no text, like a special token that is skipped, and none after a call began.
+    Stop strings are searched in the answer only: in the reasoning a stop like "\n\n" would end every request, and a call would
+    be cut by it. With `logprobs` each Text carries the tokens that ended inside the answer so far: none of the reasoning, of a
+    marker, of the stop string, none without text, and none after a call began.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        *,
+        detokenizer: Detokenizer,
         stops: tuple[str, ...] = (),
-        markers: Markers | None = None,
-        opened: bool = False,
+        splitter: ReasoningSplitter | None = None,
         calls: CallReader | HarmonyReader | None = None,
-        shown: frozenset[int] = frozenset(),
-        skip_special_tokens: bool = True,
+        *,
         logprobs: bool = False,
     ) -> None:
-        self.stopped: str | None = None  # the stop string that ended the answer; what is fed after it gives nothing
-        self.num_reasoning_tokens = 0  # fed while the thinking was open, its close marker among them
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
-        self._splitter = Splitter(markers, opened) if markers else None
-        self._marks = marker_tokens(markers, tokenizer) if markers else {}
+        self.stopped: str | None = None  # the stop string that ended the answer; later tokens give nothing
+        self.num_reasoning_tokens = 0  # tokens while the reasoning was open, its close marker included
+        self._detokenizer = detokenizer
+        self._splitter = splitter
         self._calls = calls
         self._stops = StopFinder(stops)
-        self._tokens = AnswerTokens(tokenizer, self._detokenizer.skipped) if logprobs else None
-        self._tells_at_once = not stops and not logprobs
+        self._tokens = AnswerTokens(detokenizer.tokenizer, detokenizer.skipped) if logprobs else None
+        self._is_plain = not stops and not logprobs
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
-        """What became certain with this token."""
+        """The deltas that became certain with this token."""
         if self.stopped is not None:
             return []
         splitter, mark = self._splitter, ""
@@ -59,24 +54,24 @@ class Reader:
                 pieces = [Text(text)]
         else:
             self.num_reasoning_tokens += splitter.thinking
-            if token in self._marks:
+            if token in splitter.marker_tokens:
                 self._detokenizer.drop_unfinished()  # a marker ends a character as the end of the answer does
-                text = mark = self._marks[token]
+                text = mark = splitter.marker_tokens[token]
                 pieces = splitter.mark(mark)
             elif text := self._detokenizer.feed(token):
                 pieces = splitter.feed(text)
         if self._calls is not None:
             pieces = self._read_calls(self._calls, pieces)
-        if self._tells_at_once:
+        if self._is_plain:
             return pieces
         if self._tokens is not None:
             self._tokens.read(token, logprob, text, is_unfinished=bool(self._detokenizer.unfinished))
-            # A text that a marker brought to light ends before it.
+            # A text that a marker brought to light ends before the marker.
             self._settle(pieces, max(len(splitter.held), len(mark)) if splitter else 0)
-        return self._told(pieces)
+        return self._until_stop(pieces)
 
     def finish(self) -> list[Delta]:
-        """The rest of the text, once no more tokens come."""
+        """The rest of the deltas, once no more tokens come."""
         if self.stopped is not None:
             return []
         splitter = self._splitter
@@ -84,26 +79,26 @@ class Reader:
         if self._calls is not None:
             pieces = [*self._read_calls(self._calls, pieces), *self._calls.finish()]
         self._settle(pieces, 0)
-        deltas = self._told(pieces)
+        deltas = self._until_stop(pieces)
         if self.stopped is None:
             rest = self._stops.finish()
-            thinks = any(one is not None and one.thinking for one in (splitter, self._calls))
-            tokens = self._tokens.take_rest() if self._tokens is not None and not thinks else ()
+            is_reasoning = any(one is not None and one.thinking for one in (splitter, self._calls))
+            tokens = self._tokens.take_rest() if self._tokens is not None and not is_reasoning else ()
             if rest or tokens:
                 deltas.append(Text(rest, tokens))
         return deltas
 
     def _read_calls(self, calls: CallReader | HarmonyReader, pieces: list[Delta]) -> list[Delta]:
-        """The pieces with calls told apart from the text."""
+        """Split calls off the texts among these pieces."""
         return [one for piece in pieces for one in (calls.feed(piece.text) if isinstance(piece, Text) else [piece])]
 
     def _settle(self, pieces: list[Delta], num_held: int) -> None:
-        """Decide on the tokens of these pieces; `num_held` characters wait for a marker. With a call their telling ends."""
+        """Assign the tokens of these pieces to the answer; `num_held` characters wait for a marker. Ends with a call."""
         if self._tokens is not None and not any(isinstance(piece, CallOpened) for piece in pieces):
             self._tokens.settle(pieces, num_held + (len(self._calls.held) if self._calls is not None else 0))
 
-    def _told(self, pieces: list[Delta]) -> list[Delta]:
-        """The pieces, as far as no stop string can come of them."""
+    def _until_stop(self, pieces: list[Delta]) -> list[Delta]:
+        """The pieces up to a stop string; text that could still become one is held back."""
         deltas: list[Delta] = []
         for piece in pieces:
             if isinstance(piece, CallOpened):
@@ -117,33 +112,32 @@ class Reader:
             if text:
                 deltas.append(Text(text, self._tokens.take(len(text)) if self._tokens is not None else ()))
             if self.stopped is not None:
-                break  # what a call reader has found behind it comes too late
+                break  # what a call reader found behind it comes too late
         return deltas
 
 
 class AnswerTokens:
-    """Tokens on their way to the client, each told with the text its last character is in.
+    """Assigns tokens to pieces of the answer: each goes with the text that its last character is in.
 
     read      ……………|……………|……………   characters of all that was read; tokens wait here until theirs are decided
-    answered        |……………|            the part that is answer; tokens are ready when theirs are told
+    answered        |……………|            the part that is answer; tokens are ready when theirs are given out
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._num_read = self._num_answered = self._num_told = 0
-        self._waiting: deque[tuple[int, Token]] = deque()  # with the place in what was read where its text ends
-        self._ready: deque[tuple[int, Token]] = deque()  # with that place in the answer
+        self._num_read = self._num_answered = self._num_given = 0
+        self._waiting: deque[tuple[int, Token]] = deque()  # with the position in all that was read where its text ends
+        self._ready: deque[tuple[int, Token]] = deque()  # with that position in the answer
 
     def read(self, token: int, logprob: TokenLogprob | None, text: str, *, is_unfinished: bool) -> None:
-        """A token gave this text; it may have begun a character that the next one ends."""
+        """Note a token and its text; it may have begun a character that the next one ends."""
         self._num_read += len(text)
-        data = self._tokenizer.token_bytes(token)
-        if data and token not in self._skipped:
-            self._waiting.append((self._num_read + is_unfinished, shown(self._tokenizer, token, logprob)))
+        if self._tokenizer.token_bytes(token) and token not in self._skipped:
+            self._waiting.append((self._num_read + is_unfinished, token_of(self._tokenizer, token, logprob)))
 
     def settle(self, pieces: list[Delta], num_held: int) -> None:
-        """All but the last `num_held` characters are decided, and the last decided ones are these pieces' answer."""
+        """Decide all but the last `num_held` characters; the last decided ones are the answer in these pieces."""
         num_answer = sum(len(piece.text) for piece in pieces if isinstance(piece, Text))
         begin = self._num_read - num_held - num_answer
         while self._waiting and self._waiting[0][0] <= begin + num_answer:
@@ -154,19 +148,19 @@ class AnswerTokens:
 
     def take(self, num_characters: int) -> tuple[Token, ...]:
         """The tokens that end within the next characters of the answer."""
-        self._num_told += num_characters
+        self._num_given += num_characters
         taken = []
-        while self._ready and self._ready[0][0] <= self._num_told:
+        while self._ready and self._ready[0][0] <= self._num_given:
             taken.append(self._ready.popleft()[1])
         return tuple(taken)
 
     def take_rest(self) -> tuple[Token, ...]:
-        """The tokens that are left at the end, those of an unfinished character too: they were chosen, if not told."""
+        """The tokens that are left at the end, also those of an unfinished character."""
         return tuple(token for _, token in (*self._ready, *self._waiting))
 
 
-def shown(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None) -> Token:
-    """A token as the wires show it, the likeliest at its place with it."""
+def token_of(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None) -> Token:
+    """A token as replies show it, with the likeliest ones at its position."""
     tops = () if logprob is None else logprob.top
-    top = tuple(shown(tokenizer, other, TokenLogprob(other, value)) for other, value in tops)
+    top = tuple(token_of(tokenizer, other, TokenLogprob(other, value)) for other, value in tops)
     return Token(token, tokenizer.token_text(token), tokenizer.token_bytes(token), logprob, top)

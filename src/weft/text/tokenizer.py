@@ -139,6 +139,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
+        self.tokenizer = tokenizer
         self.unfinished = b""  # the beginning of a character
         self._bytes_of = tokenizer.bytes_of
         self.skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()

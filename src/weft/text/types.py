@@ -76,7 +76,7 @@ class GenerationRequest:
     cache_salt: str = ""  # what was computed of its prompts is shared only under the same one
     session: str = ""  # in the client's words: it will come again with more of the same
     client: str = ""  # who asks; clients take turns
-    wire: str = ""  # by which it came
+    dialect: str = ""  # by which it came
     priority: int = 0  # higher ones go first
     is_flexible: bool = False  # thinking that a model has not, or more tokens than there is room for, is no error but left out
 

@@ -22,7 +22,8 @@ import zoo
 from driver import SMALL, Run, adapter_for
 from weft.engine.sequence import Sequence
 from weft.grammar.constraint import Constraint
-from weft.ipc.messages import ConstraintSpec, Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import ConstraintSpec, Submit
 from weft.text.tools import ToolSelection, read_tools
 from weft.text.tools.arguments import Json, Pairs, Tags
 from weft.text.types import CallOpened
@@ -78,7 +79,7 @@ def biases(name: str, strength: float) -> dict[int, float]:
 def submit(run: Run, name: str, rule: Constraint, begun: list[int], attempt: int) -> Sequence:
     number = next(NUMBERS)
     sampling = Sampling(max_tokens=200, temperature=1.0, seed=number, logit_bias=biases(name, BIASES[attempt]))
-    return run.engine.take(Submit((number,), [5 + number % 50], (sampling,), given=(tuple(begun),)), rule)[0]
+    return run.engine.submit_all(Submit((number,), [5 + number % 50], (sampling,), emitted=(tuple(begun),)), rule)[0]
 
 
 def valid_calls(name: str, sequence: Sequence) -> int:

@@ -19,7 +19,7 @@ from weft.api.openai.schema import understood
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text import schema as constraints
-from weft.text.reasoning_effort import BUDGETS
+from weft.text.reasoning import BUDGETS
 from weft.text.tools import Tool, ToolSelection, read_choice, read_tools
 from weft.text.types import Conversation, Effort, GenerationRequest
 

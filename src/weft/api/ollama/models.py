@@ -22,7 +22,8 @@ from weft.api.openai.schema import converted
 from weft.config import ServerConfig
 from weft.errors import UnsupportedParameter
 from weft.ipc.messages import Ready
-from weft.serving.service import ServedModel, Service
+from weft.serving.model import ServedModel
+from weft.serving.service import Service
 
 WIRE_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses ask for this one or a later one
 NEVER = "9999-12-31T00:00:00Z"
@@ -60,7 +61,7 @@ class OllamaEndpoints:
             {
                 "license": "",
                 "modelfile": "",
-                "parameters": "\n".join(f"{name} {value}" for name, value in codec.advice.items()),
+                "parameters": "\n".join(f"{name} {value}" for name, value in codec.recommended.items()),
                 "template": codec.writer.template.source if codec.writer is not None else "",
                 "modified_at": self.started,
                 "details": details,

@@ -17,7 +17,8 @@ from weft.api.dialect import ReplyHeader, reused_fields
 from weft.api.openai.schema import CommonRequest, ConversationRequest, NamedSchema, ResponseFormat, StructuredOutputs
 from weft.api.problems import openai_body
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
-from weft.ipc.messages import GrammarSpec, Sampling
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import GrammarSpec
 from weft.text import schema as constraints
 from weft.text.types import (
     CallArguments,

@@ -21,7 +21,7 @@ from weft.api.openai.response_output import CallOutput, CustomCallOutput, Event,
 from weft.api.openai.response_tools import Tools
 from weft.api.problems import headers_of, openai_body
 from weft.errors import BusyError, ContextTooLong, QueueFull, RequestError, WeftError
-from weft.ipc.messages import Sampling
+from weft.ipc.limits import Sampling
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
 Keep = Callable[[Item, list[Item]], None]  # takes a response, and the items it answers

@@ -92,7 +92,9 @@ class Responses:
         """How many tokens a request's prompt has."""
         body = await read_json(request, max_bytes=self.config.max_body_bytes, seconds=self.config.body_seconds)
         asked = await asyncio.to_thread(translate, body, await self.recall(body, request.state.api_key))
-        return json_response({"object": "response.input_tokens", "input_tokens": await self.service.count(asked.generation)})
+        return json_response(
+            {"object": "response.input_tokens", "input_tokens": await self.service.count_tokens(asked.generation)}
+        )
 
     async def _kept(self, request: Request) -> StoredResponse:
         response_id = request.path_params["id"]

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import math
 from pathlib import Path
 
 import pytest
 
-from weft.engine import bring_up
+from weft.engine import process
 from weft.kernels import blas
+from weft.memory.safetensors import DTYPE_BYTES, TensorEntry, encode_header
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID, LocalModel
-from weft.serving import fit as fit
-from weft.serving.fit import Fit
+from weft.serving import registry
+from weft.serving.registry import Fit
 
 
 def folder_with(folder: Path, **tensors: tuple[str, list[int]]) -> LocalModel:
     """A model whose one file has these tensors, by dtype and shape."""
-    header = json.dumps({name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    entries, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = TensorEntry(dtype, tuple(shape), start, end)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(encode_header(entries, {}))
+        file.truncate(file.tell() + end)  # a file of holes
     return LocalModel("m", "folder", folder)
 
 
 def least(weights: int) -> int:
-    return int((weights + fit.ROW_BYTES) / 0.9)
+    return int((weights + registry.ROW_BYTES) / 0.9)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_half_precision_is_held_in_float32_on_a_cpu_and_packed_weights_as_they_a
     needed = []
     for is_cpu in (True, False):
         monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda is_cpu=is_cpu: is_cpu)
-        needed.append(fit.needed_bytes(model))
+        needed.append(registry.needed_bytes(model))
 
     assert needed[0] == pytest.approx(least(size + 2_000_000), abs=1)
     assert needed[1] == pytest.approx(least(size), abs=1)
@@ -58,12 +64,12 @@ def test_half_precision_is_held_in_float32_on_a_cpu_and_packed_weights_as_they_a
 def test_a_damaged_file_counts_with_its_size_and_a_missing_model_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(5000))
 
-    assert fit.needed_bytes(LocalModel("m", "folder", tmp_path)) == pytest.approx(least(5000), abs=1)
-    assert fit.needed_bytes(LocalModel("m", "hub", None)) is None
+    assert registry.needed_bytes(LocalModel("m", "folder", tmp_path)) == pytest.approx(least(5000), abs=1)
+    assert registry.needed_bytes(LocalModel("m", "hub", None)) is None
 
 
 def test_what_a_model_really_takes_is_never_more_than_reckoned() -> None:
-    reckoned = fit.needed_bytes(LocalModel("tiny-hybrid", "built-in", TINY_HYBRID))
+    reckoned = registry.needed_bytes(LocalModel("tiny-hybrid", "built-in", TINY_HYBRID))
     weights = load(TINY_HYBRID).weights_bytes
 
     assert reckoned is not None
@@ -71,12 +77,12 @@ def test_what_a_model_really_takes_is_never_more_than_reckoned() -> None:
 
 
 def test_on_a_cpu_one_more_engine_may_have_what_the_engine_itself_would_take() -> None:
-    there, safe = fit.free_bytes(), bring_up.safe_memory()
+    there, safe = registry.free_bytes(), process.safe_memory()
     if not blas.is_mlx_on_cpu():
         pytest.skip("MLX computes on a GPU here")
 
     assert there == pytest.approx(safe, rel=0.1)
-    assert fit.free_bytes(limit=5 << 20) == 5 << 20
+    assert registry.free_bytes(limit=5 << 20) == 5 << 20
 
 
 def test_engines_on_a_gpu_share_what_each_of_them_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +90,7 @@ def test_engines_on_a_gpu_share_what_each_of_them_was_told(monkeypatch: pytest.M
     monkeypatch.setattr("sys.platform", "linux")
     engines = [{"budget": 1000, "active": 300}, {"budget": 1000, "active": 100}, {}]
 
-    assert fit.free_bytes(None, engines) == 600
-    assert fit.free_bytes(None, []) is None
-    assert fit.free_bytes(500, engines) == 500
-    assert fit.free_bytes(None, [{"budget": 100, "active": 300}]) == 0
+    assert registry.free_bytes(None, engines) == 600
+    assert registry.free_bytes(None, []) is None
+    assert registry.free_bytes(500, engines) == 500
+    assert registry.free_bytes(None, [{"budget": 100, "active": 300}]) == 0

@@ -12,11 +12,13 @@ import mlx.core as mx
 import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
+from sequences import sequence_of
 from weft.engine.canary import Canary
 from weft.engine.faults import Rule
 from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
-from weft.ipc.messages import PrefixReuse, Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import PrefixReuse, Submit
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 
@@ -86,7 +88,7 @@ def test_a_second_prompt_that_parts_is_cut_there_for_the_third(adapter: Adapter)
         rows.append(run.submit(TRUNK + tail, 3))
         run.finish()
 
-    assert rows[2].num_cached == len(TRUNK)
+    assert rows[2].prefix.num_cached == len(TRUNK)
     assert [row.output for row in rows] == answers(adapter, [TRUNK + tail for tail in (TAIL, OTHER, TAIL[::-1])], 3)
 
 
@@ -97,16 +99,16 @@ def test_restoring_what_costs_more_than_computing_is_left_alone(adapter: Adapter
     first = run.submit(TRUNK + TAIL, 2)
     run.turn()
     run.turn()
-    assert run.engine.runner.has_caches(first)
-    found = first.prefix_node
-    later = Sequence(99, TRUNK + OTHER, Sampling(), max_tokens=2, stop_ids=frozenset())
+    assert first.has_caches
+    found = first.prefix.node
+    later = sequence_of(TRUNK + OTHER, 2)
 
     run.engine.runner.seconds_per_token = 0.0
-    assert prefix._is_worth_it(later, found)  # it has no states of its own: there is nothing to throw away
-    assert not prefix._is_worth_it(first, found)
+    assert prefix._is_worth_restoring(later, found)  # it has no states of its own: there is nothing to throw away
+    assert not prefix._is_worth_restoring(first, found)
     run.engine.runner.seconds_per_token = 1.0
     first.num_computed = 0
-    assert prefix._is_worth_it(first, found)
+    assert prefix._is_worth_restoring(first, found)
 
 
 class TestWhatIsTold:
@@ -130,7 +132,7 @@ class TestWhatIsTold:
             run.finish()
 
         assert told(row) == PrefixReuse("logprobs")
-        assert row.num_cached == 0
+        assert row.prefix.num_cached == 0
 
     def test_that_nothing_is_kept(self, adapter: Adapter) -> None:
         run = Run(adapter)
@@ -141,8 +143,8 @@ class TestWhatIsTold:
 
     def test_of_forks_too(self, adapter: Adapter) -> None:
         run = Run(adapter, CACHED)
-        chosen = (Sampling(max_tokens=2, ignore_eos=True),) * 2
-        first, second = run.engine.take(Submit((7, 8), TRUNK, chosen))
+        chosen = (Sampling(temperature=0.0, max_tokens=2, ignore_eos=True),) * 2
+        first, second = run.engine.submit_all(Submit((7, 8), TRUNK, chosen))
         run.finish()
 
         assert told(first) == PrefixReuse("differs", 0, 0, TRUNK[0], None)
@@ -151,13 +153,13 @@ class TestWhatIsTold:
 
 def test_salts_share_nothing(adapter: Adapter) -> None:
     run = Run(adapter, CACHED)
-    chosen = (Sampling(max_tokens=1, ignore_eos=True),)
+    chosen = (Sampling(temperature=0.0, max_tokens=1, ignore_eos=True),)
     rows = []
     for number, salt in enumerate(["", "mine", "mine"]):
-        rows += run.engine.take(Submit((number,), TRUNK, chosen, salt=salt))
+        rows += run.engine.submit_all(Submit((number,), TRUNK, chosen, salt=salt))
         run.finish()
 
-    assert [row.num_cached for row in rows] == [0, 0, 99]
+    assert [row.prefix.num_cached for row in rows] == [0, 0, 99]
     assert told(rows[1]) == PrefixReuse("salt")
 
 
@@ -197,7 +199,7 @@ class TestDisk:
         run.finish()
         run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
 
-        assert row.num_cached == 0
+        assert row.prefix.num_cached == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
 
     def test_a_folder_that_vanishes_costs_nothing_else(self, adapter: Adapter, tmp_path: Path) -> None:
@@ -220,8 +222,8 @@ class TestCanary:
         for tail in (TAIL, OTHER):
             run.submit(TRUNK + tail, 1)
         run.finish()
-        assert isinstance(run.engine.prefix, PrefixSharing)
-        return run, Canary(run.engine.prefix, run.engine.runner, random.Random(1))
+        assert run.engine.prefix.tree is not None
+        return run, Canary(run.engine.prefix, run.engine.prefix.tree, random.Random(1))
 
     def test_what_is_right_stays(self, adapter: Adapter) -> None:
         run, canary = self.kept(adapter)
@@ -260,13 +262,13 @@ class TestCanary:
 def restored(run: Run) -> list[int]:
     """How much is copied out of the tree from now on: tokens, each time."""
     counts: list[int] = []
-    caches = run.engine.runner._caches
+    caches = run.engine.runner._restored_caches
 
     def counting(sequence: Sequence) -> object:
         counts.append(sequence.num_computed)
         return caches(sequence)
 
-    run.engine.runner._caches = counting  # type: ignore[method-assign,assignment]
+    run.engine.runner._restored_caches = counting  # type: ignore[method-assign,assignment]
     return counts
 
 
@@ -282,8 +284,8 @@ def test_the_next_turn_of_a_conversation_goes_on_with_the_caches_of_the_last_and
     run.finish()
 
     assert counts == []
-    assert second.num_cached == len(TRUNK) - 1
-    assert third.num_cached == len(prompt) - 1
+    assert second.prefix.num_cached == len(TRUNK) - 1
+    assert third.prefix.num_cached == len(prompt) - 1
     for row in (second, third):
         assert row.output == answers(adapter, [row.prompt], 4, dataclasses.replace(SMALL, chunk_tokens=64))[0]
 
@@ -329,11 +331,11 @@ def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter)
     first = run.submit(TRUNK, 2)
     run.finish()
     counts = restored(run)
-    assert run.engine.prefix.invalidate(first)
+    run.engine.prefix.invalidate(first)
     second = run.submit(TRUNK + TAIL, 4)
     run.finish()
 
-    assert second.num_cached == 0
+    assert second.prefix.num_cached == 0
     assert counts == [0]
     assert second.output == answers(adapter, [TRUNK + TAIL], 4)[0]
 
@@ -343,7 +345,9 @@ def test_of_an_answer_that_can_not_go_on_from_what_is_there_the_others_to_the_sa
     run.submit(TRUNK, 2)
     run.finish()
     run.engine.faults.rules = [Rule("restore", TRUNK[0], times=1)]
-    first, second = run.engine.take(Submit((90, 91), TRUNK, (Sampling(max_tokens=4, ignore_eos=True),) * 2))
+    first, second = run.engine.submit_all(
+        Submit((90, 91), TRUNK, (Sampling(temperature=0.0, max_tokens=4, ignore_eos=True),) * 2)
+    )
     run.finish()
 
     assert first.finish == "error"

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
+from sequences import sequence_of
 from weft.engine.budget import MemoryBudget
 from weft.engine.sequence import Sequence
 from weft.errors import InsufficientMemory
-from weft.ipc.messages import Sampling, Submit
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 
 
@@ -24,7 +26,7 @@ def adapter(checkpoint: Callable[[str], Path]) -> Adapter:
 
 
 def row(prompt: int, max_tokens: int = 10_000) -> Sequence:
-    return Sequence(1, [1] * prompt, Sampling(), max_tokens=max_tokens, stop_ids=frozenset())
+    return sequence_of([1] * prompt, max_tokens)
 
 
 def ledger_of(rows: float, adapter: Adapter, tokens: int = 200) -> int:
@@ -45,7 +47,7 @@ def test_prompt_and_expected_answer_are_reserved_and_more_when_they_are_used_up(
 @given(st.integers(1, 5000), st.integers(0, 100_000), st.integers(1, 50))
 def test_the_longest_row_is_the_longest_that_fits(context: int, budget: int, per_token: int) -> None:
     book = MemoryBudget(lambda tokens: 1000 + per_token * tokens, 500, budget)
-    most = book.most_tokens(context)
+    most = book.max_row_tokens(context)
 
     room = book.room_bytes
     assert room is not None
@@ -105,7 +107,9 @@ def test_what_can_never_fit_is_refused_with_the_numbers(adapter: Adapter) -> Non
         run.submit([1] * 50, 80)
     with pytest.raises(InsufficientMemory, match="do not fit into memory"):
         run.submit([1] * 120, 1)
-    whole = run.engine.submit([1] * 50, Sampling(ignore_eos=True))  # of no stated length: it ends where memory does
+    whole = run.engine.submit(
+        [1] * 50, Sampling(temperature=0.0, ignore_eos=True)
+    )  # of no stated length: it ends where memory does
     run.finish()
     assert whole.finish == "length"
     assert len(whole.output) == limit - 50
@@ -114,11 +118,13 @@ def test_what_can_never_fit_is_refused_with_the_numbers(adapter: Adapter) -> Non
 def test_a_client_without_a_row_does_not_wait_for_one_that_has_them_all(adapter: Adapter) -> None:
     run = Run(adapter, dataclasses.replace(SMALL, max_rows=4))
     prompts = random_prompts(adapter.vocab_size, [100] * 12, seed=7)
-    chosen = (Sampling(max_tokens=100, ignore_eos=True),)
-    flood = [run.engine.take(Submit((number,), prompt, chosen, client="flood"))[0] for number, prompt in enumerate(prompts)]
+    chosen = (Sampling(temperature=0.0, max_tokens=100, ignore_eos=True),)
+    flood = [run.engine.submit_all(Submit((number,), prompt, chosen, client="flood"))[0] for number, prompt in enumerate(prompts)]
     for _ in range(100):
         run.turn()
-    (short,) = run.engine.take(Submit((99,), [5, 6, 7], (Sampling(max_tokens=3, ignore_eos=True),), client="other"))
+    (short,) = run.engine.submit_all(
+        Submit((99,), [5, 6, 7], (Sampling(temperature=0.0, max_tokens=3, ignore_eos=True),), client="other")
+    )
     turns = 0
     while not short.is_finished:
         run.turn()
@@ -132,11 +138,11 @@ def test_a_client_without_a_row_does_not_wait_for_one_that_has_them_all(adapter:
 
 def test_clients_are_served_alike_and_the_urgent_before_them(adapter: Adapter) -> None:
     run = Run(adapter, dataclasses.replace(SMALL, max_rows=1))
-    chosen = (Sampling(max_tokens=4, ignore_eos=True),)
+    chosen = (Sampling(temperature=0.0, max_tokens=4, ignore_eos=True),)
     asked = [("a", 0), ("a", 0), ("a", 0), ("b", 0), ("c", 5)]
     order: list[int] = []
     rows = [
-        run.engine.take(Submit((number,), [3, 4, 5], chosen, client=client, priority=priority))[0]
+        run.engine.submit_all(Submit((number,), [3, 4, 5], chosen, client=client, priority=priority))[0]
         for number, (client, priority) in enumerate(asked)
     ]
     while not run.engine.idle:

@@ -38,11 +38,11 @@ def asked(tool_choice: Any = None, **more: Any) -> GenerationRequest:
 
 
 def constraint(one: Codec, generation: GenerationRequest) -> ConstraintSpec | None:
-    return one.constraint(generation, one.write(generation.prompts[0]))
+    return one.constraint(generation, one.encode(generation.prompts[0]))
 
 
 def said(one: Codec, generation: GenerationRequest, text: str) -> list[Any]:
-    reader = one.reader(generation, replace(one.write(generation.prompts[0]), opened=False))
+    reader = one.reader(generation, replace(one.encode(generation.prompts[0]), opened=False))
     ids = one.tokenizer.encode(text, add_special_tokens=False)
     return [delta for token in ids for delta in reader.feed(token)] + reader.finish()
 
@@ -55,7 +55,7 @@ def test_tools_are_held_to_a_grammar_that_begins_after_the_thinking() -> None:
         assert found is not None
         assert found.grammar is not None
         assert found.grammar.kind == "lark"
-        assert found.thinking is not None
+        assert found.reasoning is not None
     assert constraint(one, PLAIN) is None
 
 
@@ -71,21 +71,21 @@ def test_triggers_are_kept_out_of_the_thinking_where_there_are_tools(tmp_path: P
     hermes, anchored = constraint(Codec(TINY_HYBRID), asked()), constraint(codec(tmp_path, "llama3"), asked())
 
     assert hermes is not None
-    assert hermes.thinking is not None
-    assert hermes.thinking.forbidden == "<tool_call>"
+    assert hermes.reasoning is not None
+    assert hermes.reasoning.forbidden == "<tool_call>"
     assert anchored is not None
-    assert anchored.thinking is None or anchored.thinking.forbidden == ""
+    assert anchored.reasoning is None or anchored.reasoning.forbidden == ""
     budgeted = constraint(Codec(TINY_HYBRID), replace(PLAIN, thinking_budget=5))
     assert budgeted is not None
-    assert budgeted.thinking is not None
-    assert budgeted.thinking.forbidden == ""
+    assert budgeted.reasoning is not None
+    assert budgeted.reasoning.forbidden == ""
 
 
 def test_a_client_that_sends_the_reasoning_back_gets_a_prompt_that_begins_as_the_answer_went_on() -> None:
     one, generation = Codec(TINY_HYBRID), asked()
     conversation = generation.prompts[0]
     assert isinstance(conversation, Conversation)
-    before = one.write(conversation)
+    before = one.encode(conversation)
     given = one.tokenizer.encode("I look.\n</think>\n\n" + CALL, add_special_tokens=False)
     reader = one.reader(generation, before)
     deltas = [delta for token in given for delta in reader.feed(token)] + reader.finish()
@@ -96,7 +96,7 @@ def test_a_client_that_sends_the_reasoning_back_gets_a_prompt_that_begins_as_the
 
     def next_prompt(reasoning: str | None) -> list[int]:
         answer = Message("assistant", None, reasoning, (call,))
-        return one.write(replace(conversation, messages=(*conversation.messages, answer, result))).ids
+        return one.encode(replace(conversation, messages=(*conversation.messages, answer, result))).ids
 
     assert next_prompt("I look.")[: len(before.ids) + len(given)] == before.ids + given
     assert next_prompt(None)[: len(before.ids) + 1] != next_prompt("I look.")[: len(before.ids) + 1]
@@ -107,7 +107,7 @@ def test_a_model_without_a_place_for_tools_refuses_them_by_name(tmp_path: Path) 
 
     assert one.calls is None
     with pytest.raises(UnsupportedParameter, match="no place for tools") as caught:
-        one.write(asked().prompts[0])
+        one.encode(asked().prompts[0])
     assert caught.value.param == "tools"
 
 

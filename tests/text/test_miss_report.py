@@ -6,7 +6,8 @@ import pytest
 
 from weft.ipc.messages import PrefixReuse
 from weft.model.resolve import TINY_HYBRID
-from weft.text.miss_report import MAX_REPORTS, Reports, RequestReport, explained
+from weft.serving.active_request import MAX_REPORTS, Reports, RequestReport
+from weft.text.miss_report import explain_reuse
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Usage
 
@@ -18,11 +19,11 @@ CAT = TOKENIZER.encode(" cat", add_special_tokens=False)[0]
 
 
 def why(reuse: PrefixReuse, is_salted: bool = False) -> str:
-    return explained(reuse, IDS, TOKENIZER, is_salted=is_salted).why
+    return explain_reuse(reuse, IDS, TOKENIZER, is_salted=is_salted).why
 
 
 def test_the_two_tokens_and_the_text_before_them_are_told() -> None:
-    told = explained(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=False)
+    told = explain_reuse(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=False)
 
     assert (told.cause, told.matched, told.position, told.token, told.instead) == ("differs", 4, PLACE, " dog", " cat")
     assert told.before == "Once upon a time there was a little"
@@ -31,13 +32,13 @@ def test_the_two_tokens_and_the_text_before_them_are_told() -> None:
 
 
 def test_only_the_last_characters_before_are_told() -> None:
-    told = explained(PrefixReuse("differs", 0, len(IDS) - 1, IDS[-1], CAT), IDS, TOKENIZER, is_salted=False)
+    told = explain_reuse(PrefixReuse("differs", 0, len(IDS) - 1, IDS[-1], CAT), IDS, TOKENIZER, is_salted=False)
 
     assert told.before == TEXT.removesuffix(" tree")[-40:]
 
 
 def test_under_a_salt_no_text_is_told() -> None:
-    told = explained(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=True)
+    told = explain_reuse(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=True)
 
     assert (told.before, told.token, told.instead) == ("", None, None)
     assert told.why.endswith(f"at token {PLACE + 1} this prompt differs from the nearest known one")
@@ -63,7 +64,7 @@ def test_every_cause_has_its_sentence(reuse: PrefixReuse, words: str) -> None:
 
 def test_half_a_character_is_shown_as_its_bytes_and_a_line_end_as_an_escape() -> None:
     half, newline = TOKENIZER.encode("漢", add_special_tokens=False)[0], TOKENIZER.encode("\n", add_special_tokens=False)[0]
-    told = explained(PrefixReuse("differs", 0, 0, half, newline), [half], TOKENIZER, is_salted=False)
+    told = explain_reuse(PrefixReuse("differs", 0, 0, half, newline), [half], TOKENIZER, is_salted=False)
 
     assert told.token is not None
     assert told.token.startswith("\\xe6")

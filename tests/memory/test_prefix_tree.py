@@ -167,9 +167,9 @@ class TestWhy:
         grown(tree, (1, 2))
         grown(tree, (1, 2), (3, 4))
 
-        assert tree.reuse(tree.root(), [1, 9, 3, 4, 5], 2, "") == PrefixReuse("differs", 0, 1, 9, 2)
+        assert tree.explain_miss(tree.root(), [1, 9, 3, 4, 5], 2, "") == PrefixReuse("differs", 0, 1, 9, 2)
         found = used(tree, (1, 2))
-        assert tree.reuse(found, [1, 2, 3, 7, 5], 4, "") == PrefixReuse("differs", 2, 3, 7, 4)
+        assert tree.explain_miss(found, [1, 2, 3, 7, 5], 4, "") == PrefixReuse("differs", 2, 3, 7, 4)
 
     def test_the_nearest_of_several_is_named_wherever_it_was_cut(self) -> None:
         tree = tree_of()
@@ -177,42 +177,42 @@ class TestWhy:
         grown(tree, (1,), (2, 3, 5), (6, 6))
         grown(tree, (9,))
 
-        assert tree.reuse(tree.root(), [1, 2, 3, 5, 7, 7], 6, "") == PrefixReuse("differs", 0, 4, 7, 6)
+        assert tree.explain_miss(tree.root(), [1, 2, 3, 5, 7, 7], 6, "") == PrefixReuse("differs", 0, 4, 7, 6)
 
     def test_a_longer_prompt_has_nothing_instead(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2))
 
-        assert tree.reuse(used(tree, (1, 2)), [1, 2, 3, 4, 5], 4, "") == PrefixReuse("differs", 2, 2, 3, None)
+        assert tree.explain_miss(used(tree, (1, 2)), [1, 2, 3, 4, 5], 4, "") == PrefixReuse("differs", 2, 2, 3, None)
 
     def test_an_empty_tree_knows_nothing(self) -> None:
-        assert tree_of().reuse(tree_of().root(), [1, 2, 3], 2, "") == PrefixReuse("differs", 0, 0, 1, None)
+        assert tree_of().explain_miss(tree_of().root(), [1, 2, 3], 2, "") == PrefixReuse("differs", 0, 0, 1, None)
 
     def test_the_same_tokens_in_other_chunks(self) -> None:
         tree = PrefixTree(10_000, is_exact=True)
         grown(tree, (1, 2, 3, 4))
 
-        assert tree.reuse(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("cut", 0, 4, 5, None)
+        assert tree.explain_miss(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("cut", 0, 4, 5, None)
 
     def test_a_checkpoint_that_was_not_kept(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2), (3, 4))  # the first one's was dropped: it has one child
 
         found = matched(tree, (1, 2), (3, 5))
-        assert tree.reuse(found, [1, 2, 3, 5, 6], 2, "") == PrefixReuse("checkpoint", 0, 3, 5, 4)
+        assert tree.explain_miss(found, [1, 2, 3, 5, 6], 2, "") == PrefixReuse("checkpoint", 0, 3, 5, 4)
 
     def test_what_had_to_make_room(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2), (3, 4))
         tree.shrink(0)
 
-        assert tree.reuse(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("evicted", 0)
+        assert tree.explain_miss(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("evicted", 0)
 
     def test_a_salt_that_was_never_used(self) -> None:
         tree = tree_of()
         grown(tree, (1, 2))
 
-        assert tree.reuse(tree.root("mine"), [1, 2, 3], 2, "mine") == PrefixReuse("salt")
+        assert tree.explain_miss(tree.root("mine"), [1, 2, 3], 2, "mine") == PrefixReuse("salt")
 
     @pytest.mark.parametrize("extra", [0, 5])
     def test_not_everything_that_went_is_remembered(self, extra: int) -> None:
@@ -221,4 +221,4 @@ class TestWhy:
             grown(tree, (number,))
 
         cause = "differs" if extra else "evicted"
-        assert tree.reuse(tree.root(), [0, 1], 1, "").cause == cause
+        assert tree.explain_miss(tree.root(), [0, 1], 1, "").cause == cause

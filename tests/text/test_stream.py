@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import tokenizers
 
+from readers import reader_of
 from weft.ipc.messages import TokenLogprob
 from weft.model.resolve import TINY_HYBRID
-from weft.text.reasoning import KNOWN, Markers, Splitter, find_markers, marker_tokens, opens_in
-from weft.text.stream import Reader
+from weft.text.reasoning import KNOWN, Markers, ReasoningSplitter, find_markers, opens_in
+from weft.text.stream import StreamReader
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools import CallReader, HarmonyReader, read_tools
@@ -29,7 +30,7 @@ def encode(text: str, tokenizer: Tokenizer = TOKENIZER) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def read(reader: Reader, ids: list[int]) -> list[Delta]:
+def read(reader: StreamReader, ids: list[int]) -> list[Delta]:
     return [delta for token in ids for delta in reader.feed(token)] + reader.finish()
 
 
@@ -53,7 +54,7 @@ def with_special(folder: Path, *texts: str) -> Tokenizer:
 
 def test_a_plain_answer_is_told_token_by_token() -> None:
     ids = encode("Once upon a time")
-    reader = Reader(TOKENIZER)
+    reader = reader_of(TOKENIZER)
 
     pieces = [reader.feed(token) for token in ids]
 
@@ -62,7 +63,7 @@ def test_a_plain_answer_is_told_token_by_token() -> None:
 
 
 def test_an_answer_cut_inside_a_character_has_no_replacement_character() -> None:
-    assert told(read(Reader(TOKENIZER), encode("ok 🙂")[:-1])) == ("", "ok ")
+    assert told(read(reader_of(TOKENIZER), encode("ok 🙂")[:-1])) == ("", "ok ")
 
 
 @pytest.mark.parametrize(
@@ -81,25 +82,25 @@ def test_an_answer_cut_inside_a_character_has_no_replacement_character() -> None
     ],
 )
 def test_thinking_is_told_apart_without_markers_and_their_line_breaks(text: str, opened: bool, thought: str, answer: str) -> None:
-    assert told(read(Reader(TOKENIZER, markers=THINK, opened=opened), encode(text))) == (thought, answer)
+    assert told(read(reader_of(TOKENIZER, markers=THINK, opened=opened), encode(text))) == (thought, answer)
 
 
 def test_markers_that_are_no_tokens_are_found_in_the_text_however_it_is_cut() -> None:
     text = "[THINK]\nhm [/THIN\n[/THINK]\n\nHi [THINK] there"
 
-    splitter = Splitter(SPELLED, opened=False)
+    splitter = ReasoningSplitter(SPELLED, opened=False)
     by_letter = [piece for letter in text for piece in splitter.feed(letter)] + splitter.finish()
-    by_token = read(Reader(TOKENIZER, markers=SPELLED), encode(text))
+    by_token = read(reader_of(TOKENIZER, markers=SPELLED), encode(text))
 
-    assert marker_tokens(SPELLED, TOKENIZER) == {}
+    assert ReasoningSplitter(SPELLED, opened=False, tokenizer=TOKENIZER).marker_tokens == {}
     assert told(by_letter) == told(by_token) == ("hm [/THIN", "Hi [THINK] there")
 
 
 def test_thinking_opens_again_by_the_token_but_not_by_its_letters() -> None:
     letters = [token for letter in "<think>" for token in encode(letter)]
 
-    by_token = read(Reader(TOKENIZER, markers=THINK), encode("a <think>hm</think> b"))
-    by_letter = read(Reader(TOKENIZER, markers=THINK), encode("a ") + letters + encode("hm"))
+    by_token = read(reader_of(TOKENIZER, markers=THINK), encode("a <think>hm</think> b"))
+    by_letter = read(reader_of(TOKENIZER, markers=THINK), encode("a ") + letters + encode("hm"))
 
     assert told(by_token) == ("hm", "a  b")
     assert told(by_letter) == ("", "a <think>hm")
@@ -108,21 +109,21 @@ def test_thinking_opens_again_by_the_token_but_not_by_its_letters() -> None:
 def test_a_half_written_marker_before_the_token_is_answer() -> None:
     letters = [token for letter in "<thi" for token in encode(letter)]
 
-    deltas = read(Reader(TOKENIZER, markers=THINK, logprobs=True), letters + encode("<think>hm</think>Hi"))
+    deltas = read(reader_of(TOKENIZER, markers=THINK, logprobs=True), letters + encode("<think>hm</think>Hi"))
 
     assert told(deltas) == ("hm", "<thiHi")
     assert [token.id for token in tokens(deltas)] == letters + encode("Hi")
 
 
 def test_a_stray_close_token_and_a_second_open_one_are_dropped() -> None:
-    assert told(read(Reader(TOKENIZER, markers=THINK), encode("Hi</think> there"))) == ("", "Hi there")
-    assert told(read(Reader(TOKENIZER, markers=THINK, opened=True), encode("a<think>b</think>c"))) == ("ab", "c")
+    assert told(read(reader_of(TOKENIZER, markers=THINK), encode("Hi</think> there"))) == ("", "Hi there")
+    assert told(read(reader_of(TOKENIZER, markers=THINK, opened=True), encode("a<think>b</think>c"))) == ("ab", "c")
 
 
 def test_an_unfinished_character_does_not_reach_over_a_marker() -> None:
     smile = encode("🙂")
 
-    deltas = read(Reader(TOKENIZER, markers=THINK, opened=True), [*encode("a"), *smile[:-1], *encode("</think>"), smile[-1]])
+    deltas = read(reader_of(TOKENIZER, markers=THINK, opened=True), [*encode("a"), *smile[:-1], *encode("</think>"), smile[-1]])
 
     assert told(deltas) == ("a", "\ufffd")
 
@@ -131,19 +132,19 @@ def test_special_marker_tokens_are_heard_though_special_tokens_are_skipped(tmp_p
     tokenizer = with_special(tmp_path, "<|channel>", "<channel|>")
     text = "<|channel>thought\nhm<channel|>Hi <|channel>thought\nwait<channel|>you<|im_end|>"
 
-    reader = Reader(tokenizer, markers=CHANNEL)
+    reader = reader_of(tokenizer, markers=CHANNEL)
 
     assert told(read(reader, encode(text, tokenizer))) == ("hmwait", "Hi you")
-    assert told(read(Reader(tokenizer, markers=CHANNEL), encode("<|channel>other", tokenizer))) == ("", "<|channel>other")
+    assert told(read(reader_of(tokenizer, markers=CHANNEL), encode("<|channel>other", tokenizer))) == ("", "<|channel>other")
 
 
 def test_without_markers_thinking_is_part_of_the_answer() -> None:
-    assert told(read(Reader(TOKENIZER), encode("<think>hm</think>Hi"))) == ("", "<think>hm</think>Hi")
+    assert told(read(reader_of(TOKENIZER), encode("<think>hm</think>Hi"))) == ("", "<think>hm</think>Hi")
 
 
 def test_tokens_of_the_thinking_are_counted_with_the_one_that_closes_it() -> None:
     thought, answer = encode("\nlet me see"), encode("\n\nHi")
-    reader = Reader(TOKENIZER, markers=THINK, opened=True)
+    reader = reader_of(TOKENIZER, markers=THINK, opened=True)
 
     read(reader, [*thought, *encode("</think>"), *answer])
 
@@ -151,7 +152,7 @@ def test_tokens_of_the_thinking_are_counted_with_the_one_that_closes_it() -> Non
 
 
 def test_a_stop_string_ends_the_answer_and_what_follows_gives_nothing() -> None:
-    reader = Reader(TOKENIZER, stops=("\nUser:", "END"))
+    reader = reader_of(TOKENIZER, stops=("\nUser:", "END"))
 
     deltas = read(reader, encode("Hello there\nUser: more"))
 
@@ -162,7 +163,7 @@ def test_a_stop_string_ends_the_answer_and_what_follows_gives_nothing() -> None:
 
 
 def test_a_stop_string_is_not_looked_for_in_the_thinking() -> None:
-    reader = Reader(TOKENIZER, stops=("\n\n",), markers=THINK, opened=True)
+    reader = reader_of(TOKENIZER, stops=("\n\n",), markers=THINK, opened=True)
 
     deltas = read(reader, encode("one\n\ntwo\n</think>\n\nHi\n\nmore"))
 
@@ -171,14 +172,14 @@ def test_a_stop_string_is_not_looked_for_in_the_thinking() -> None:
 
 
 def test_what_a_stop_held_back_is_told_at_the_end() -> None:
-    reader = Reader(TOKENIZER, stops=("STOP",))
+    reader = reader_of(TOKENIZER, stops=("STOP",))
 
     assert told(read(reader, encode("go STO"))) == ("", "go STO")
     assert reader.stopped is None
 
 
 def test_a_stop_string_in_what_was_held_for_a_marker_is_found_at_the_end() -> None:
-    reader = Reader(TOKENIZER, stops=("[TH",), markers=SPELLED, logprobs=True)
+    reader = reader_of(TOKENIZER, stops=("[TH",), markers=SPELLED, logprobs=True)
 
     assert read(reader, encode("[THI")) == []
     assert reader.stopped == "[TH"
@@ -186,7 +187,7 @@ def test_a_stop_string_in_what_was_held_for_a_marker_is_found_at_the_end() -> No
 
 def test_every_answer_token_is_told_once_with_its_bytes_and_log_probability() -> None:
     ids = encode("Hi 🙂 you")
-    reader = Reader(TOKENIZER, logprobs=True)
+    reader = reader_of(TOKENIZER, logprobs=True)
     logprobs = [TokenLogprob(token, -0.5 * place) for place, token in enumerate(ids)]
 
     deltas = [delta for token, logprob in zip(ids, logprobs, strict=True) for delta in reader.feed(token, logprob)]
@@ -198,7 +199,7 @@ def test_every_answer_token_is_told_once_with_its_bytes_and_log_probability() ->
 
 
 def test_tokens_of_thinking_markers_line_breaks_and_stop_are_not_told() -> None:
-    reader = Reader(TOKENIZER, stops=("STOP",), markers=THINK, opened=True, logprobs=True)
+    reader = reader_of(TOKENIZER, stops=("STOP",), markers=THINK, opened=True, logprobs=True)
 
     deltas = read(
         reader, [*encode("hm</think>\n\n"), *encode("<|im_start|>"), *encode("Hi you"), *encode("STOP"), *encode("more")]
@@ -211,7 +212,7 @@ def test_tokens_of_thinking_markers_line_breaks_and_stop_are_not_told() -> None:
 def test_a_skipped_token_inside_a_character_is_not_told() -> None:
     smile = encode("🙂")
 
-    deltas = read(Reader(TOKENIZER, logprobs=True), [*smile[:-1], *encode("<|im_start|>"), smile[-1]])
+    deltas = read(reader_of(TOKENIZER, logprobs=True), [*smile[:-1], *encode("<|im_start|>"), smile[-1]])
 
     assert told(deltas) == ("", "🙂")
     assert [token.id for token in tokens(deltas)] == smile
@@ -219,7 +220,7 @@ def test_a_skipped_token_inside_a_character_is_not_told() -> None:
 
 def test_tokens_wait_with_their_text_for_a_stop_string_that_does_not_come() -> None:
     letters = [token for letter in "go STO!" for token in encode(letter)]
-    reader = Reader(TOKENIZER, stops=("STOP",), logprobs=True)
+    reader = reader_of(TOKENIZER, stops=("STOP",), logprobs=True)
 
     deltas = read(reader, letters)
 
@@ -234,10 +235,10 @@ def test_tokens_wait_with_their_text_for_a_stop_string_that_does_not_come() -> N
 def test_the_tokens_of_an_unfinished_character_are_told_at_the_end_though_it_is_not() -> None:
     ids = encode("🙂")[:-1]
 
-    deltas = read(Reader(TOKENIZER, logprobs=True), ids)
+    deltas = read(reader_of(TOKENIZER, logprobs=True), ids)
 
     assert deltas == [Text("", tuple(Token(token, "\ufffd", TOKENIZER.token_bytes(token)) for token in ids))]
-    assert read(Reader(TOKENIZER, logprobs=True, markers=THINK, opened=True), ids) == []
+    assert read(reader_of(TOKENIZER, logprobs=True, markers=THINK, opened=True), ids) == []
 
 
 def test_the_tiny_models_prompt_opens_the_thinking_unless_it_is_switched_off() -> None:
@@ -281,8 +282,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome\\n\\n"}
 HERMES = next(family for family in FAMILIES if family.name == "hermes")
 
 
-def with_calls(**more: Any) -> Reader:
-    return Reader(TOKENIZER, calls=CallReader(HERMES, WEATHER, lambda: "call_1"), **more)
+def with_calls(**more: Any) -> StreamReader:
+    return reader_of(TOKENIZER, calls=CallReader(HERMES, WEATHER, lambda: "call_1"), **more)
 
 
 def called(deltas: list[Delta]) -> list[Delta]:
@@ -336,7 +337,7 @@ def test_nothing_found_behind_a_stop_string_in_the_same_piece_is_told() -> None:
         def feed(self, text: str) -> list[Said]:
             return [Text(f"{text} stop"), CallOpened(0, "call_1", "get_weather"), Text("more")]
 
-    reader = Reader(TOKENIZER, calls=Burst(HERMES, WEATHER), stops=("stop",))
+    reader = reader_of(TOKENIZER, calls=Burst(HERMES, WEATHER), stops=("stop",))
 
     assert reader.feed(token) == [Text("x ")]
     assert reader.finish() == []
@@ -363,7 +364,7 @@ def test_special_tokens_around_calls_are_heard_though_others_are_skipped(tmp_pat
     shown = frozenset(encode("[TOOL_CALLS][ARGS]", tokenizer))
     ids = encode('[OTHER]Hi[TOOL_CALLS]get_weather[ARGS]{"city": "Rome\\n\\n"}', tokenizer)
 
-    reader = Reader(tokenizer, calls=CallReader(family, WEATHER, lambda: "call_1"), shown=shown)
+    reader = reader_of(tokenizer, calls=CallReader(family, WEATHER, lambda: "call_1"), shown=shown)
 
     assert called(read(reader, ids)) == [Text("Hi"), *CALLED]
 
@@ -371,7 +372,7 @@ def test_special_tokens_around_calls_are_heard_though_others_are_skipped(tmp_pat
 def test_thinking_in_a_channel_of_its_own_is_reasoning_and_is_counted() -> None:
     thought = encode("<|channel|>analysis<|message|>hm")
     ids = [*thought, *encode("<|end|><|start|>assistant<|channel|>final<|message|>Hi")]
-    reader = Reader(TOKENIZER, calls=HarmonyReader(()), logprobs=True)
+    reader = reader_of(TOKENIZER, calls=HarmonyReader(()), logprobs=True)
 
     deltas = read(reader, ids)
 

@@ -1,0 +1,203 @@
+"""The engine's process, `python -m weft.engine.process ADDRESS`: loads a model, reports that it is ready, serves the front.
+
+The front starts it, sends its settings as the first message and is its only user. `bring_up` makes an engine from settings
+for this process and for `weft.LLM`. Nothing here imports mlx before the matrix product is bound.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.metadata
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weft import log
+from weft.config import SAFE_SHARE, Device, EngineConfig, EngineSettings, available_memory_bytes
+from weft.errors import ModelError
+from weft.grammar.compiler import DEEP_STACK_BYTES, Compiler
+from weft.ipc.channel import FRONT_PID, EngineEnd
+from weft.ipc.messages import Beat, Failed, Loading, Ready
+from weft.kernels import blas
+from weft.kernels.blas import BlasReport
+
+if TYPE_CHECKING:
+    from weft.engine.engine import Engine
+    from weft.memory.disk import DiskTier
+    from weft.model.loader import LoadedModel
+
+logger = logging.getLogger("weft.engine")
+
+Progress = Callable[[str, int, int | None], None]
+
+BEAT_SECONDS = 0.25
+SETTINGS_SECONDS = 60.0  # how long the front may take to send the settings
+CLOSE_SECONDS = 2.0  # to write queued prefixes to disk before the front loses patience
+
+
+def main() -> None:
+    """Serve one model over the channel until the front ends it."""
+    address = sys.argv[1]
+    for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the front decides when we end
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the front asks a hung engine for its stack before it kills it
+    threading.stack_size(DEEP_STACK_BYTES)  # before the first thread: grammars are compiled recursively
+    _end_with_front(int(os.environ.get(FRONT_PID, os.getppid())), Path(address.removeprefix("ipc://")).parent)
+    channel = EngineEnd(address)
+    channel.send(Loading("starting"))
+    try:
+        with Heartbeat(channel):
+            settings = channel.receive_settings(SETTINGS_SECONDS)
+            log.setup(settings.log_format)
+            _serve(channel, settings)
+    except ModelError as error:
+        channel.send(Failed(str(error)))
+    finally:
+        channel.close()
+
+
+def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
+    report = blas.bind()  # before anything imports mlx
+
+    from weft.engine.canary import Canary
+    from weft.engine.host import Host, memory_in_use
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        channel.send(Loading(what, done, total or 0))
+
+    notices = [report.warning] if report.warning else []
+    settings = msgspec.structs.replace(settings, memory_bytes=settings.memory_bytes or safe_memory())
+    name = settings.model
+    try:
+        engine, loaded = bring_up(settings, report, progress)
+    except ModelError as error:
+        if not settings.fallback:
+            raise
+        notices.append(f"{name} could not be had, so {settings.fallback} is served instead: {error}")
+        name = settings.fallback
+        engine, loaded = bring_up(settings.with_model(name), report, progress)
+    compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+    channel.send(Loading("reading the vocabulary"))
+    assert compiler.tokenizer  # built now: building it holds the interpreter, and streams would feel it
+    ready = Ready(
+        model=name,
+        folder=str(loaded.folder),
+        limits=engine.limits,
+        max_rows=engine.config.max_rows,
+        device=device_in_use(),
+        versions="-".join(f"{part}{importlib.metadata.version(part)}" for part in ("weft", "mlx")),
+        memory=memory_in_use(engine),
+        notice="; ".join(notices) or None,
+    )
+    channel.send(ready)
+    tree = engine.prefix.tree
+    canary = Canary(engine.prefix, tree) if settings.cache_canary and tree is not None else None
+    Host(engine, compiler, channel, time.monotonic, canary).run()
+    if engine.prefix.disk is not None:
+        engine.prefix.disk.close(CLOSE_SECONDS)
+
+
+class Heartbeat:
+    """Sends signs of life from a thread of its own, so that neither a long forward nor a long compile holds them back.
+
+    What takes long in an engine releases the interpreter (measured: evaluating, reading arrays, compiling grammars).
+    """
+
+    def __init__(self, channel: EngineEnd) -> None:
+        self._channel = channel
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()  # then the channel can be closed
+
+    def _run(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            turns, since = self._channel.listened
+            self._channel.send(Beat(turns, time.monotonic() - since if turns else 0.0))
+
+
+def _end_with_front(parent: int, folder: Path) -> None:
+    """End this process, and remove the channel's folder, as soon as the front is gone."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="watch the front").start()
+
+
+def bring_up(
+    settings: EngineSettings, report: BlasReport, progress: Progress, config: EngineConfig | None = None
+) -> tuple[Engine, LoadedModel]:
+    """Make a running engine from settings: resolve, load, adapt. Raises ModelError. The matrix product is bound before."""
+    from weft.engine.engine import Engine
+    from weft.engine.faults import Faults
+    from weft.model.adapter import Adapter
+    from weft.model.loader import load
+    from weft.model.resolve import resolve
+
+    device = device_in_use()
+    loaded = load(resolve(settings.model, quantized=device != "cpu", progress=progress), progress=progress)
+    config = config or EngineConfig.resolve(settings, device, is_row_invariant=report.skinny)
+    disk = None
+    if settings.cache_folder is not None and config.cache_bytes:
+        progress("reading cached prefixes on disk", 0, None)
+        facts = (device, report.name, f"{config.chunk_tokens} {config.width} {config.exact}")
+        disk = _open_disk(Path(settings.cache_folder), settings.cache_folder_bytes, loaded.folder, facts)
+    return Engine(Adapter(loaded), config, disk=disk, faults=Faults.of_environment()), loaded
+
+
+def _open_disk(folder: Path, budget_bytes: int, model: Path, facts: tuple[str, ...]) -> DiskTier:
+    """The disk tier for engines of the same model, versions and way of computing."""
+    from weft.memory.disk import DiskTier
+    from weft.memory.disk_identity import identity_of
+
+    versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
+    disk = DiskTier(folder, identity_of(model, (*versions, *facts), folder / "weights.json"), budget_bytes, _log_damage)
+    disk.open()
+    return disk
+
+
+def _log_damage(path: Path, why: str) -> None:
+    logger.warning("%s is not used: %s", path, why)
+
+
+def safe_memory() -> int | None:
+    """The default memory budget: a share of what is available on a CPU, of the device's memory on a GPU; None if unknown."""
+    import mlx.core as mx
+
+    if device_in_use() == "cpu":
+        return available_memory_bytes()
+    facts = mx.device_info()
+    size = facts.get("max_recommended_working_set_size") or facts.get("total_memory") or facts.get("memory_size")
+    return int(int(size) * SAFE_SHARE) if size else None
+
+
+def device_in_use() -> Device:
+    """The kind of device that MLX computes on here."""
+    import mlx.core as mx
+
+    if mx.default_device() != mx.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""One request while it is answered: its prompts, and a stream of deltas for each of its choices.
+
+Knows the engine's events and a codec, no channel and no HTTP. `Service.generate` drives it, the API and the live page read it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+
+from weft.errors import RowFailed, WeftError
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import FinishReason, PromptEvent, Timings, TokenEvent, TokenLogprob
+from weft.metrics import Metrics
+from weft.serving.in_flight import Event, Subscription
+from weft.text.codec import Codec, EncodedPrompt
+from weft.text.miss_report import explain_reuse
+from weft.text.schema import SchemaCheck
+from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, ReuseExplanation, Text, Usage
+
+MAX_REPORTS = 1000
+
+Parts = list[tuple[int, list[Delta]]]  # for each choice with news its index and deltas
+
+
+@dataclass(frozen=True)
+class RequestReport:
+    """What can be said of a request later."""
+
+    id: str
+    model: str
+    created: int  # seconds since 1970
+    usage: Usage
+
+
+class Reports:
+    """The reports of the last requests, by id."""
+
+    def __init__(self, max_reports: int = MAX_REPORTS) -> None:
+        self.max_reports = max_reports
+        self._kept: dict[str, RequestReport] = {}  # the oldest first
+
+    def add(self, report: RequestReport) -> None:
+        """Keep a report, in the place of an older one with its id or of the oldest."""
+        self._kept.pop(report.id, None)
+        self._kept[report.id] = report
+        if len(self._kept) > self.max_reports:
+            del self._kept[next(iter(self._kept))]
+
+    def find(self, request_id: str) -> RequestReport | None:
+        """The report of a request; None when there is none any more."""
+        return self._kept.get(request_id)
+
+
+@dataclass
+class PromptState:
+    """One prompt of a request, and how far the engine is with it."""
+
+    encoded: EncodedPrompt
+    num_computed: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class ChoiceStream:
+    """Turns the token events of one choice into deltas, counts them, and knows why it ended."""
+
+    def __init__(self, codec: Codec, prompt: PromptState, generation: GenerationRequest) -> None:
+        self.prompt = prompt
+        self.codec = codec
+        self.generation = generation
+        self.reader = codec.reader(generation, prompt.encoded)
+        self.has_calls = False
+        self.num_tokens = 0
+        self.timings: Timings | None = None
+        self.first_at = self.last_at = 0.0
+        self.finish: Finish | None = None
+        self._is_echo_due = generation.echo
+        grammar = generation.grammar
+        is_lenient = grammar is not None and grammar.kind == "json_schema" and grammar.lenient
+        self._check = SchemaCheck(grammar) if grammar is not None and is_lenient else None
+        self._answer: list[str] = []  # the answer's texts so far, where it will be checked
+        self._reuse: ReuseExplanation | None = None
+
+    def take(self, event: TokenEvent, now: float) -> list[Delta]:
+        """The deltas that a token or an ending gives."""
+        new: list[Delta] = []
+        if event.timings is not None:
+            self._note_timings(event.timings)
+        if event.token is not None:
+            self.num_tokens += 1
+            self.first_at = self.first_at or now
+            self.last_at = now
+            new += self.reader.feed(event.token, event.logprob)
+        if event.finish is not None:
+            new += self.reader.finish()
+        self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in new)
+        if self._check is not None:
+            self._answer += [delta.text for delta in new if isinstance(delta, Text)]
+        if event.finish is not None or self.reader.stopped is not None:
+            self.finish = self._finish(event)
+            new.append(self.finish)
+        if self._is_echo_due:
+            self._is_echo_due = False
+            new.insert(0, self._echo())
+        return new
+
+    def _echo(self) -> Delta:
+        """The prompt as the first piece of the answer."""
+        ids = self.prompt.encoded.ids
+        text = self.codec.tokenizer.decode(ids, skip_special_tokens=False)  # what was sent, to the letter
+        if self.generation.sampling.get("logprobs") is None:
+            return Text(text)
+        return Text(text, self.codec.tokens(ids, [None, *self.prompt.logprobs]))
+
+    def _note_timings(self, timings: Timings) -> None:
+        self.timings = timings
+        if timings.reuse is not None and self._reuse is None:
+            is_salted = bool(self.generation.cache_salt)
+            self._reuse = explain_reuse(timings.reuse, self.prompt.encoded.ids, self.codec.tokenizer, is_salted=is_salted)
+
+    def _finish(self, event: TokenEvent) -> Finish:
+        errors = None if self._check is None or self.has_calls else self._check.errors("".join(self._answer))
+        stopped: Ending = "tool_calls" if self.has_calls else "stop"
+        if self.reader.stopped is not None or event.finish is None:
+            return Finish(stopped, self.reader.stopped, self.usage, errors)
+        # The model's own end token is not reported as a stop.
+        stop = event.stop if event.stop in self.generation.sampling.get("stop_token_ids", ()) else None
+        return Finish(stopped if event.finish == "stop" else event.finish, stop, self.usage, errors)
+
+    @property
+    def usage(self) -> Usage:
+        """Counts and times so far."""
+        timings = self.timings or Timings()
+        queued, first = timings.admitted or timings.submitted, timings.first_token
+        return Usage(
+            prompt_tokens=len(self.prompt.encoded.ids),
+            completion_tokens=self.num_tokens,
+            cached_tokens=timings.cached_tokens,
+            reasoning_tokens=self.reader.num_reasoning_tokens,
+            queue_seconds=queued - timings.submitted,
+            prefill_seconds=(first or timings.finished or queued) - queued,
+            decode_seconds=self.last_at - self.first_at,
+            reuse=self._reuse,
+        )
+
+
+class ActiveRequest:
+    """Everything about one request while it is answered, and what remains to be reported when it is over."""
+
+    def __init__(self, request_id: str, generation: GenerationRequest, *, may_wait: bool = False) -> None:
+        self.id = request_id
+        self.generation = generation
+        self.may_wait = may_wait  # for its model to be loaded
+        self.is_waiting = False  # for that
+        self.model = ""  # the served model's name, once it is known
+        self.arrived = time.monotonic()
+        self.sampling: Sampling | None = None  # what it gets, once its model is known
+        self.prompts: list[PromptState] = []
+        self.choices: list[ChoiceStream] = []
+        self.subscription: Subscription | None = None
+        self.error: WeftError | None = None  # what ended it
+        self._created = int(time.time())
+        self._abandoned = asyncio.Event()
+
+    def start(self, codec: Codec, encoded: Sequence[EncodedPrompt], subscription: Subscription) -> None:
+        """Begin to read the events of its sequences."""
+        self.prompts = [PromptState(prompt) for prompt in encoded]
+        pairs = [prompt for prompt in self.prompts for _ in range(self.generation.n)]
+        self.choices = [ChoiceStream(codec, prompt, self.generation) for prompt in pairs]
+        self.subscription = subscription
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether the engine has it."""
+        return self.subscription is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every choice has finished."""
+        return all(choice.finish is not None for choice in self.choices)
+
+    def read(self, events: Sequence[tuple[int, Event]], metrics: Metrics) -> Parts:
+        """The deltas of new events. Raises RowFailed when the engine ended one of its sequences without an answer."""
+        news: dict[int, list[Delta]] = {}
+        now = time.monotonic()
+        for index, event in events:
+            choice = self.choices[index]
+            if isinstance(event, PromptEvent):
+                choice.prompt.num_computed = event.computed
+                choice.prompt.logprobs = event.logprobs or choice.prompt.logprobs
+                continue
+            if choice.finish is not None:
+                continue  # it was cut at a stop string; a token was still on its way
+            if event.finish in ("error", "cancelled"):
+                raise RowFailed(event.error or "the engine ended this request without an answer")
+            if choice.last_at:
+                metrics.token_gap(self.model, now - choice.last_at)
+            news.setdefault(index, []).extend(choice.take(event, now))
+            if choice.finish is not None and event.finish is None and self.subscription is not None:
+                self.subscription.cancel(index)
+        return [(index, deltas) for index, deltas in news.items() if deltas]
+
+    def abandon(self, error: WeftError) -> None:
+        """End it from outside: whoever reads its stream gets this error."""
+        self.error = error
+        self._abandoned.set()
+        if self.subscription is not None:
+            self.subscription.cancel()
+            self.subscription.fail(error)
+
+    async def wait_for(self, event: Awaitable[None], seconds: float) -> None:
+        """Wait for an event, at most so many seconds. Raises what ended the request meanwhile."""
+        tasks = [asyncio.ensure_future(event), asyncio.ensure_future(self._abandoned.wait())]
+        try:
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.check()
+
+    def check(self) -> None:
+        """Raise the error with which it was abandoned, if it was."""
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(prompt.encoded.ids) for prompt in self.prompts)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of all prompts that are in the engine's memory."""
+        return sum(prompt.num_computed for prompt in self.prompts)
+
+    @property
+    def finish(self) -> FinishReason:
+        """Why it ended; of several choices the first that was cut counts."""
+        reasons = {choice.finish.reason for choice in self.choices if choice.finish is not None}
+        return "length" if "length" in reasons else "stop"
+
+    @property
+    def usage(self) -> Usage:
+        """Counts and times so far, of all choices together. A prompt counts once, however many choices it has."""
+        usages = [choice.usage for choice in self.choices]
+        return replace(
+            usages[0],
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=sum(usage.cached_tokens for usage in usages[:: self.generation.n]),
+            completion_tokens=sum(usage.completion_tokens for usage in usages),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+            decode_seconds=max(usage.decode_seconds for usage in usages),
+        )
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From arrival to the first token."""
+        firsts = [choice.first_at for choice in self.choices if choice.first_at]
+        return min(firsts) - self.arrived if firsts else None
+
+    @property
+    def report(self) -> RequestReport | None:
+        """What can be said of it later; None before the engine has said anything."""
+        if not self.choices or self.choices[0].timings is None:
+            return None
+        return RequestReport(self.id, self.model, self._created, self.usage)

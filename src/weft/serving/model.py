@@ -1,0 +1,186 @@
+"""A served model: its engine, its codec once the engine is up, and the places in its queue.
+
+Says whether it answers, refuses requests that are too many (429 with a Retry-After that fits), and follows its engine's
+condition. Knows neither HTTP nor other models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from weft.errors import EngineDied, EngineStarting, QueueFull, ServerStopping, UnknownModel
+from weft.ipc.messages import Ready
+from weft.serving.engine_process import Supervisor
+from weft.text.codec import Codec
+from weft.text.types import LateSystem
+
+log = logging.getLogger("weft.serving")
+
+LOAD_HINT = "what `weft ls` lists can be loaded with `weft load NAME` or POST /v1/models/load"
+KNOWN_FINISHES = 8  # finished answers from which a rate can be told
+UNKNOWN_SECONDS = 5  # the Retry-After until then
+
+
+class LoadScreen(Protocol):
+    """Shows how models are loaded."""
+
+    def loading(self, model: str, what: str, done: int, total: int) -> None:
+        """Show progress."""
+
+    def ready(self, model: str, context: int, device: str, memory: dict[str, int], notice: str | None = None) -> None:
+        """Show that a model answers."""
+
+    def failed(self, model: str, message: str) -> None:
+        """Show that a model can not be served."""
+
+
+class FinishRate:
+    """How fast a model's answers finish while it is busy, from the last few of them."""
+
+    def __init__(self) -> None:
+        self._gaps: deque[float] = deque(maxlen=32)  # seconds between two finishes
+        self._last = 0.0
+
+    def begin(self, now: float) -> None:
+        """Start measuring: the model was idle until now."""
+        self._last = now
+
+    def finish(self, now: float) -> None:
+        """Count one finished answer."""
+        self._gaps.append(now - self._last)
+        self._last = now
+
+    def seconds_for(self, count: int, now: float) -> int:
+        """In how many seconds so many answers will have finished at this rate."""
+        if len(self._gaps) < KNOWN_FINISHES:
+            return UNKNOWN_SECONDS
+        return math.ceil(count * (sum(self._gaps) + now - self._last) / len(self._gaps))
+
+
+class ServedModel:
+    """One model as the front serves it."""
+
+    def __init__(self, name: str, supervisor: Supervisor, late_system: LateSystem = "fold") -> None:
+        self.name = name  # the fallback's, where that is served
+        self.supervisor = supervisor
+        self.codec: Codec | None = None
+        self.failed: str | None = None
+        self.is_stopping = False
+        self.is_guest = False  # loaded on request: its failure is not the server's
+        self.is_leaving = False  # being unloaded
+        self.finish_rate = FinishRate()
+        self._late_system = late_system
+        self._folder: str | None = None  # of which the codec was made
+        self._num_encoding = 0  # answers whose prompts are being encoded
+        self._settled = asyncio.Event()  # it answers, or never will
+
+    async def run(self, screen: LoadScreen) -> None:
+        """Start the engine and follow its condition until it fails for good."""
+        self.supervisor.start()
+        while self.failed is None:
+            changed, condition = self.supervisor.changed, self.supervisor.condition
+            if condition.ready is not None:
+                await self._make_codec(condition.ready)
+            else:
+                self.failed = condition.failed
+            self._show(screen)
+            if self.failed is None:
+                await changed.wait()
+
+    async def _make_codec(self, ready: Ready) -> None:
+        if ready.folder == self._folder:  # the same model in another process
+            return
+        try:
+            self.codec = await asyncio.to_thread(Codec, Path(ready.folder), self._late_system)
+            self.name, self._folder = ready.model, ready.folder
+        except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
+            log.exception("the files of %s can not be read", self.name)
+            self.failed = str(error)
+
+    def _show(self, screen: LoadScreen) -> None:
+        ready, loading = self.ready, self.supervisor.condition.loading
+        if self.failed is not None:
+            screen.failed(self.name, self.failed)
+        elif ready is not None and self.is_ready:
+            screen.ready(self.name, ready.limits.context_length, ready.device, ready.memory, self.notice)
+        elif loading is not None:
+            screen.loading(self.name, loading.what, loading.done, loading.total)
+        if self.is_ready or self.failed is not None or self.is_leaving:
+            self._settled.set()
+        else:
+            self._settled.clear()
+
+    @property
+    def ready(self) -> Ready | None:
+        """The facts of its engine; None while that is not up."""
+        return self.supervisor.condition.ready
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        is_up = self.codec is not None and self.ready is not None and not self.supervisor.condition.is_sick
+        return is_up and self.failed is None and not self.is_leaving
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it will answer if one waits."""
+        return not self.is_ready and self.failed is None and not self.is_stopping and not self.is_leaving
+
+    @property
+    def notice(self) -> str | None:
+        """What the operator should know about it."""
+        calls = self.codec.calls if self.codec is not None else None
+        notices = [self.ready.notice if self.ready is not None else None, calls.notice if calls is not None else None]
+        return "; ".join(filter(None, notices)) or None
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """The engine's bytes by kind, as last reported."""
+        return self.supervisor.status.memory or (self.ready.memory if self.ready is not None else {})
+
+    async def until_settled(self) -> None:
+        """Return when it answers, or never will."""
+        await self._settled.wait()
+
+    def leave(self) -> None:
+        """Take no new requests from now on; who waits for it to be ready waits no longer."""
+        self.is_leaving = True
+        self._settled.set()
+
+    def require(self) -> tuple[Codec, Ready]:
+        """What is needed to answer. Raises EngineStarting, or an error that says why it never will be ready."""
+        condition = self.supervisor.condition
+        if self.is_leaving:
+            raise UnknownModel(f"{self.name} is not loaded any more; {LOAD_HINT}", "model")
+        if self.failed is not None:
+            raise EngineDied(f"{self.name} can not be served: {self.failed}")
+        if self.is_stopping:
+            raise ServerStopping("the server is being stopped; come again", retry_after=5)
+        if self.codec is None or condition.ready is None or condition.is_sick:
+            what = "its engine is silent" if condition.is_sick else condition.loading.what if condition.loading else "starting"
+            raise EngineStarting(f"{self.name} is not ready yet ({what}); try again in a moment", retry_after=2)
+        return self.codec, condition.ready
+
+    @contextmanager
+    def place(self, count: int, max_queue: int) -> Iterator[None]:
+        """Hold the places of `count` answers while their prompts are encoded. Raises QueueFull before any work is done."""
+        _, ready = self.require()
+        taken, now = len(self.supervisor.client.live) + self._num_encoding, time.monotonic()
+        if taken + count > ready.max_rows + max_queue:
+            message = f"{taken} answers of {self.name} are running or waiting, {count} more are too many; come again"
+            raise QueueFull(message, retry_after=self.finish_rate.seconds_for(taken, now))
+        if not taken:
+            self.finish_rate.begin(now)
+        self._num_encoding += count
+        try:
+            yield
+        finally:
+            self._num_encoding -= count
