@@ -30,7 +30,7 @@ from weft.errors import (
 )
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import TokenLogprob
-from weft.text.tools import wrapped
+from weft.text.tools import wrap_custom_input
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -303,7 +303,9 @@ def test_a_failure_is_the_last_event_and_has_a_code_that_clients_know(error: Wef
 # --- streamed = whole
 
 PIECES = st.text(max_size=4)
-CALLS = st.sampled_from([("add", '{"a": 1}'), ("files__read", "{}"), ("files__patch", wrapped('x"\né😀')), ("unknown", "[1]")])
+CALLS = st.sampled_from(
+    [("add", '{"a": 1}'), ("files__read", "{}"), ("files__patch", wrap_custom_input('x"\né😀')), ("unknown", "[1]")]
+)
 
 
 @st.composite

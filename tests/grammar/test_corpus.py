@@ -20,7 +20,7 @@ import weft.model
 from weft.errors import InvalidRequest
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Matcher
-from weft.text.schema import json_schema
+from weft.text.schema import json_schema_grammar
 
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))
@@ -94,7 +94,7 @@ REFUSED = [pytest.param(entry, id=entry.name) for entry in CORPUS if entry.expec
 
 def compiled(schema: Any, *, strict: bool = True) -> Matcher:
     """The way of a request: the front's examination, then the engine's compiler."""
-    return COMPILER.compile(json_schema(schema, strict, PLACE))
+    return COMPILER.compile(json_schema_grammar(schema, strict, PLACE))
 
 
 def walk(matcher: Matcher, rng: np.random.Generator) -> list[int] | None:

@@ -19,7 +19,7 @@ from weft.ipc.messages import ConstraintSpec
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID
-from weft.text.schema import json_schema
+from weft.text.schema import json_schema_grammar
 
 ROWS = 32
 BIASES = (4.0, 7.0, 10.0)  # towards what ends strings, lists and objects, more with each attempt; random texts are endless
@@ -37,7 +37,7 @@ def random_adapter() -> Adapter:
 
 
 def submit(run: Run, entry: Entry, attempt: int, number: int) -> Sequence:
-    grammar = json_schema(entry.schema, True, PLACE)
+    grammar = json_schema_grammar(entry.schema, True, PLACE)
     sampling = Sampling(
         max_tokens=300, temperature=1.0, seed=number, logit_bias=dict.fromkeys([*ENDINGS, 4080, 4082], BIASES[attempt])
     )

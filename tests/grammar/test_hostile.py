@@ -19,7 +19,7 @@ from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
-from weft.text import schema as constraints
+from weft.text import schema
 from weft.text.enforcement import MAX_TEXT
 
 VOCABULARY, END = 4096, 4082
@@ -37,13 +37,13 @@ def examined(attack: Attack) -> GrammarSpec:
     made = attack.make()
     match attack.kind:
         case "json_schema":
-            return constraints.json_schema(made, True, PLACE)
+            return schema.json_schema_grammar(made, True, PLACE)
         case "regex":
-            return constraints.regex(made, PLACE)
+            return schema.regex_grammar(made, PLACE)
         case "choice":
-            return constraints.choice(made, PLACE)
+            return schema.choice_grammar(made, PLACE)
         case _:
-            return constraints.grammar(made, PLACE)
+            return schema.lark_grammar(made, PLACE)
 
 
 def compiled(spec: GrammarSpec) -> Matcher:
@@ -117,17 +117,17 @@ def test_a_grammar_that_gives_up_after_its_first_token_is_refused() -> None:
 def test_a_text_that_compiles_for_seconds_is_refused_by_its_size() -> None:
     long = "x" * (MAX_TEXT + 1)
     for ask in (
-        lambda: constraints.regex(long, PLACE),
-        lambda: constraints.grammar(f'start: "{long}"', PLACE),
-        lambda: constraints.choice(["y", long], PLACE),
-        lambda: constraints.json_schema({"type": "string", "pattern": long}, True, PLACE),
+        lambda: schema.regex_grammar(long, PLACE),
+        lambda: schema.lark_grammar(f'start: "{long}"', PLACE),
+        lambda: schema.choice_grammar(["y", long], PLACE),
+        lambda: schema.json_schema_grammar({"type": "string", "pattern": long}, True, PLACE),
     ):
         with pytest.raises(InvalidRequest, match=f"at most {MAX_TEXT} are taken"):
             ask()
 
 
 def test_ten_thousand_choices_are_taken_whole() -> None:
-    matcher = compiled(constraints.choice([f"value {index:05d}" for index in range(10_000)], PLACE))
+    matcher = compiled(schema.choice_grammar([f"value {index:05d}" for index in range(10_000)], PLACE))
 
     for token in COMPILER.tokenizer.tokenize_str("value 09999"):
         assert matcher.mask()[token]
@@ -137,7 +137,7 @@ def test_ten_thousand_choices_are_taken_whole() -> None:
 
 def test_other_threads_run_while_a_grammar_compiles() -> None:
     properties = {f"p{index}": {"type": "string", "maxLength": index} for index in range(1_500)}
-    spec = constraints.json_schema({"type": "object", "properties": properties}, True, PLACE)
+    spec = schema.json_schema_grammar({"type": "object", "properties": properties}, True, PLACE)
     ticks, done = [0], threading.Event()
 
     def tick() -> None:

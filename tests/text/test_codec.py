@@ -13,7 +13,7 @@ from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.model.resolve import TINY_HYBRID
 from weft.text.codec import Codec
-from weft.text.tools import read_choice, read_tools
+from weft.text.tools import read_tool_selection, read_tools
 from weft.text.types import CallArguments, CallOpened, Conversation, GenerationRequest, Message, Reasoning, Text, ToolCall
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -34,7 +34,7 @@ def codec(folder: Path, template: str) -> Codec:
 def asked(tool_choice: Any = None, **more: Any) -> GenerationRequest:
     tools = (WEATHER,)
     prompt = replace(TALK, tools=tools)
-    return replace(PLAIN, prompts=(prompt,), tool_choice=read_choice(tool_choice, read_tools(tools)), **more)
+    return replace(PLAIN, prompts=(prompt,), tool_choice=read_tool_selection(tool_choice, read_tools(tools)), **more)
 
 
 def constraint(one: Codec, generation: GenerationRequest) -> ConstraintSpec | None:

@@ -15,9 +15,9 @@ from llguidance import LLMatcher, LLTokenizer
 import weft
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
-from weft.text import schema as constraints
+from weft.text import schema
 from weft.text.enforcement import MAX_BRANCHES, MAX_DEPTH, examined
-from weft.text.schema import MAX_BYTES, SchemaCheck, json_schema
+from weft.text.schema import MAX_BYTES, SchemaCheck, json_schema_grammar
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -29,7 +29,7 @@ def record(**properties: Any) -> dict[str, Any]:
 
 def refused(schema: Any, strict: bool = True) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
-        json_schema(schema, strict, "s")
+        json_schema_grammar(schema, strict, "s")
     return caught.value
 
 
@@ -103,7 +103,7 @@ def test_what_can_not_be_held_exactly_is_refused_with_its_place(schema: Any, pat
 
 @pytest.mark.parametrize("schema", [schema for schema, _, _ in UNENFORCEABLE])
 def test_without_strict_the_same_is_taken(schema: Any) -> None:
-    spec = json_schema(schema, False, "s")
+    spec = json_schema_grammar(schema, False, "s")
 
     assert spec.lenient
     jsonschema_rs.validator_for(json.loads(spec.text), offline=True)
@@ -133,7 +133,7 @@ def test_without_strict_the_same_is_taken(schema: Any) -> None:
     ],
 )
 def test_what_is_no_keyword_or_says_nothing_is_taken(schema: Any) -> None:
-    assert not json_schema(schema, True, "s").lenient
+    assert not json_schema_grammar(schema, True, "s").lenient
 
 
 def _variant(kind: Any, **more: Any) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def test_the_type_beside_a_one_of_counts_for_its_branches() -> None:
     ],
 )
 def test_what_llguidance_holds_loosely_is_said_more_tightly(schema: Any, good: str, loose: str) -> None:
-    spec = json_schema(schema, True, "s")
+    spec = json_schema_grammar(schema, True, "s")
 
     assert lets_through(spec.text, good)
     assert not lets_through(spec.text, loose)
@@ -212,20 +212,20 @@ def test_what_llguidance_holds_loosely_is_said_more_tightly(schema: Any, good: s
     [("minimum", -(2**63)), ("maximum", 2**63 - 1), ("maximum", 2**64 - 1), ("exclusiveMaximum", 1.7e308), ("minLength", 2.0)],
 )
 def test_numbers_that_llguidance_does_not_take_are_said_otherwise(keyword: str, value: float) -> None:
-    spec = json_schema({"type": ["integer", "string"], keyword: value}, True, "s")
+    spec = json_schema_grammar({"type": ["integer", "string"], keyword: value}, True, "s")
 
     assert lets_through(spec.text, "-9000000000000000000")
     assert lets_through(spec.text, "9000000000000000000")
 
 
 def test_without_strict_numbers_keep_their_exponents() -> None:
-    assert lets_through(json_schema({"type": "number"}, False, "s").text, "6e23")
-    assert not lets_through(json_schema({"type": "number"}, True, "s").text, "6e23")
+    assert lets_through(json_schema_grammar({"type": "number"}, False, "s").text, "6e23")
+    assert not lets_through(json_schema_grammar({"type": "number"}, True, "s").text, "6e23")
 
 
 def test_a_one_of_of_branches_apart_is_held() -> None:
     pet = {"oneOf": [{"$ref": "#/$defs/cat"}, {"type": "null"}], "$defs": {"cat": record(lives=INTEGER)}}
-    spec = json_schema(pet, True, "s")
+    spec = json_schema_grammar(pet, True, "s")
 
     assert lets_through(spec.text, '{"lives":9}')
     assert lets_through(spec.text, "null")
@@ -233,7 +233,7 @@ def test_a_one_of_of_branches_apart_is_held() -> None:
 
 
 def test_settings_of_llguidance_are_not_the_clients() -> None:
-    assert json_schema({"type": "integer", "x-guidance": {"lenient": True}}, False, "s").text == '{"type":"integer"}'
+    assert json_schema_grammar({"type": "integer", "x-guidance": {"lenient": True}}, False, "s").text == '{"type":"integer"}'
 
 
 # --- never taken
@@ -282,11 +282,11 @@ def test_some_schemas_are_refused_even_without_strict(schema: Any, path: str, wo
 
 @pytest.mark.parametrize("step", [1, 2, 7, 60, 0.5, 0.01, 0.0001, 1000, 86_400, 10**8, 9973])
 def test_a_usual_multiple_is_taken(step: float) -> None:
-    assert json_schema({"type": "number", "multipleOf": step}, True, "s").kind == "json_schema"
+    assert json_schema_grammar({"type": "number", "multipleOf": step}, True, "s").kind == "json_schema"
 
 
 def test_multiples_that_can_not_meet_are_taken() -> None:
-    assert json_schema(record(a={"multipleOf": 9973}, b={"multipleOf": 9967}), True, "s").kind == "json_schema"
+    assert json_schema_grammar(record(a={"multipleOf": 9973}, b={"multipleOf": 9967}), True, "s").kind == "json_schema"
 
 
 def test_size_and_depth_have_limits_that_are_told() -> None:
@@ -316,33 +316,35 @@ def test_nothing_is_ever_fetched(keyword: str) -> None:
 
 
 def test_each_kind_keeps_its_words() -> None:
-    assert json_schema('{"type": "integer"}', False, "s") == GrammarSpec("json_schema", '{"type":"integer"}', lenient=True)
-    assert constraints.regex("a+", "r") == GrammarSpec("regex", "a+")
-    assert constraints.choice(["é", "b"], "c") == GrammarSpec("choice", '["é","b"]')
-    assert constraints.grammar('start: "a"', "g") == GrammarSpec("lark", 'start: "a"')
+    assert json_schema_grammar('{"type": "integer"}', False, "s") == GrammarSpec(
+        "json_schema", '{"type":"integer"}', lenient=True
+    )
+    assert schema.regex_grammar("a+", "r") == GrammarSpec("regex", "a+")
+    assert schema.choice_grammar(["é", "b"], "c") == GrammarSpec("choice", '["é","b"]')
+    assert schema.lark_grammar('start: "a"', "g") == GrammarSpec("lark", 'start: "a"')
 
 
 def test_the_schemas_of_a_structural_tag_are_strict() -> None:
     tag = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": {"format": "date"}, "end": "</f>"}]}
-    spec = constraints.structural_tag(tag, "t")
+    spec = schema.structural_tag_grammar(tag, "t")
 
     assert spec.kind == "structural_tag"
     made = json.loads(spec.text)
     assert made["triggers"] == ["<f"]
     assert "allOf" in made["structures"][0]["schema"]
-    assert constraints.structural_tag(json.dumps(tag), "t") == spec
+    assert schema.structural_tag_grammar(json.dumps(tag), "t") == spec
     with pytest.raises(InvalidRequest, match=r"t.structures\[0\].schema: not can not be enforced"):
-        constraints.structural_tag({"structures": [{"schema": {"not": {}}}]}, "t")
+        schema.structural_tag_grammar({"structures": [{"schema": {"not": {}}}]}, "t")
 
 
 @pytest.mark.parametrize(
     ("make", "value", "words"),
     [
-        (constraints.choice, ["a", "b", "a"], "p has a text twice"),
-        (constraints.choice, [f"{number} {'a' * 1000}" for number in range(MAX_BYTES // 1000)], "bytes"),
-        (constraints.regex, "a" * (MAX_BYTES + 1), "bytes"),
-        (constraints.grammar, 'start: %json {"const": -9223372036854775808}', "%json is not taken"),
-        (constraints.structural_tag, "[]", "p must be an object"),
+        (schema.choice_grammar, ["a", "b", "a"], "p has a text twice"),
+        (schema.choice_grammar, [f"{number} {'a' * 1000}" for number in range(MAX_BYTES // 1000)], "bytes"),
+        (schema.regex_grammar, "a" * (MAX_BYTES + 1), "bytes"),
+        (schema.lark_grammar, 'start: %json {"const": -9223372036854775808}', "%json is not taken"),
+        (schema.structural_tag_grammar, "[]", "p must be an object"),
     ],
 )
 def test_what_can_not_be_a_grammar_is_refused(make: Any, value: Any, words: str) -> None:
@@ -371,14 +373,16 @@ CHECKED = record(tags={"type": "array", "items": STRING, "uniqueItems": True}, d
     ],
 )
 def test_an_answer_is_checked_against_all_of_its_schema(text: str, errors: tuple[str, ...]) -> None:
-    check = SchemaCheck(json_schema(CHECKED, False, "s"))
+    check = SchemaCheck(json_schema_grammar(CHECKED, False, "s"))
 
     assert sorted(check.errors(text)) == sorted(errors)
 
 
 def test_without_strict_a_pattern_that_can_not_be_held_is_left_to_the_check() -> None:
     closed = {"patternProperties": {"^(?!a)": INTEGER}, "additionalProperties": False}
-    spec = json_schema({"type": "object", "properties": {"ab": {"type": "string", "pattern": r"^a\b"}}, **closed}, False, "s")
+    spec = json_schema_grammar(
+        {"type": "object", "properties": {"ab": {"type": "string", "pattern": r"^a\b"}}, **closed}, False, "s"
+    )
     check = SchemaCheck(spec)
 
     assert lets_through(spec.text, '{"ab":"ab","b":"c"}', lenient=True)
@@ -390,7 +394,7 @@ def test_without_strict_a_pattern_that_can_not_be_held_is_left_to_the_check() ->
 
 
 def test_formats_and_dates_are_checked_too() -> None:
-    check = SchemaCheck(json_schema({"format": "date"}, False, "s"))
+    check = SchemaCheck(json_schema_grammar({"format": "date"}, False, "s"))
 
     assert check.errors('"2024-02-29"') == ()
     assert len(check.errors('"2023-02-29"')) == 1
@@ -398,7 +402,7 @@ def test_formats_and_dates_are_checked_too() -> None:
 
 
 def test_at_most_five_errors_are_told_and_none_at_length() -> None:
-    check = SchemaCheck(json_schema({"type": "array", "items": {"enum": ["x" * 300]}}, False, "s"))
+    check = SchemaCheck(json_schema_grammar({"type": "array", "items": {"enum": ["x" * 300]}}, False, "s"))
     errors = check.errors(json.dumps(list(range(9))))
 
     assert len(errors) == 5

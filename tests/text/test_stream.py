@@ -18,7 +18,7 @@ from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools import CallReader, HarmonyReader, read_tools
 from weft.text.tools.families import FAMILIES
-from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Reasoning, Said, Text, Token
+from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Delta, Reasoning, Text, Token
 
 TOKENIZER = Tokenizer(TINY_HYBRID)
 THINK = Markers("<think>", "</think>")
@@ -334,7 +334,7 @@ def test_nothing_found_behind_a_stop_string_in_the_same_piece_is_told() -> None:
     token = encode("x")[0]
 
     class Burst(CallReader):
-        def feed(self, text: str) -> list[Said]:
+        def feed(self, text: str) -> list[ContentDelta]:
             return [Text(f"{text} stop"), CallOpened(0, "call_1", "get_weather"), Text("more")]
 
     reader = reader_of(TOKENIZER, calls=Burst(HERMES, WEATHER), stops=("stop",))

@@ -19,7 +19,7 @@ MAX_BYTES = 2**19  # of a schema or a list of choices; programs send a tenth of 
 MAX_ERRORS = 5
 
 
-def json_schema(schema: Any, strict: bool, place: str) -> GrammarSpec:
+def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
     """An answer that is JSON and fits this schema, which may come as text."""
     if isinstance(schema, str):
         schema = _parsed(schema, place)
@@ -34,12 +34,12 @@ def json_schema(schema: Any, strict: bool, place: str) -> GrammarSpec:
     return GrammarSpec("json_schema", enforced, lenient=not strict)
 
 
-def regex(pattern: str, place: str) -> GrammarSpec:
+def regex_grammar(pattern: str, place: str) -> GrammarSpec:
     """An answer that is one match from end to end."""
     return GrammarSpec("regex", _bounded(pattern, place, MAX_TEXT))
 
 
-def choice(choices: list[str], place: str) -> GrammarSpec:
+def choice_grammar(choices: list[str], place: str) -> GrammarSpec:
     """One of several texts."""
     if len(set(choices)) < len(choices):
         raise InvalidRequest(f"{place} has a text twice", place)
@@ -48,14 +48,14 @@ def choice(choices: list[str], place: str) -> GrammarSpec:
     return GrammarSpec("choice", _encoded(choices, place))
 
 
-def grammar(text: str, place: str) -> GrammarSpec:
+def lark_grammar(text: str, place: str) -> GrammarSpec:
     """A sentence of a grammar in Lark's or GBNF's notation."""
     if "%json" in text:  # it would get past `json_schema`
         raise InvalidRequest(f"{place}: %json is not taken within a grammar; ask for a schema instead", place)
     return GrammarSpec("lark", _bounded(text, place, MAX_TEXT))
 
 
-def structural_tag(tag: dict[str, Any] | str, place: str) -> GrammarSpec:
+def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec:
     """Free text in which certain words are followed by JSON; its schemas are strict ones."""
     value = _parsed(tag, place) if isinstance(tag, str) else tag
     if not isinstance(value, dict):
@@ -87,7 +87,7 @@ def _tagged(value: Any, place: str) -> Any:
             return [_tagged(item, f"{place}[{index}]") for index, item in enumerate(value)]
         case dict():
             return {
-                name: msgspec.Raw(json_schema(item, True, f"{place}.{name}").text)
+                name: msgspec.Raw(json_schema_grammar(item, True, f"{place}.{name}").text)
                 if name in ("schema", "json_schema")
                 else _tagged(item, f"{place}.{name}")
                 for name, item in value.items()

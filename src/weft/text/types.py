@@ -169,5 +169,5 @@ class Finish:
 
 
 CallDelta = CallOpened | CallArguments | CallClosed
-Said = Text | Reasoning | CallDelta
-Delta = Said | Finish
+ContentDelta = Text | Reasoning | CallDelta
+Delta = ContentDelta | Finish

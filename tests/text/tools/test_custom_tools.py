@@ -15,7 +15,15 @@ from written import FAMILY, calls, function, read, texts, write
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
-from weft.text.tools import RawInput, ToolSelection, as_functions, raw_input, read_choice, read_tools, wrapped
+from weft.text.tools import (
+    CustomInputReader,
+    ToolSelection,
+    custom_input,
+    read_tool_selection,
+    read_tools,
+    template_tools,
+    wrap_custom_input,
+)
 
 PATCH = r"""
 start: begin hunk+ end
@@ -181,7 +189,7 @@ def test_a_custom_tool_is_shown_as_a_function_that_takes_a_text() -> None:
         "additionalProperties": False,
     }
 
-    shown = as_functions([patch, note, plain, free])
+    shown = template_tools([patch, note, plain, free])
     assert [tool["type"] for tool in shown] == ["function"] * 4
     assert shown[0]["function"]["description"] == "Adds."
     assert shown[0]["function"]["parameters"]["properties"]["input"]["description"] == f"Lark it must follow:\n{SUM}"
@@ -223,8 +231,8 @@ def test_a_custom_tool_is_chosen_by_its_name() -> None:
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [custom("p")]}}
 
     for given_choice in (custom("p"), {"type": "custom", "name": "p"}):
-        assert read_choice(given_choice, offered) == ToolSelection("required", offered[:1], is_parallel=False)
-    assert read_choice(allowed, offered) == ToolSelection("auto", offered[:1])
+        assert read_tool_selection(given_choice, offered) == ToolSelection("required", offered[:1], is_parallel=False)
+    assert read_tool_selection(allowed, offered) == ToolSelection("auto", offered[:1])
 
 
 CUTS = st.lists(st.integers(0, 10_000), max_size=12)
@@ -235,21 +243,21 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 def test_a_text_comes_out_of_its_json_however_that_is_cut(text: str, places: list[int], is_ascii: bool, blank: str) -> None:
     arguments = f'{blank}{{{blank}"input"{blank}:{blank}{json.dumps(text, ensure_ascii=is_ascii)}{blank}}}'
     bounds = [0, *sorted(place % (len(arguments) + 1) for place in places), len(arguments)]
-    reader = RawInput()
+    reader = CustomInputReader()
     clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     assert "".join(reader.feed(arguments[start:end]) for start, end in pairwise(bounds)) == clean
-    assert raw_input(wrapped(clean)) == clean
+    assert custom_input(wrap_custom_input(clean)) == clean
 
 
 def test_a_text_is_told_as_it_comes_and_never_half_a_letter() -> None:
-    reader = RawInput()
+    reader = CustomInputReader()
     pieces = ['{"in', 'put": "', "a", "b\\", "n", "\\u00", "e9", "\\ud83d", "\\ude", "42", '"', "}"]
 
     assert [reader.feed(piece) for piece in pieces] == ["", "", "a", "b", "\n", "", "é", "", "", "🙂", "", ""]
 
 
 def test_arguments_of_another_shape_have_no_text() -> None:
-    assert [raw_input(arguments) for arguments in ('{"output": "x"}', "[1]", "", '{"input": 3}')] == [""] * 4
-    assert raw_input('{"input": "a\\q') == "a\\q"
-    assert raw_input('{"input": "\\ud83d!"') == "\ufffd!"
+    assert [custom_input(arguments) for arguments in ('{"output": "x"}', "[1]", "", '{"input": 3}')] == [""] * 4
+    assert custom_input('{"input": "a\\q') == "a\\q"
+    assert custom_input('{"input": "\\ud83d!"') == "\ufffd!"

@@ -8,7 +8,7 @@ import pytest
 from written import function
 
 from weft.errors import InvalidRequest
-from weft.text.tools import ToolSelection, read_choice, read_tools
+from weft.text.tools import ToolSelection, read_tool_selection, read_tools
 
 TOOLS = read_tools([function("f"), function("g", {"properties": {"a": {"type": "string"}}}, strict=True), function("ns.h", None)])
 F, G, H = TOOLS
@@ -83,11 +83,16 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     ],
 )
 def test_a_choice_is_read(given: Any, parallel: bool | None, choice: ToolSelection) -> None:
-    assert read_choice(given, TOOLS, parallel) == choice
+    assert read_tool_selection(given, TOOLS, parallel) == choice
 
 
 def test_without_tools_nothing_is_called() -> None:
-    assert read_choice(None, ()) == read_choice("auto", ()) == read_choice("none", ()) == ToolSelection("none", ())
+    assert (
+        read_tool_selection(None, ())
+        == read_tool_selection("auto", ())
+        == read_tool_selection("none", ())
+        == ToolSelection("none", ())
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_without_tools_nothing_is_called() -> None:
 )
 def test_a_choice_that_can_not_be_made_is_refused(given: Any, words: str) -> None:
     with pytest.raises(InvalidRequest) as refusal:
-        read_choice(given, TOOLS)
+        read_tool_selection(given, TOOLS)
 
     assert words in str(refusal.value)
     assert (refusal.value.param or "").startswith("tool_choice")
@@ -112,4 +117,4 @@ def test_a_choice_that_can_not_be_made_is_refused(given: Any, words: str) -> Non
 
 def test_a_call_can_not_be_asked_for_without_tools() -> None:
     with pytest.raises(InvalidRequest, match="send some in tools"):
-        read_choice("required", ())
+        read_tool_selection("required", ())

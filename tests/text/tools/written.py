@@ -11,7 +11,7 @@ from weft.text.tools.arguments import Json, Pairs, Tags
 from weft.text.tools.call_reader import CallReader
 from weft.text.tools.families import FAMILIES, Family
 from weft.text.tools.harmony import HarmonyReader
-from weft.text.types import CallArguments, CallClosed, CallOpened, Reasoning, Said, Text
+from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
 
 FAMILY = {family.name: family for family in FAMILIES}
 
@@ -161,14 +161,14 @@ def reader(family: Family, tools: tuple[Tool, ...] = TOOLS) -> CallReader | Harm
     return HarmonyReader(tools, make_id) if family.is_harmony else CallReader(family, tools, make_id)
 
 
-def read(family: Family, pieces: list[str], tools: tuple[Tool, ...] = TOOLS) -> list[Said]:
+def read(family: Family, pieces: list[str], tools: tuple[Tool, ...] = TOOLS) -> list[ContentDelta]:
     """The deltas of a text in pieces, with neighbours of one kind made one."""
     one = reader(family, tools)
     return joined([delta for piece in pieces for delta in one.feed(piece)] + one.finish())
 
 
-def joined(deltas: list[Said]) -> list[Said]:
-    found: list[Said] = []
+def joined(deltas: list[ContentDelta]) -> list[ContentDelta]:
+    found: list[ContentDelta] = []
     for delta in deltas:
         match found[-1:], delta:
             case [Text(before)], Text(text):
@@ -182,11 +182,11 @@ def joined(deltas: list[Said]) -> list[Said]:
     return found
 
 
-def texts(deltas: list[Said]) -> str:
+def texts(deltas: list[ContentDelta]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, Text))
 
 
-def calls(deltas: list[Said]) -> list[tuple[str, Any]]:
+def calls(deltas: list[ContentDelta]) -> list[tuple[str, Any]]:
     """Names and arguments of the calls that were closed."""
     names = {delta.index: delta.name for delta in deltas if isinstance(delta, CallOpened)}
     said = {

@@ -18,9 +18,9 @@ from weft.api.dialect import ParsedRequest
 from weft.api.openai.schema import understood
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
-from weft.text import schema as constraints
 from weft.text.reasoning import BUDGETS
-from weft.text.tools import Tool, ToolSelection, read_choice, read_tools
+from weft.text.schema import json_schema_grammar
+from weft.text.tools import Tool, ToolSelection, read_tool_selection, read_tools
 from weft.text.types import Conversation, Effort, GenerationRequest
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
@@ -98,9 +98,9 @@ def _grammar(request: CountRequest) -> GrammarSpec | None:
     if form is not None and request.output_format is not None:
         raise InvalidRequest("output_format and output_config.format mean the same; send one of them", "output_format")
     if form is not None:
-        return constraints.json_schema(form.schema, True, "output_config.format.schema")
+        return json_schema_grammar(form.schema, True, "output_config.format.schema")
     if request.output_format is not None:
-        return constraints.json_schema(request.output_format.schema, True, "output_format.schema")
+        return json_schema_grammar(request.output_format.schema, True, "output_format.schema")
     return None
 
 
@@ -140,9 +140,9 @@ def _function(tool: ToolParam, **more: Any) -> dict[str, Any]:
 
 def _choice(given: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolSelection | None:
     if given is None:
-        return read_choice(None, tools) if tools else None
+        return read_tool_selection(None, tools) if tools else None
     if given.type == "tool" and given.name is None:
         raise InvalidRequest("tool_choice.name is required to choose a tool", "tool_choice.name")
     words: dict[str, Any] = {"any": "required", "tool": {"type": "function", "name": given.name}}
-    choice = read_choice(words.get(given.type, given.type), tools, not given.disable_parallel_tool_use)
+    choice = read_tool_selection(words.get(given.type, given.type), tools, not given.disable_parallel_tool_use)
     return choice if tools else None

@@ -26,8 +26,8 @@ from weft.api.openai.common import encoded
 from weft.api.problems import ollama_body
 from weft.errors import WeftError
 from weft.ipc.messages import GrammarSpec
-from weft.text import schema as constraints
-from weft.text.tools import ToolSelection, read_choice, read_tools
+from weft.text.schema import json_schema_grammar
+from weft.text.tools import ToolSelection, read_tool_selection, read_tools
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -56,7 +56,7 @@ def translate_chat(body: dict[str, Any]) -> ParsedRequest:
     tools = read_tools(given)
     messages = _messages(request.messages or [])
     prompts = (Conversation(messages, given),) if messages else ()
-    return _asked(request, ignored, prompts, OllamaChatReply, tool_choice=read_choice(None, tools) if tools else None)
+    return _asked(request, ignored, prompts, OllamaChatReply, tool_choice=read_tool_selection(None, tools) if tools else None)
 
 
 def translate_generate(body: dict[str, Any]) -> ParsedRequest:
@@ -245,7 +245,7 @@ def _grammar(request: OllamaRequest) -> GrammarSpec | None:
             return None
         case "json":
             return GrammarSpec("json_schema", '{"type":"object"}')
-    return constraints.json_schema(request.format, False, "format")
+    return json_schema_grammar(request.format, False, "format")
 
 
 def _effort(think: bool | Effort | None) -> Effort | None:

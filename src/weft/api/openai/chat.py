@@ -23,14 +23,14 @@ from weft.api.openai.common import (
 )
 from weft.api.openai.schema import ChatMessage, ChatRequest, ChatToolCall, understood
 from weft.errors import InvalidRequest
-from weft.text.tools import RawInput, as_functions, raw_input, read_choice, read_tools, wrapped
+from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import (
     CallArguments,
     CallOpened,
+    ContentDelta,
     Conversation,
     Message,
     Reasoning,
-    Said,
     Text,
     ToolCall,
 )
@@ -43,7 +43,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     tools = read_tools(request.tools)
-    choice = read_choice(request.tool_choice, tools, request.parallel_tool_calls)
+    choice = read_tool_selection(request.tool_choice, tools, request.parallel_tool_calls)
     generation = generation_of(
         request,
         (_conversation(request),),
@@ -98,7 +98,7 @@ class ChatReply(OpenAIReply):
     def __init__(self, heading: ReplyHeader, shape: ReplyShape, custom: frozenset[str] = frozenset()) -> None:
         super().__init__(heading, shape)
         self._custom = custom  # names of tools that take a text
-        self._inputs: dict[tuple[int, int], RawInput] = {}  # of their calls, by choice and index
+        self._inputs: dict[tuple[int, int], CustomInputReader] = {}  # of their calls, by choice and index
 
     def opening(self) -> bytes:
         """The role of every choice: clients take the stream's kind and id from its first chunk."""
@@ -116,7 +116,7 @@ class ChatReply(OpenAIReply):
         first = run[0]
         if isinstance(first, CallOpened):
             if first.name in self._custom:
-                self._inputs[choice, first.index] = RawInput()
+                self._inputs[choice, first.index] = CustomInputReader()
             return {"delta": {"tool_calls": [{"index": first.index, **self._call(first, "")}]}}
         said = _arguments(run, first.index)
         if (raw := self._inputs.get((choice, first.index))) is None:
@@ -124,7 +124,7 @@ class ChatReply(OpenAIReply):
         text = raw.feed(said)
         return {"delta": {"tool_calls": [{"index": first.index, "custom": {"input": text}}]}} if text else {}
 
-    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
+    def complete(self, choice: int, deltas: Sequence[ContentDelta]) -> dict[str, Any]:  # noqa: ARG002 - all choices alike
         """A message. Its content is null only beside calls: LangChain takes that for a tool call that is missing."""
         texts = [delta for delta in deltas if isinstance(delta, Text)]
         reasoning = joined([delta for delta in deltas if isinstance(delta, Reasoning)])
@@ -138,7 +138,7 @@ class ChatReply(OpenAIReply):
 
     def _call(self, opened: CallOpened, arguments: str) -> dict[str, Any]:
         if opened.name in self._custom:
-            return {"id": opened.id, "type": "custom", "custom": {"name": opened.name, "input": raw_input(arguments)}}
+            return {"id": opened.id, "type": "custom", "custom": {"name": opened.name, "input": custom_input(arguments)}}
         return {"id": opened.id, "type": "function", "function": {"name": opened.name, "arguments": arguments}}
 
 
@@ -148,7 +148,7 @@ def _conversation(request: ChatRequest) -> Conversation:
         raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
     return Conversation(
         messages=messages_of(request.messages),
-        tools=as_functions(request.tools or ()),  # whatever is chosen of them: the prompt stays the same
+        tools=template_tools(request.tools or ()),  # whatever is chosen of them: the prompt stays the same
         template_kwargs=request.chat_template_kwargs or {},
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
@@ -181,7 +181,7 @@ def _tool_call(call: ChatToolCall, path: str) -> ToolCall:
     if call.function is not None:
         return ToolCall(call.function.name, _json_text(call.function.arguments), call.id)
     if call.custom is not None:
-        return ToolCall(call.custom.name, wrapped(call.custom.input), call.id)
+        return ToolCall(call.custom.name, wrap_custom_input(call.custom.input), call.id)
     raise InvalidRequest(f"{path}.function is required, or custom", f"{path}.function")
 
 
@@ -189,7 +189,7 @@ def _json_text(arguments: str | dict[str, Any]) -> str:
     return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
-def _arguments(deltas: Sequence[Said], index: int) -> str:
+def _arguments(deltas: Sequence[ContentDelta], index: int) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, CallArguments) and delta.index == index)
 
 

@@ -19,16 +19,16 @@ from weft.api.problems import openai_body
 from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import GrammarSpec
-from weft.text import schema as constraints
+from weft.text.schema import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar, structural_tag_grammar
 from weft.text.types import (
     CallArguments,
     CallOpened,
+    ContentDelta,
     Delta,
     Finish,
     GenerationRequest,
     Prompt,
     Reasoning,
-    Said,
     Text,
     Token,
     Usage,
@@ -126,7 +126,7 @@ class OpenAIReply:
             "system_fingerprint": heading.fingerprint,
         }
         self._finishes: dict[int, Finish] = {}
-        self._taken: list[list[Said]] = [[] for _ in shape.choices]
+        self._taken: list[list[ContentDelta]] = [[] for _ in shape.choices]
         self._around = [] if shape.logprobs else [self._around_text(choice) for choice in shape.choices]
 
     def said(self, choice: int, run: Sequence[Text | Reasoning]) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class OpenAIReply:
         """The same for a call that opens, or pieces of its arguments; nothing where they say nothing yet."""
         raise NotImplementedError
 
-    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:
+    def complete(self, choice: int, deltas: Sequence[ContentDelta]) -> dict[str, Any]:
         """A choice of a whole reply."""
         raise NotImplementedError
 
@@ -337,16 +337,16 @@ def response_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
         case ResponseFormat(type="text"):
             return None
         case ResponseFormat(type="structural_tag", structures=list(), triggers=list()):
-            return constraints.structural_tag({"structures": form.structures, "triggers": form.triggers}, place)
+            return structural_tag_grammar({"structures": form.structures, "triggers": form.triggers}, place)
         case ResponseFormat(type="structural_tag"):
             raise InvalidRequest(f"{place} needs structures and triggers", place)
         case ResponseFormat(json_schema=NamedSchema(schema=schema, strict=strict)):
-            return constraints.json_schema(schema, bool(strict), f"{place}.json_schema.schema")
+            return json_schema_grammar(schema, bool(strict), f"{place}.json_schema.schema")
         case ResponseFormat(schema=None, type="json_object"):
             return _json_object(True, place)
         case ResponseFormat(schema=None):
             raise InvalidRequest(f"{place}.json_schema is required", f"{place}.json_schema")
-    return constraints.json_schema(form.schema, bool(form.strict), f"{place}.schema")
+    return json_schema_grammar(form.schema, bool(form.strict), f"{place}.schema")
 
 
 def _structured_output(asked: StructuredOutputs, place: str) -> GrammarSpec:
@@ -364,7 +364,7 @@ def _json_object(wanted: bool, place: str) -> GrammarSpec | None:  # noqa: ARG00
 
 
 def _schema(schema: Any, place: str) -> GrammarSpec:
-    return constraints.json_schema(schema, False, place)
+    return json_schema_grammar(schema, False, place)
 
 
 Maker = Callable[[Any, str], GrammarSpec | None]
@@ -372,17 +372,17 @@ MAKERS: dict[str, Maker] = {
     "response_format": response_format,
     "structured_outputs": _structured_output,
     "guided_json": _schema,
-    "guided_regex": constraints.regex,
-    "guided_choice": constraints.choice,
-    "guided_grammar": constraints.grammar,
+    "guided_regex": regex_grammar,
+    "guided_choice": choice_grammar,
+    "guided_grammar": lark_grammar,
     "json_schema": _schema,
-    "grammar": constraints.grammar,
+    "grammar": lark_grammar,
 }
 OUTPUT_MAKERS: dict[str, Maker] = {
     "json": _schema,
     "json_object": _json_object,
-    "regex": constraints.regex,
-    "choice": constraints.choice,
-    "grammar": constraints.grammar,
-    "structural_tag": constraints.structural_tag,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+    "structural_tag": structural_tag_grammar,
 }

@@ -13,7 +13,7 @@ from weft.api.dialect import ParsedRequest, ReplyHeader
 from weft.api.openai.common import OpenAIReply, ReplyShape, generation_of, grammar_of, joined, logprob_of, tokens_of
 from weft.api.openai.schema import MAX_CHOICES, CompletionRequest, understood
 from weft.errors import InvalidRequest
-from weft.text.types import Prompt, Reasoning, Said, Text, Token
+from weft.text.types import ContentDelta, Prompt, Reasoning, Text, Token
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
@@ -56,7 +56,7 @@ class CompletionReply(OpenAIReply):
         """A piece of the text."""
         return {"text": joined(run), "logprobs": self._logprobs(choice, run) if self.shape.logprobs else None}
 
-    def complete(self, choice: int, deltas: Sequence[Said]) -> dict[str, Any]:
+    def complete(self, choice: int, deltas: Sequence[ContentDelta]) -> dict[str, Any]:
         """The text: all of it is one piece."""
         return self.said(choice, [delta for delta in deltas if isinstance(delta, Text | Reasoning)])
 

@@ -19,7 +19,7 @@ from weft.api.openai.chat import message_of
 from weft.api.openai.response_tools import flat_name
 from weft.api.openai.schema import ChatMessage, Part, converted
 from weft.errors import InvalidRequest
-from weft.text.tools import wrapped
+from weft.text.tools import wrap_custom_input
 from weft.text.types import Message, ToolCall
 
 Item = dict[str, Any]
@@ -140,7 +140,7 @@ def _called(item: Item, place: str) -> list[Message]:
 
 def _custom_called(item: Item, place: str) -> list[Message]:
     call = converted(item, CustomCallItem, place)
-    return _call(flat_name(call.name, call.namespace), wrapped(call.input), call.call_id)
+    return _call(flat_name(call.name, call.namespace), wrap_custom_input(call.input), call.call_id)
 
 
 def _result(item: Item, place: str) -> list[Message]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from weft.api.openai.common import joined, logprobs_of
 from weft.api.openai.response_items import Item, sealed
 from weft.api.openai.response_tools import Called
-from weft.text.tools import RawInput
+from weft.text.tools import CustomInputReader
 from weft.text.types import CallArguments, Delta, Reasoning, Text
 
 Event = dict[str, Any]  # without its number
@@ -187,7 +187,7 @@ class CustomCallOutput(CallOutput):
 
     def __init__(self, call_id: str, called: Called) -> None:
         super().__init__(call_id, called)
-        self._raw = RawInput()
+        self._raw = CustomInputReader()
 
     def _read(self, arguments: str) -> str:
         return self._raw.feed(arguments)

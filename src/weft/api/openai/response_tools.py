@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft.text.tools import ToolSelection, as_functions, read_choice, read_tools
+from weft.text.tools import ToolSelection, read_tool_selection, read_tools, template_tools
 
 Shape = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Tools:
     @property
     def shown(self) -> tuple[Shape, ...]:
         """All of them as chat templates take them."""
-        return as_functions(self._shapes)
+        return template_tools(self._shapes)
 
     def called(self, flat: str) -> Called:
         """The tool that the model calls by this name."""
@@ -78,7 +78,7 @@ class Tools:
 
     def choice(self, given: Any, parallel: bool | None) -> ToolSelection | None:
         """What is to be called; None where there is nothing to call."""
-        choice = read_choice(self._choice(given), self._tools, parallel)
+        choice = read_tool_selection(self._choice(given), self._tools, parallel)
         return choice if self._tools else None
 
     def _in_place(self, text: str) -> str:

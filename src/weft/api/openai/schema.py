@@ -38,7 +38,7 @@ ToolKinds = [
     {"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")
 ]
 Tool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": ToolKinds})]
-ToolMode = Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})]  # `read_choice` checks it
+ToolMode = Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})]  # `read_tool_selection` checks it
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):

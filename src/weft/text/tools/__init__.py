@@ -19,28 +19,28 @@ from weft.text.reasoning import KNOWN
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools.arguments import decoded
 from weft.text.tools.call_reader import CallReader
-from weft.text.tools.custom_input import RawInput, raw_input, wrapped
+from weft.text.tools.custom_input import CustomInputReader, custom_input, wrap_custom_input
 from weft.text.tools.families import FAMILIES, GENERIC, Family
 from weft.text.tools.grammar import tool_grammar
 from weft.text.tools.harmony import HarmonyReader
-from weft.text.tools.selection import ToolSelection, as_functions, read_choice, read_tools
+from weft.text.tools.selection import ToolSelection, read_tool_selection, read_tools, template_tools
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, Conversation, Message, Text, ToolCall
 
 __all__ = [
     "CallFormat",
     "CallReader",
+    "CustomInputReader",
     "Family",
     "HarmonyReader",
-    "RawInput",
     "Tool",
     "ToolSelection",
-    "as_functions",
+    "custom_input",
     "find_family",
-    "raw_input",
-    "read_choice",
+    "read_tool_selection",
     "read_tools",
-    "wrapped",
+    "template_tools",
+    "wrap_custom_input",
 ]
 
 log = logging.getLogger("weft.text")

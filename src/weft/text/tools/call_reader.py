@@ -15,7 +15,7 @@ from weft.text.tools.arguments import Arguments, JsonArguments, arguments_reader
 from weft.text.tools.families import Family
 from weft.text.tools.pieces import piece
 from weft.text.tools.tool import Tool
-from weft.text.types import CallArguments, CallClosed, CallOpened, Said, Text
+from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Text
 
 
 def new_id() -> str:
@@ -33,7 +33,7 @@ class Calls:
         self._ids: set[str] = set()
         self._said: list[str] = []
 
-    def open(self, name: str, given_id: str = "") -> Said:
+    def open(self, name: str, given_id: str = "") -> ContentDelta:
         """The next call. An id that the model gave is kept, but not twice."""
         call_id = self._make_id() if not given_id or given_id in self._ids else given_id
         self._ids.add(call_id)
@@ -41,12 +41,12 @@ class Calls:
         self._said = []
         return CallOpened(self.num_opened - 1, call_id, name)
 
-    def say(self, text: str) -> list[Said]:
+    def say(self, text: str) -> list[ContentDelta]:
         """A piece of its arguments."""
         self._said.append(text)
         return [CallArguments(self.num_opened - 1, text)] if text else []
 
-    def close(self) -> list[Said]:
+    def close(self) -> list[ContentDelta]:
         """Its end, if what was said is an object."""
         return [CallClosed(self.num_opened - 1)] if isinstance(decoded("".join(self._said)), dict) else []
 
@@ -60,14 +60,14 @@ class CallReader:
         self.held = ""  # what is not decided yet
         self._family = family
         self._calls = Calls(tools, make_id)
-        self._found: list[Said] = []
+        self._found: list[ContentDelta] = []
         self._free = self._text if family.is_anchored else self._answer
         self._state: Callable[[], bool] = self._head if family.is_anchored else self._answer
         self._arguments: Arguments | None = None
         self._rest: JsonArguments | None = None  # of the object around the arguments
         self._follows_call = False
 
-    def feed(self, text: str) -> list[Said]:
+    def feed(self, text: str) -> list[ContentDelta]:
         """What became certain with this piece."""
         self.held += text
         while self.held and self._state():  # a state says whether it got anywhere
@@ -75,7 +75,7 @@ class CallReader:
         found, self._found = self._found, []
         return found
 
-    def finish(self) -> list[Said]:
+    def finish(self) -> list[ContentDelta]:
         """What was held back. Markup behind complete arguments is dropped; markup before them was none."""
         if self._arguments is not None:
             self._found += self._calls.say(self._arguments.cut(self.held))

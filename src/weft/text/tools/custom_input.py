@@ -16,7 +16,7 @@ _PAIR = r"\\ud[89ab][0-9a-f]{2}(?:\\u[0-9a-f]{4}|(?=[^\\]|\\[^u]))"  # a charact
 _SURE = re.compile(rf'(?:[^"\\]|\\[^u]|\\u(?!d[89ab])[0-9a-f]{{4}}|{_PAIR})*', re.IGNORECASE)
 
 
-class RawInput:
+class CustomInputReader:
     """Reads the arguments of one call. Cut anywhere, the same text comes out."""
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class RawInput:
         return _decoded(sure[0])
 
 
-def raw_input(arguments: str) -> str:
+def custom_input(arguments: str) -> str:
     """The text of whole arguments."""
-    return RawInput().feed(arguments)
+    return CustomInputReader().feed(arguments)
 
 
-def wrapped(text: str) -> str:
+def wrap_custom_input(text: str) -> str:
     """Arguments with this text."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 

@@ -16,7 +16,7 @@ import msgspec
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
-from weft.text.schema import json_schema
+from weft.text.schema import json_schema_grammar
 from weft.text.tools.arguments import Json, Pairs, Tags
 from weft.text.tools.custom_grammar import embedded, escaped, unescaped
 from weft.text.tools.custom_input import INPUT
@@ -313,7 +313,7 @@ def _enforced(tool: Tool, schema: Any, place: str) -> str:
         try:
             if not is_whole and ELSEWHERE.search(msgspec.json.encode(document).decode()):
                 raise InvalidRequest(f"{place}: in this model's calls a $ref must lead to $defs; put what it names there", place)
-            return _embedded(json_schema(document, strict, place).text, lenient=not strict)
+            return _embedded(json_schema_grammar(document, strict, place).text, lenient=not strict)
         except InvalidRequest:
             if tool.strict:
                 raise

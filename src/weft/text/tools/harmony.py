@@ -16,7 +16,7 @@ from weft.text.stop_strings import overlap
 from weft.text.tools.arguments import JsonArguments
 from weft.text.tools.call_reader import Calls, new_id
 from weft.text.tools.tool import Tool
-from weft.text.types import Reasoning, Said, Text
+from weft.text.types import ContentDelta, Reasoning, Text
 
 MESSAGE = "<|message|>"
 END = "<|end|>"
@@ -35,10 +35,10 @@ class HarmonyReader:
         self._arguments: JsonArguments | None = None  # of the call that is open
         self._is_over = False  # they are complete: what follows up to the end of the message says nothing
 
-    def feed(self, text: str) -> list[Said]:
+    def feed(self, text: str) -> list[ContentDelta]:
         """What became certain with this piece."""
         self.held += text
-        found: list[Said] = []
+        found: list[ContentDelta] = []
         while self.held:
             before = len(self.held), self._in_header
             found += self._header() if self._in_header else self._body()
@@ -46,13 +46,13 @@ class HarmonyReader:
                 break
         return found
 
-    def finish(self) -> list[Said]:
+    def finish(self) -> list[ContentDelta]:
         """What was held back. A header that was cut says nothing."""
         rest, self.held = self.held, ""
         is_header = self._in_header and rest.lstrip().startswith("<|")
         return [] if is_header else self._told(rest)[0]
 
-    def _header(self) -> list[Said]:
+    def _header(self) -> list[ContentDelta]:
         """Who is spoken to, and in which channel."""
         start = self.held.lstrip()
         if not any(start.startswith(one) or one.startswith(start) for one in BEGINNINGS):
@@ -76,7 +76,7 @@ class HarmonyReader:
         self._arguments = None
         self.thinking = header is not None and "<|channel|>analysis" in header and "to=" not in header
 
-    def _body(self) -> list[Said]:
+    def _body(self) -> list[ContentDelta]:
         if self._arguments is not None and not self._is_over:  # in their strings a marker is a text like any other
             told, used = self._told(self.held)
             self.held = self.held[used:]
@@ -89,7 +89,7 @@ class HarmonyReader:
             self._in_header, self.thinking, self._arguments = True, False, None
         return told
 
-    def _told(self, text: str) -> tuple[list[Said], int]:
+    def _told(self, text: str) -> tuple[list[ContentDelta], int]:
         """A part of a message, and how much of it was used."""
         if not text or self._is_over:
             return [], len(text)

@@ -15,7 +15,7 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text.enforcement import MAX_DEPTH
-from weft.text.schema import grammar, json_schema, regex
+from weft.text.schema import json_schema_grammar, lark_grammar, regex_grammar
 from weft.text.tools.custom_input import INPUT
 from weft.text.tools.tool import Tool
 
@@ -52,12 +52,14 @@ def read_tools(tools: Sequence[Any] | None, place: str = "tools") -> tuple[Tool,
     return read
 
 
-def as_functions(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+def template_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Tools, read before, as chat templates know them: a custom one is a function that takes a text."""
     return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
 
 
-def read_choice(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, place: str = "tool_choice") -> ToolSelection:
+def read_tool_selection(
+    given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, place: str = "tool_choice"
+) -> ToolSelection:
     """What a client wants called. A tool asked for by name is called once: who names one expects one answer."""
     is_parallel = parallel is not False
     match given:
@@ -113,7 +115,7 @@ def _function(function: dict[str, Any], place: str) -> Tool:
     if _depth(parameters) > MAX_DEPTH:
         raise InvalidRequest(f"{where} is nested more than {MAX_DEPTH} levels deep", where)
     if strict:
-        json_schema(parameters, True, where)
+        json_schema_grammar(parameters, True, where)
     return Tool(name, msgspec.json.encode(parameters).decode(), bool(strict), where)
 
 
@@ -124,11 +126,11 @@ def _custom(custom: dict[str, Any], place: str) -> Tool:
     syntax, definition = _format(custom, where)
     made: GrammarSpec | None = None
     if syntax == "lark":
-        made = grammar(definition, where)
+        made = lark_grammar(definition, where)
         if not STARTS.search(definition):
             raise InvalidRequest(f"{where}: the grammar needs a rule that is called start", where)
     elif syntax:
-        made = regex(definition, where)
+        made = regex_grammar(definition, where)
     return Tool(name, msgspec.json.encode(_takes_text()).decode(), place=where, is_custom=True, grammar=made)
 
 
