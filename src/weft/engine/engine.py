@@ -127,7 +127,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
         return self.scheduler.idle and self.order.pending is None
 
     @property
@@ -213,16 +212,6 @@ class Engine:
             for one in (sequence, *forks):
                 self._finish_empty(one)
 
-    # What `order` does with a step.
-
-    def forward(self, plan: Plan, last: Step | None) -> Step | None:
-        """Build the decode step of a plan."""
-        return self.runner.forward(plan, last)
-
-    def start(self, step: Step) -> None:
-        """Start computing a step."""
-        self.runner.start(step)
-
     def sample(self, step: Step) -> None:
         """Start sampling a step's tokens under the rows' constraints; the step before it is settled."""
         demands = [self._demand(*row) for row in zip(step.sequences, step.is_new, strict=True)]
@@ -280,10 +269,6 @@ class Engine:
         else:
             timings = sequence.timings if is_first else None
             self.events.append(TokenEvent(sequence.id, emitted[0], emitted[1], timings=timings))
-
-    def flush_events(self) -> None:
-        """Have what was emitted so far sent before the turn goes on."""
-        self.on_events()
 
     # Endings and failures.
 

@@ -20,7 +20,6 @@ from weft.errors import WeftError
 VARIABLE = "WEFT_TEST_FAULTS"
 
 Point = Literal["prefill", "decode", "mask", "accept", "sampler", "logprobs", "snapshot", "restore", "logits", "turn"]
-Deed = Literal["raise", "kill", "hang", "slow"]
 
 
 class InjectedFault(WeftError):
@@ -28,17 +27,28 @@ class InjectedFault(WeftError):
 
 
 class Rule(msgspec.Struct):
-    """Strike at a point when a marked sequence is there and has emitted so many tokens; at most `times` times."""
+    """Strikes at a point when a marked sequence is there and has emitted so many tokens; at most `times` times."""
 
     point: Point
     token: int
-    do: Deed = "raise"
+    do: Literal["raise", "kill", "hang", "slow"] = "raise"
     after: int = 0
     times: int = -1  # without end
 
-    def strikes(self, sequence: Sequence) -> bool:
-        """Whether the rule applies to this sequence now."""
+    def applies_to(self, sequence: Sequence) -> bool:
         return self.times != 0 and self.token in sequence.prompt and len(sequence.output) >= self.after
+
+    def strike(self, message: str) -> None:
+        self.times -= self.times > 0
+        match self.do:
+            case "raise":
+                raise InjectedFault(message)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                time.sleep(3600)
+            case "slow":
+                time.sleep(0.5)
 
 
 class Faults:
@@ -49,30 +59,16 @@ class Faults:
 
     @classmethod
     def of_environment(cls) -> Faults:
-        """The rules of this process's environment."""
         return cls(msgspec.json.decode(os.environ.get(VARIABLE, "[]"), type=list[Rule]))
 
     def at(self, point: Point, *sequences: Sequence) -> None:
-        """Do what a rule says for the first sequence it applies to: raise InjectedFault, hang, slow down or kill."""
+        """Let each rule for this point strike the first of these sequences it applies to."""
         for rule in self.rules:
-            struck = next((one for one in sequences if rule.point == point and rule.strikes(one)), None)
+            struck = next((one for one in sequences if rule.point == point and rule.applies_to(one)), None)
             if struck is not None:
-                rule.times -= rule.times > 0
-                _do(rule.do, f"a test broke {point} of sequence {struck.id}")
+                rule.strike(f"a test broke {point} of sequence {struck.id}")
 
     def struck(self, point: Point, sequences: Iterable[Sequence]) -> list[int]:
-        """The indices of the sequences a rule applies to, for faults that are no exceptions."""
+        """The indices of the sequences that a rule applies to, for faults that are no exceptions."""
         rules = [rule for rule in self.rules if rule.point == point]
-        return [place for place, one in enumerate(sequences) if any(rule.strikes(one) for rule in rules)] if rules else []
-
-
-def _do(deed: Deed, message: str) -> None:
-    match deed:
-        case "raise":
-            raise InjectedFault(message)
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "hang":
-            time.sleep(3600)
-        case "slow":
-            time.sleep(0.5)
+        return [index for index, one in enumerate(sequences) if any(rule.applies_to(one) for rule in rules)] if rules else []

@@ -31,8 +31,6 @@ from weft.ipc.messages import (
     Submit,
     SubmitOutcome,
 )
-from weft.memory.disk import DiskTier
-from weft.memory.prefix_tree import Node
 
 log = logging.getLogger("weft.engine")
 
@@ -186,12 +184,8 @@ class Host:
 def memory_in_use(engine: Engine) -> dict[str, int]:
     """Bytes by kind, as the device's allocator and the slabs count them, and how much of the budget is promised."""
     budget = engine.budget
-    promised = {
-        "budget": budget.budget_bytes or 0,
-        "reserve": budget.reserve_bytes,
-        "promised": budget.reserved(engine.scheduler.running),
-    }
-    return ({} if budget.budget_bytes is None else promised) | {
+    promised = {"reserve": budget.reserve_bytes, "promised": budget.reserved(engine.scheduler.running)}
+    return ({} if budget.budget_bytes is None else {"budget": budget.budget_bytes, **promised}) | {
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
         "prefixes": engine.prefix.held_bytes,
@@ -208,29 +202,21 @@ def prefixes_of(engine: Engine, request: AskPrefixes) -> Prefixes:
         return Prefixes(request.number, (), 0, 0, 0)
     num_cleared = engine.prefix.clear() if request.clear else 0
     now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
-    return Prefixes(
-        request.number,
-        tuple(_prefix_node(node, now, salted, disk) for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)),
-        len(tree),
-        engine.prefix.held_bytes,
-        engine.config.cache_bytes,
-        disk.held_bytes if disk is not None else 0,
-        num_cleared,
+    nodes = tuple(
+        PrefixNode(
+            number=node.number,
+            parent=(node.parent.number or None) if node.parent is not None else None,
+            length=node.length,
+            tokens=node.tokens,
+            nbytes=node.nbytes,
+            has_checkpoint=node.checkpoint is not None,
+            pins=node.pins,
+            hits=node.hits,
+            idle_seconds=now - node.used_at,
+            is_salted=id(node.path()[0].parent) in salted,
+            is_on_disk=disk is not None and disk.has(node.key),
+        )
+        for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)
     )
-
-
-def _prefix_node(node: Node, now: float, salted: set[int], disk: DiskTier | None) -> PrefixNode:
-    assert node.parent is not None
-    return PrefixNode(
-        number=node.number,
-        parent=node.parent.number or None,
-        length=node.length,
-        tokens=node.tokens,
-        nbytes=node.nbytes,
-        has_checkpoint=node.checkpoint is not None,
-        pins=node.pins,
-        hits=node.hits,
-        idle_seconds=now - node.used_at,
-        is_salted=id(node.path()[0].parent) in salted,
-        is_on_disk=disk is not None and disk.has(node.key),
-    )
+    sizes = (len(tree), engine.prefix.held_bytes, engine.config.cache_bytes, disk.held_bytes if disk is not None else 0)
+    return Prefixes(request.number, nodes, *sizes, num_cleared)

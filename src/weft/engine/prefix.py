@@ -282,7 +282,6 @@ class RetainedCaches:
         return caches
 
     def limit(self, budget_bytes: int) -> None:
-        """Hold no more than a share of this budget."""
         self.max_bytes = budget_bytes // self.share
         self._shrink()
 

@@ -41,17 +41,14 @@ class RowMemory:
 
     @property
     def has_caches(self) -> bool:
-        """Whether it has caches of its own."""
         return self.own is not None
 
     @property
     def is_complete(self) -> bool:
-        """Whether its states are in the pool or in its own caches."""
         return self.own is not None or self.state.slab is not None
 
     @property
     def is_amid_chunk(self) -> bool:
-        """Whether a prompt chunk is partly computed."""
         return self.chunk is not None
 
 

@@ -30,7 +30,6 @@ class SampledTokens:
     logprobs: dict[int, Logprobs]  # by row
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, to be evaluated together."""
         flags = [self.finite] if self.possible is None else [self.finite, self.possible]
         return [self.tokens, *flags, *(array for row in self.logprobs.values() for array in row.arrays())]
 
@@ -52,7 +51,6 @@ class Logprobs:
     top_values: mx.array | None  # (T, k)
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, to be evaluated together."""
         return [array for array in (self.chosen, self.top_tokens, self.top_values) if array is not None]
 
     def read(self, tokens: Rows[int]) -> list[TokenLogprob]:
@@ -109,21 +107,12 @@ def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.arr
             continue
         group = [rows[index] for index in indices]
         taken = logits if len(indices) == len(rows) else logits[mx.array(indices)]
-        drawn = _draw_plain(taken, group) if kind == "plain" else _draw_ranked(taken, group, few=kind == "few")
-        tokens = drawn if len(indices) == len(rows) else _replace(tokens, indices, drawn)
+        drawn = _pick(_weights(taken, group), group) if kind == "plain" else _draw_ranked(taken, group, few=kind == "few")
+        if len(indices) == len(rows):
+            return drawn
+        tokens = mx.array(tokens)  # a new value; the greedy ones may still be read
+        tokens[mx.array(indices)] = drawn
     return tokens
-
-
-def _replace(tokens: mx.array, indices: list[int], drawn: mx.array) -> mx.array:
-    tokens = mx.array(tokens)  # a new value; the greedy ones may still be read
-    tokens[mx.array(indices)] = drawn
-    return tokens
-
-
-def _draw_plain(logits: mx.array, group: Rows[Sequence]) -> mx.array:
-    """Draw for rows with temperature and min_p only, over the whole vocabulary in token order."""
-    weights = _weights(logits, group)
-    return _pick(weights, group)
 
 
 def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.array:

@@ -68,7 +68,6 @@ class Fairness:
             self.served = {client: count for client, count in self.served.items() if client in {*clients, sequence.client}}
 
     def charge(self, sequence: Sequence, tokens: float) -> None:
-        """Add tokens to a client's counter."""
         self.served[sequence.client] = self.served.get(sequence.client, 0.0) + tokens
 
     def first(self, waiting: Iterable[Sequence]) -> Sequence:
@@ -97,7 +96,6 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
         return not self.waiting and not self.running
 
     @property

@@ -31,8 +31,7 @@ class LayerStates(Protocol):
         """Whether all computed states are in memory of its own: in the pool, or in its caches."""
 
     @property
-    def is_amid_chunk(self) -> bool:
-        """Whether a chunk of its prompt is partly computed."""
+    def is_amid_chunk(self) -> bool: ...
 
 
 @dataclass
@@ -87,12 +86,10 @@ class Sequence:
 
     @property
     def prompt(self) -> list[int]:
-        """The prompt's token ids."""
         return self.request.prompt
 
     @property
     def client(self) -> str:
-        """Who sent the request, for fairness."""
         return self.request.client
 
     @property
@@ -102,12 +99,10 @@ class Sequence:
 
     @property
     def error(self) -> str | None:
-        """The error that ended it, if one did."""
         return None if self.ending is None else self.ending.error
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended, for whatever reason."""
         return self.ending is not None
 
     @property
@@ -142,12 +137,10 @@ class Sequence:
 
     @property
     def has_caches(self) -> bool:
-        """Whether its prefill can go on without restoring anything."""
         return self.memory is not None and self.memory.has_caches
 
     @property
     def is_amid_chunk(self) -> bool:
-        """Whether a chunk of its prompt is partly computed."""
         return self.memory is not None and self.memory.is_amid_chunk
 
     @property
@@ -158,7 +151,6 @@ class Sequence:
         return self.constraint.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos)
 
     def token_at(self, position: int) -> int:
-        """The token at a position of prompt and answer."""
         return self.prompt[position] if position < len(self.prompt) else self.output[position - len(self.prompt)]
 
     def uniform(self, position: int) -> float:
@@ -167,7 +159,7 @@ class Sequence:
         return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
 
     def admit(self, now: float) -> None:
-        """Note when it was admitted; a fork keeps the time of its leader, a preempted one its first."""
+        """Note when it was admitted first; a fork has the time of its leader."""
         self.timings.admitted = self.timings.admitted or now
 
     def cut(self, position: int) -> None:
@@ -195,26 +187,22 @@ class Sequence:
             self.ending = Ending("length")
 
     def end(self, reason: FinishReason, error: str | None, now: float) -> None:
-        """End it; an ending that its own last token gave it stays."""
+        """End it; the ending that its own last token gave it stays."""
         self.ending = self.ending or Ending(reason, error)
         self.timings.finished = now
-        self.note_reuse()
+        self.timings.cached_tokens, self.timings.reuse = self.prefix.num_cached, self.prefix.reuse
+
+    def note_first_token(self, now: float) -> None:
+        """Note when the first token came, and how much of the prompt was cached."""
+        self.timings.first_token = now
+        self.timings.cached_tokens, self.timings.reuse = self.prefix.num_cached, self.prefix.reuse
 
     def constrain(self, constraint: Constraint) -> None:
-        """Hold its tokens to a constraint of its own, which has accepted those emitted before a resume."""
+        """Hold its tokens to a constraint of its own, which accepts those emitted before a resume."""
         self.constraint = constraint.fork()
         self.constraint.limit_to(self.max_tokens)
         for token in self.output:
             self.constraint.accept(token)
-
-    def note_first_token(self, now: float) -> None:
-        """Note when the first token came, and what of the prompt was cached."""
-        self.timings.first_token = now
-        self.note_reuse()
-
-    def note_reuse(self) -> None:
-        """Put what it did not have to compute into its timings."""
-        self.timings.cached_tokens, self.timings.reuse = self.prefix.num_cached, self.prefix.reuse
 
     def restart(self, emitted: Iterable[int], max_replayed_tokens: int) -> None:
         """Forget all computed states but keep the emitted tokens: a few are decoded again, many are prefilled.
@@ -237,7 +225,6 @@ class Sequence:
         self.restart(self.output, max_replayed_tokens)
 
     def lead(self, forks: list[Sequence]) -> None:
-        """Let other answers to the same prompt wait for its states."""
         self.forks = forks
 
     def release_forks(self) -> list[Sequence]:
