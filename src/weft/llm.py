@@ -122,7 +122,6 @@ class LLM:
         return self.engine.take_events()
 
     def result(self, sequence: EngineSequence | RequestError) -> Result:
-        """A finished request as a Result."""
         if isinstance(sequence, RequestError):
             return Result([], "", "error", error=str(sequence))
         text = self.tokenizer.decode(sequence.output)
@@ -130,7 +129,6 @@ class LLM:
         return Result(list(sequence.output), text, finish, sequence.logprobs, sequence.timings, sequence.error)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt as token ids."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         return list(prompt)

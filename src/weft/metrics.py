@@ -100,12 +100,10 @@ class Metrics(Collector):
         return [(float(sample.labels["le"]), sample.value) for sample in metric.samples if sample.name.endswith("_bucket")]
 
     def rows(self, model: str, running: int, waiting: int) -> None:
-        """Set how many rows an engine runs and how many wait."""
         self._running.labels(model).set(running)
         self._waiting.labels(model).set(waiting)
 
     def memory(self, model: str, num_bytes: Mapping[str, int]) -> None:
-        """Set an engine's memory in bytes by kind."""
         for kind, value in num_bytes.items():
             self._memory.labels(model, kind).set(value)
 
@@ -127,7 +125,6 @@ class Metrics(Collector):
             instrument.remove_by_labels({"model": model})
 
     def http(self, status: int) -> None:
-        """Count a response by its status."""
         self._http.labels(str(status)).inc()
 
     def render(self) -> bytes:

@@ -54,7 +54,6 @@ class Compiler:
         return found if found.vocab_size >= self.vocab_size else LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
 
     def start(self, spec: ConstraintSpec) -> Future[Constraint]:
-        """Compile in the background."""
         return self._pool.submit(self._compile_aside, spec)
 
     def _compile_aside(self, spec: ConstraintSpec) -> Constraint:

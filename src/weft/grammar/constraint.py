@@ -36,12 +36,10 @@ class Matcher:
             raise RowFailed(f"the grammar can not go on: {self.inner.get_error()[:300]}")
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens."""
         if count and not self.inner.rollback(count):
             raise RowFailed(f"the grammar can not go back: {self.inner.get_error()[:300]}")
 
     def allows(self, token: int) -> bool:
-        """Whether this token may come next."""
         return self.inner.validate_tokens([token]) == 1
 
     def mask(self) -> NDArray[np.bool_]:
@@ -235,7 +233,6 @@ class Constraint:
         return token != self.reasoning.open_ids[0] or self.matcher.allows(token)
 
     def rollback(self, count: int) -> None:
-        """Undo the last `count` tokens."""
         if count:
             if self.matcher is not None:
                 self.matcher.rollback(sum(self._fed[-count:]))

@@ -88,7 +88,6 @@ class FrontEnd:
         self._out.send(self._encoder.encode(message))
 
     async def receive(self) -> ToFront:
-        """The next message."""
         message: ToFront = self._decoder.decode(await self._in.recv())
         return message
 

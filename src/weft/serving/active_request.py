@@ -50,7 +50,6 @@ class Reports:
             del self._kept[next(iter(self._kept))]
 
     def find(self, request_id: str) -> RequestReport | None:
-        """The report of a request; None when there is none any more."""
         return self._kept.get(request_id)
 
 
@@ -131,7 +130,6 @@ class ChoiceStream:
 
     @property
     def usage(self) -> Usage:
-        """Counts and times so far."""
         timings = self.timings or Timings()
         queued, first = timings.admitted or timings.submitted, timings.first_token
         return Usage(
@@ -173,12 +171,10 @@ class ActiveRequest:
 
     @property
     def is_submitted(self) -> bool:
-        """Whether the engine has it."""
         return self.subscription is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether every choice has finished."""
         return all(choice.finish is not None for choice in self.choices)
 
     def read(self, events: Sequence[tuple[int, Event]], metrics: Metrics) -> Parts:
@@ -227,7 +223,6 @@ class ActiveRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
         return sum(len(prompt.encoded.ids) for prompt in self.prompts)
 
     @property
@@ -256,7 +251,6 @@ class ActiveRequest:
 
     @property
     def first_token_seconds(self) -> float | None:
-        """From arrival to the first token."""
         firsts = [choice.first_at for choice in self.choices if choice.first_at]
         return min(firsts) - self.arrived if firsts else None
 

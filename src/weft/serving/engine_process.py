@@ -72,7 +72,6 @@ class Watchdog:
             self._beat = message
 
     def tick(self) -> None:
-        """Count one more tick in which the engine could have been heard."""
         self._silence_seconds += TICK_SECONDS
 
     @property
@@ -113,11 +112,9 @@ class Supervisor:
         self._folder: str | None = None  # of the model that was served last
 
     def start(self) -> None:
-        """Start the engine in the background."""
         self._task = asyncio.create_task(self._keep_alive())
 
     async def stop(self) -> None:
-        """End the engine and wait for it."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -80,7 +80,6 @@ class Subscription:
             await self._wait()
 
     def accept(self) -> None:
-        """Count one more accepted prompt."""
         self.num_accepted += 1
         self._wake()
 
@@ -89,7 +88,6 @@ class Subscription:
         self._cancel(tuple(number for number, at in self.open.items() if index in (None, at)))
 
     def put(self, number: int, event: Event) -> None:
-        """Add an event of a sequence."""
         self._pending.append((self.open[number], event))
         if isinstance(event, TokenEvent) and event.finish is not None:
             del self.open[number]
@@ -170,7 +168,6 @@ class InFlight:
         return len(self.inside) + len(self.waiting)
 
     def add(self, submit: Submit, subscription: Subscription) -> None:
-        """Add the sequences of one prompt."""
         request = InFlightRequest(submit, subscription, is_accepted=submit.constraint is None)
         for number, sampling in zip(submit.numbers, submit.samplings, strict=True):
             self.waiting[number] = InFlightSequence(number, sampling, request)
@@ -210,7 +207,6 @@ class InFlight:
         return culprit
 
     def take_all(self) -> list[InFlightSequence]:
-        """Remove and return every sequence."""
         everybody = [*self.inside.values(), *self.waiting.values()]
         self.inside, self.waiting, self.suspect = {}, {}, None
         return everybody
@@ -241,8 +237,7 @@ def _without_prompt(sampling: Sampling) -> Sampling:
 class Sender(Protocol):
     """Takes messages to an engine."""
 
-    def send(self, message: ToEngine) -> None:
-        """Send without waiting."""
+    def send(self, message: ToEngine) -> None: ...
 
 
 class EngineClient:
@@ -257,7 +252,6 @@ class EngineClient:
         self._asked: dict[int, asyncio.Future[Prefixes]] = {}
 
     def new_numbers(self, count: int) -> tuple[int, ...]:
-        """Numbers for so many new sequences."""
         return tuple(itertools.islice(self._numbers, count))
 
     def submit(self, prompts: Sequence[Submit]) -> Subscription:

@@ -32,14 +32,11 @@ UNKNOWN_SECONDS = 5  # the Retry-After until then
 class LoadScreen(Protocol):
     """Shows how models are loaded."""
 
-    def loading(self, model: str, what: str, done: int, total: int) -> None:
-        """Show progress."""
+    def loading(self, model: str, what: str, done: int, total: int) -> None: ...
 
-    def ready(self, model: str, context: int, device: str, memory: dict[str, int], notice: str | None = None) -> None:
-        """Show that a model answers."""
+    def ready(self, model: str, context: int, device: str, memory: dict[str, int], notice: str | None = None) -> None: ...
 
-    def failed(self, model: str, message: str) -> None:
-        """Show that a model can not be served."""
+    def failed(self, model: str, message: str) -> None: ...
 
 
 class FinishRate:
@@ -54,7 +51,6 @@ class FinishRate:
         self._last = now
 
     def finish(self, now: float) -> None:
-        """Count one finished answer."""
         self._gaps.append(now - self._last)
         self._last = now
 
@@ -125,7 +121,6 @@ class ServedModel:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it answers."""
         is_up = self.codec is not None and self.ready is not None and not self.supervisor.condition.is_sick
         return is_up and self.failed is None and not self.is_leaving
 

@@ -43,7 +43,6 @@ class Fit:
 
     @property
     def verdict(self) -> FitVerdict:
-        """Whether the model fits."""
         if self.needed_bytes is None or self.free_bytes is None:
             return "unknown"
         if self.needed_bytes > self.free_bytes:
@@ -114,14 +113,12 @@ class ModelRegistry:
         self._names = {model.name for model in service.models}  # folders and files that were served are found again
 
     async def options(self) -> list[ModelOption]:
-        """Every model on this machine."""
         free, names = self.free_bytes, {model.name for model in self.service.models}
         found = await asyncio.to_thread(_find_models, self._names | names)
         return [ModelOption(model, Fit(needed, free), model.name in names) for model, needed in found]
 
     @property
     def free_bytes(self) -> int | None:
-        """The bytes that one more engine could have."""
         models = self.service.models
         upcoming = sum(self._needed.get(model, 0) for model in models if model.is_loading)
         return free_bytes(self.limit_bytes, [model.memory for model in models], upcoming)

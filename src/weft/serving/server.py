@@ -37,8 +37,7 @@ MakeApp = Callable[[Service, ServerConfig], ASGIApp]
 class ServerScreen(LoadScreen, Protocol):
     """Shows how the server starts."""
 
-    def serving(self, url: str) -> None:
-        """Show that the server listens."""
+    def serving(self, url: str) -> None: ...
 
 
 def serve(config: ServerConfig, screen: ServerScreen, make_app: MakeApp) -> int:
@@ -100,7 +99,6 @@ class Uvicorn(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
         yield
 
 

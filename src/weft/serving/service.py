@@ -171,7 +171,6 @@ class Service:
             self._run(model).add_done_callback(ended)
 
     def add(self, model: ServedModel) -> None:
-        """Load one more model in the background."""
         self.models.append(model)
         self._run(model)
 
@@ -190,7 +189,6 @@ class Service:
         return self._tasks[model]
 
     async def stop(self) -> None:
-        """End all engines."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*(model.supervisor.stop() for model in self.models))
