@@ -1,7 +1,7 @@
-"""Writes docs/parameters.md: every parameter of the four wires, read from the structs that read requests.
+"""Writes docs/parameters.md: every parameter of four API dialects, read from the structs that parse requests.
 
-What a parameter takes and on which wires it acts comes from the code; what it does is said here, once. Run
-`python docs/parameters.py` to write the page anew; a test holds it against the code.
+The accepted values and the dialects that support a parameter come from the code; WORDS describes what it does. Run
+`python docs/parameters.py` to write the page; a test compares it with the code.
 """
 
 from __future__ import annotations
@@ -24,142 +24,143 @@ HEAD = """# Parameters
 
 <!-- written by docs/parameters.py -->
 
-What becomes of every request parameter, on OpenAI's Chat Completions, Completions and Responses and on Anthropic's Messages.
-[The wires](api.md) says more of each; `/openapi.json` of a running server has the schemas.
+Every request parameter of OpenAI's Chat Completions, Completions and Responses and of Anthropic's Messages.
+[HTTP API](api.md) explains them; `/openapi.json` on a running server has the schemas.
 
-| mark | means |
+| mark | meaning |
 |---|---|
-| ● | acts: what is asked for holds, or the request is a 400 that names it |
-| ○ | accepted; the answer is the same with and without it |
-| ✗ | refused: a 400 with the code `unsupported_parameter`, unless the value is one with which it would not act |
-| – | unknown here: listed in the reply's header `x-ignored-params` |
+| ● | supported: the parameter is honoured, or the request is a 400 that names it |
+| ○ | accepted, without effect on the answer |
+| ✗ | refused: a 400 with the code `unsupported_parameter`, unless the value is one that would have no effect |
+| – | unknown: listed in the reply's header `x-ignored-params` |
 
-null is the same as leaving a parameter out, on all wires.
+In all dialects null is the same as omitting a parameter.
 """
 
 WORDS = {
-    # What is asked
-    "model": "A served model's name. May be left out where one model is served.",
+    # Input
+    "model": "Name of a served model. Optional if only one is served.",
     "messages": "The conversation. Chat: roles system, developer, user, assistant, tool. Messages: user, assistant, system.",
-    "prompt": "Completions: texts, or lists of token ids. On Responses it would be a prompt that OpenAI keeps.",
-    "input": "The conversation, as a text or as items. Needed, unless there is a `previous_response_id`.",
+    "prompt": "Completions: texts, or lists of token ids. Responses: would refer to a prompt stored at OpenAI.",
+    "input": "The conversation, as a text or as items. Required unless there is a `previous_response_id`.",
     "instructions": "A system message before everything else.",
     "system": "The system message, as a text or as text blocks.",
-    "previous_response_id": "What was asked and answered up to that response goes before the input.",
-    "echo": "The prompt comes first in the answer, with its log-probabilities where `logprobs` is given.",
-    "chat_template_kwargs": "Handed to the model's chat template.",
+    "previous_response_id": "Puts the conversation up to and including that response before the input.",
+    "echo": "Returns the prompt first, with its log-probabilities if `logprobs` is given.",
+    "chat_template_kwargs": "Variables for the model's chat template.",
     "add_generation_prompt": "false: the prompt ends after the last message, without the opening of an answer.",
-    "continue_final_message": "true: the last message, an assistant's, is gone on with.",
-    # How it is told
-    "stream": "Server-sent events as the answer is made.",
+    "continue_final_message": "true: continues the last message, which must be the assistant's.",
+    # Output
+    "stream": "Server-sent events while the answer is generated.",
     "stream_options": "`include_usage`: a last chunk with usage (Chat, Completions).",
-    "n": "So many answers, the prompt computed once. Prompts × n is at most 128.",
+    "n": "Number of answers; the prompt is computed once. Prompts × n is at most 128.",
     "logprobs": "Log-probabilities of the answer's tokens, before penalties and temperature: whether, or how many.",
-    "top_logprobs": "The log-probabilities of so many likeliest tokens at each place.",
-    "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; the rest speaks of tools not to be had.",
-    "skip_special_tokens": "false: special tokens are shown in the text.",
-    "store": "Responses: keep the response so that it can be come back to (default true).",
-    "metadata": "Messages: `user_id` says that this client comes again. Responses: told back.",
-    "user": "A label. Responses: told back.",
-    "safety_identifier": "A label. Responses: told back.",
-    # How much
-    "max_tokens": "The longest answer. Default: the rest of the context; Messages needs it, Responses says `max_output_tokens`.",
-    "max_completion_tokens": "The same; wins over `max_tokens`. On Responses: `max_output_tokens`.",
-    "max_output_tokens": "The longest answer, in tokens. Default: the rest of the context.",
-    "min_tokens": "The answer does not end before it has so many tokens.",
-    "stop": "Texts that end the answer and are not part of it. They do not act inside thinking and calls.",
+    "top_logprobs": "Number of most likely tokens whose log-probabilities are returned at each position.",
+    "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others concern tools that weft does not have.",
+    "skip_special_tokens": "false: special tokens are included in the text.",
+    "store": "Responses: store the response for later requests (default true).",
+    "metadata": "Messages: `user_id` identifies a returning client. Responses: returned unchanged.",
+    "user": "A label. Responses: returned unchanged.",
+    "safety_identifier": "A label. Responses: returned unchanged.",
+    # Length
+    "max_tokens": "Maximum length of the answer. Default: the rest of the context. Required in Messages; "
+    "in Responses: `max_output_tokens`.",
+    "max_completion_tokens": "Maximum length of the answer; overrides `max_tokens`. In Responses: `max_output_tokens`.",
+    "max_output_tokens": "Maximum length of the answer, in tokens. Default: the rest of the context.",
+    "min_tokens": "Minimum length of the answer, in tokens.",
+    "stop": "Texts that end the answer and are not part of it. Not matched inside reasoning and calls.",
     "stop_sequences": "Texts that end the answer and are not part of it.",
-    "stop_token_ids": "Token ids that end the answer, beside the model's own.",
+    "stop_token_ids": "Token ids that end the answer, in addition to the model's own.",
     "ignore_eos": "true: the model's own end tokens do not end the answer.",
-    "truncation": "Told back as disabled: nothing is ever left out, what is too long is a 400.",
-    "max_tool_calls": "Told back: it counts tools that a server runs, and none are run here.",
+    "truncation": "Returned as disabled: nothing is ever truncated, an input that is too long is a 400.",
+    "max_tool_calls": "Returned unchanged: it counts tools that a server runs, and weft runs none.",
     # Sampling
-    "temperature": "0 is greedy. Default: the makers' advice, else 1.",
-    "top_p": "Sample from the likeliest tokens that make up this share.",
-    "top_k": "Sample from so many likeliest tokens; 0 for all.",
-    "min_p": "Sample from tokens at least this share as likely as the likeliest.",
-    "repetition_penalty": "Makes tokens of prompt and answer less likely where above 1.",
-    "presence_penalty": "Taken off the logit of each token that the answer has.",
-    "frequency_penalty": "Taken off the logit of each token, for each time that the answer has it.",
+    "temperature": "0 is greedy. Default: the model's `generation_config.json`, else 1.",
+    "top_p": "Sample from the most likely tokens that together have this probability.",
+    "top_k": "Sample from this many most likely tokens; 0: all.",
+    "min_p": "Sample from tokens at least this fraction as likely as the most likely one.",
+    "repetition_penalty": "Above 1: tokens of prompt and answer become less likely.",
+    "presence_penalty": "Subtracted from the logit of each token that the answer contains.",
+    "frequency_penalty": "Subtracted from a token's logit once for each of its occurrences in the answer.",
     "logit_bias": "Added to the logits of these token ids.",
-    "seed": "The same seed gives the same answer, whoever else is served.",
-    # Its shape
-    "response_format": "text, json_object, json_schema (held exactly with `strict`), structural_tag.",
-    "text": "Responses: `format` as `response_format`; `verbosity` is a hint that no model here takes.",
-    "structured_outputs": "vLLM's words for it: one of json, json_object, regex, choice, grammar, structural_tag.",
-    "guided_json": "A schema for the answer (vLLM's older word).",
+    "seed": "The same seed gives the same answer, regardless of concurrent requests.",
+    # Constraints
+    "response_format": "text, json_object, json_schema (enforced exactly with `strict`), structural_tag.",
+    "text": "Responses: `format` as `response_format`; `verbosity` is a hint that weft does not use.",
+    "structured_outputs": "vLLM's form of constraints: one of json, json_object, regex, choice, grammar, structural_tag.",
+    "guided_json": "A schema for the answer (vLLM's older name).",
     "guided_regex": "A pattern that the whole answer matches.",
     "guided_choice": "The answer is one of these texts.",
-    "guided_grammar": "A grammar for the answer, in Lark's or GBNF's notation.",
-    "json_schema": "A schema for the answer (llama.cpp's word).",
-    "grammar": "A grammar for the answer (llama.cpp's word).",
-    "output_config": "`format`: a schema, held exactly. `effort`: how much to think.",
+    "guided_grammar": "A grammar for the answer, in Lark or GBNF notation.",
+    "json_schema": "A schema for the answer (llama.cpp's name).",
+    "grammar": "A grammar for the answer (llama.cpp's name).",
+    "output_config": "`format`: a schema, enforced exactly. `effort`: how much to reason.",
     "output_format": "The older name of `output_config.format`.",
-    # Thinking
-    "reasoning_effort": "How much to think: in the template's words, or as a budget. On Responses: `reasoning.effort`.",
-    "reasoning": "`effort`: how much to think. `summary`: the thinking is told as a summary too.",
-    "thinking": "enabled with `budget_tokens`, adaptive, between_tools or disabled; `display` omitted hides it.",
-    "thinking_token_budget": "So many tokens may be thought, then the answer begins. Completions do not think.",
-    "reasoning_budget_tokens": "The same; -1: no limit.",
+    # Reasoning
+    "reasoning_effort": "How much to reason: as a level of the chat template, or as a budget. In Responses: `reasoning.effort`.",
+    "reasoning": "`effort`: how much to reason. `summary`: the reasoning is returned as a summary too.",
+    "thinking": "enabled with `budget_tokens`, adaptive, between_tools or disabled; `display: omitted` hides the reasoning.",
+    "thinking_token_budget": "Maximum number of reasoning tokens; then the answer begins. Completions do not reason.",
+    "reasoning_budget_tokens": "Another name of `thinking_token_budget`; -1: no limit.",
     # Tools
-    "tools": "What may be called: functions; on Responses custom tools and namespaces too. A text to be continued calls nothing.",
+    "tools": "What the model may call: functions; in Responses also custom tools and namespaces. Not in Completions.",
     "tool_choice": "auto, none, required (Messages: any), one tool, or some of them.",
     "parallel_tool_calls": "false: at most one call.",
-    # The cache, and whose turn it is
-    "cache_salt": "What is computed of the prompt is shared only with requests of the same salt.",
-    "prompt_cache_key": "This client comes again: its prompts are kept longer, and it takes turns of its own.",
-    "session_id": "The same.",
-    "cache_control": "On the whole request it says nothing new, prompts are kept anyway; on a block it acts (see The wires).",
-    "priority": "Where not all can be answered at once, higher ones go first. Default 0.",
-    "service_tier": "`priority` is a priority of 10, `flex` of −10, others none. On Messages it changes nothing.",
+    # Caching and scheduling
+    "cache_salt": "The prompt's cache is shared only with requests that have the same salt.",
+    "prompt_cache_key": "Identifies a returning client: its prompts stay cached longer, and it is scheduled as its own client.",
+    "session_id": "Another name of `prompt_cache_key`.",
+    "cache_control": "On the whole request without effect, because prompts are cached anyway; on a block it acts (see HTTP API).",
+    "priority": "Higher values are scheduled first. Default 0.",
+    "service_tier": "`priority` means priority 10, `flex` means −10, others nothing. In Messages without effect.",
     # Refused
-    "functions": "OpenAI's first way to say `tools`: send those.",
-    "function_call": "OpenAI's first way to say `tool_choice`: send that.",
+    "functions": "OpenAI's older form of `tools`: send that.",
+    "function_call": "OpenAI's older form of `tool_choice`: send that.",
     "guided_whitespace_pattern": "The white space of a constrained answer is fixed.",
-    "include_reasoning": "Thinking is always told, in a field of its own.",
+    "include_reasoning": "Reasoning is always returned, in a field of its own.",
     "modalities": "Answers are text.",
     "audio": "Answers are text.",
-    "prediction": "Nothing is guessed ahead here yet.",
-    "web_search_options": "The server searches nothing; give the model a tool of yours.",
-    "suffix": "Nothing is filled in between two texts yet.",
-    "best_of": "Every answer that is made is told: use `n`.",
-    "xtc_probability": "Not one of the samplers here.",
-    "dry_multiplier": "Not one of the samplers here.",
+    "prediction": "No speculative decoding yet.",
+    "web_search_options": "The server does not search; give the model a tool of yours.",
+    "suffix": "No fill-in-the-middle yet.",
+    "best_of": "Every generated answer is returned: use `n`.",
+    "xtc_probability": "This sampler is not available.",
+    "dry_multiplier": "This sampler is not available.",
     "repetition_detection": "Answers that repeat themselves are not ended; use a penalty.",
-    "draft_model": "Nothing is guessed ahead here yet.",
+    "draft_model": "No speculative decoding yet.",
     "logprobs_mode": "Log-probabilities are always those before penalties and temperature.",
-    "return_progress": "How far a prompt is computed is not told in the stream.",
-    "timings_per_token": "Timings come once, with the end.",
-    "background": "Responses are made while the client waits.",
-    "conversation": "Conversations are not kept; `previous_response_id` goes back to a response.",
-    "context_management": "Nothing is left out of a prompt; what is too long is a 400.",
-    "moderation": "Nobody here judges texts.",
+    "return_progress": "The progress of the prefill is not reported in the stream.",
+    "timings_per_token": "Timings are sent once, at the end.",
+    "background": "Responses are generated while the client waits.",
+    "conversation": "Conversations are not stored; `previous_response_id` refers to a response.",
+    "context_management": "Nothing is removed from a prompt; one that is too long is a 400.",
+    "moderation": "There is no moderation.",
     "mcp_servers": "The server calls no other servers; give the model a tool of yours.",
     # Without effect
-    "verbosity": "A hint that no model here takes.",
-    "prompt_cache_options": "Prompts are kept anyway.",
-    "prompt_cache_retention": "How long is the server's setting.",
-    "ttl": "A model stays loaded.",
+    "verbosity": "A hint that weft does not use.",
+    "prompt_cache_options": "Prompts are cached anyway.",
+    "prompt_cache_retention": "The server's settings determine it.",
+    "ttl": "Models stay loaded.",
     "request_id": "A label; the reply's id is in `x-request-id`.",
-    "guided_decoding_backend": "There is one.",
-    "xtc_threshold": "A shade of `xtc_probability`.",
-    "dry_base": "A shade of `dry_multiplier`.",
-    "dry_allowed_length": "A shade of `dry_multiplier`.",
-    "dry_penalty_last_n": "A shade of `dry_multiplier`.",
-    "dry_sequence_breakers": "A shade of `dry_multiplier`.",
+    "guided_decoding_backend": "There is only one.",
+    "xtc_threshold": "Belongs to `xtc_probability`.",
+    "dry_base": "Belongs to `dry_multiplier`.",
+    "dry_allowed_length": "Belongs to `dry_multiplier`.",
+    "dry_penalty_last_n": "Belongs to `dry_multiplier`.",
+    "dry_sequence_breakers": "Belongs to `dry_multiplier`.",
     "client_metadata": "A label.",
     "access_programs": "A label.",
-    "image": "A setting of a tool that is not to be had here.",
-    "speed": "There is one.",
-    "inference_geo": "It is computed where the server stands.",
+    "image": "A setting of a tool that weft does not have.",
+    "speed": "There is only one.",
+    "inference_geo": "Requests are computed on the machine of the server.",
     "user_profile_id": "A label.",
     "workspace_id": "A label.",
 }
 
 
 @dataclass(frozen=True)
-class Wire:
-    """One of the four: the struct of its requests, what it refuses, what changes nothing."""
+class Dialect:
+    """An API dialect: the struct of its requests, the parameters it refuses, and those without effect."""
 
     name: str
     kind: type[msgspec.Struct]
@@ -167,7 +168,7 @@ class Wire:
     harmless: frozenset[str]
 
     def mark(self, name: str) -> str:
-        """What becomes of a parameter here."""
+        """The mark of a parameter in this dialect."""
         if name in self.kind.__struct_fields__:
             return "●"
         if name in self.refused:
@@ -176,27 +177,28 @@ class Wire:
         return "○" if name in self.harmless else "–"
 
 
-WIRES = (
-    Wire("Chat", schema.ChatRequest, schema.NOT_YET, schema.HARMLESS),
-    Wire("Completions", schema.CompletionRequest, schema.NOT_YET, schema.HARMLESS),
-    Wire("Responses", responses.ResponseRequest, responses.NOT_HERE, schema.HARMLESS | responses.HARMLESS),
-    Wire("Messages", anthropic.MessagesRequest, anthropic.NOT_DONE, anthropic.HARMLESS),
+DIALECTS = (
+    Dialect("Chat", schema.ChatRequest, schema.NOT_YET, schema.HARMLESS),
+    Dialect("Completions", schema.CompletionRequest, schema.NOT_YET, schema.HARMLESS),
+    Dialect("Responses", responses.ResponseRequest, responses.NOT_HERE, schema.HARMLESS | responses.HARMLESS),
+    Dialect("Messages", anthropic.MessagesRequest, anthropic.NOT_DONE, anthropic.HARMLESS),
 )
 
 
 def page() -> str:
-    """The whole page. Raises ValueError where words are missing, or left over."""
-    known = {name for wire in WIRES for name in (*wire.kind.__struct_fields__, *wire.refused, *wire.harmless)}
+    """The page's text. Raises ValueError if WORDS lacks a parameter or has one too many."""
+    known = {name for dialect in DIALECTS for name in (*dialect.kind.__struct_fields__, *dialect.refused, *dialect.harmless)}
     if known != WORDS.keys():
         raise ValueError(f"WORDS lacks {sorted(known - WORDS.keys())} and has without need {sorted(WORDS.keys() - known)}")
-    acting = [name for name in WORDS if any(name in wire.kind.__struct_fields__ for wire in WIRES)]
+    acting = [name for name in WORDS if any(name in dialect.kind.__struct_fields__ for dialect in DIALECTS)]
     others = [name for name in WORDS if name not in acting]
-    return "\n".join([HEAD, "## Those that act somewhere\n", *_table(acting), "\n## Those that do not\n", *_table(others)]) + "\n"
+    lines = [HEAD, "## Supported in at least one dialect\n", *_table(acting), "\n## Refused or without effect\n", *_table(others)]
+    return "\n".join(lines) + "\n"
 
 
 def _table(names: list[str]) -> list[str]:
-    heads = ["parameter", "takes", "what it does, or why not", *(wire.name for wire in WIRES)]
-    rows = [[f"`{name}`", _takes(name), WORDS[name], *(wire.mark(name) for wire in WIRES)] for name in names]
+    heads = ["parameter", "takes", "meaning, or why not", *(dialect.name for dialect in DIALECTS)]
+    rows = [[f"`{name}`", _takes(name), WORDS[name], *(dialect.mark(name) for dialect in DIALECTS)] for name in names]
     if not any(row[1] for row in rows):
         heads, rows = [head for head in heads if head != "takes"], [[row[0], *row[2:]] for row in rows]
     return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
@@ -207,40 +209,40 @@ def _line(cells: list[str]) -> str:
 
 
 def _takes(name: str) -> str:
-    """What values are taken, wire by wire where they differ."""
+    """The accepted values, by dialect if they differ."""
     found: dict[str, list[str]] = {}
-    for wire in WIRES:
-        if name in wire.kind.__struct_fields__:
-            found.setdefault(_values(SCHEMAS[wire.kind.__name__]["properties"][name]), []).append(wire.name)
+    for dialect in DIALECTS:
+        if name in dialect.kind.__struct_fields__:
+            found.setdefault(_values(SCHEMAS[dialect.kind.__name__]["properties"][name]), []).append(dialect.name)
     if len(found) == 1:
         return next(iter(found))
-    return "; ".join(f"{', '.join(wires)}: {words}" for words, wires in found.items())
+    return "; ".join(f"{', '.join(dialects)}: {words}" for words, dialects in found.items())
 
 
-def _values(said: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
-    if "$ref" in said:
-        fields = SCHEMAS[said["$ref"].rpartition("/")[2]].get("properties", {})
+def _values(schema_node: dict[str, Any]) -> str:
+    """A short description of a JSON schema."""
+    if "$ref" in schema_node:
+        fields = SCHEMAS[schema_node["$ref"].rpartition("/")[2]].get("properties", {})
         return f"object with {', '.join(fields)}"
-    if "anyOf" in said:
-        return " or ".join(dict.fromkeys(_values(one) for one in said["anyOf"] if one.get("type") != "null"))
-    if "enum" in said:
-        return ", ".join(str(value) for value in said["enum"] if value is not None)
-    if "const" in said:
-        return json.dumps(said["const"])
-    match said.get("type"):
+    if "anyOf" in schema_node:
+        return " or ".join(dict.fromkeys(_values(one) for one in schema_node["anyOf"] if one.get("type") != "null"))
+    if "enum" in schema_node:
+        return ", ".join(str(value) for value in schema_node["enum"] if value is not None)
+    if "const" in schema_node:
+        return json.dumps(schema_node["const"])
+    match schema_node.get("type"):
         case "array":
             count = (
-                f"{said['minItems']} or more "
-                if "minItems" in said
-                else f"up to {said['maxItems']} "
-                if "maxItems" in said
+                f"{schema_node['minItems']} or more "
+                if "minItems" in schema_node
+                else f"up to {schema_node['maxItems']} "
+                if "maxItems" in schema_node
                 else ""
             )
-            return f"list of {count}{_values(said.get('items', {}))}"
+            return f"list of {count}{_values(schema_node.get('items', {}))}"
         case str(kind):
-            return kind + _bounds(said.get("minimum"), said.get("maximum"))
-    return "object" if "properties" in said else "anything"
+            return kind + _bounds(schema_node.get("minimum"), schema_node.get("maximum"))
+    return "object" if "properties" in schema_node else "anything"
 
 
 def _bounds(low: float | None, high: float | None) -> str:

@@ -22,12 +22,12 @@ def table(folder_of: Callable[[str], Path]) -> str:
     from driver import adapter_for
     from zoo import ABSENT, ARCHITECTURES
 
-    lines = ["| architecture | held | why not better |", "|---|---|---|"]
+    lines = ["| architecture | way | why not a better one |", "|---|---|---|"]
     for name in sorted(ARCHITECTURES):
         adapter = adapter_for(folder_of(name))
         reason = adapter.refused.get("plain") or adapter.refused.get("seam") or ""
         lines.append(f"| {name} | {adapter.way} | {_short(reason)} |")
-    lines += ["", "Not in the suite, so only tried at load:", "", "| architecture | reason |", "|---|---|"]
+    lines += ["", "Not in the test suite, so checked only at load:", "", "| architecture | reason |", "|---|---|"]
     lines += [f"| {name} | {reason} |" for name, reason in sorted(ABSENT.items())]
     return "\n".join(lines) + "\n"
 
