@@ -77,7 +77,7 @@ def test_troubleshooting_has_every_error_code() -> None:
 @pytest.mark.parametrize("page", OWN)
 def test_every_flag_that_a_page_names_is_there(page: str) -> None:
     flags = set(re.findall(r"--([a-z][a-z-]+)", app.generate_completion(prog_name="weft", shell="bash")))
-    others = {"constraint", "help", "user", "unit"}  # pip's, everybody's, journalctl's
+    others = {"constraint", "force-reinstall", "no-deps", "help", "user", "unit"}  # pip's, everybody's, journalctl's
 
     assert set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", (DOCS / page).read_text(encoding="utf-8"))) - flags <= others
 
