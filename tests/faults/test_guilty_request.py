@@ -25,7 +25,7 @@ TRUNK = [(7 * place) % 900 + 100 for place in range(150)]  # one whole chunk: wh
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     rules = [{"point": point, "token": token, "after": 3 * (point in LATE)} for point, token in MARKED.items()]
     log = tmp_path_factory.mktemp("faults") / "log"
-    with running(log, "tiny-hybrid", environment={VARIABLE: json.dumps(rules)}) as server:
+    with running(log, "tiny-hybrid", "--log-format", "json", environment={VARIABLE: json.dumps(rules)}) as server:
         yield server
 
 
@@ -91,3 +91,13 @@ def test_a_stream_that_fails_ends_with_an_error_and_not_with_a_stop(server: Serv
     assert '"error"' in reply.text
     assert "[DONE]" not in reply.text
     assert '"finish_reason":"stop"' not in reply.text
+
+
+def test_the_engine_logs_as_the_server_does(server: Server) -> None:
+    ask(server, body(0, MARKED["decode"]))
+    lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+    failures = [line for line in lines if line["logger"] == "weft.engine" and line["level"] == "error"]
+
+    assert "InjectedFault" in failures[-1]["exception"]
+    assert failures[-1]["time"].endswith("Z")
+    assert "Traceback" not in [line for line in server.log.read_text().splitlines() if not line.startswith("{")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -66,8 +65,8 @@ class Engine:
         self.limits = self._limits()
         self.num_failed_turns = 0  # in a row
         self.last_failure: Exception | None = None
-        self.events: deque[TokenEvent] = deque()
-        self.prompt_events: deque[PromptEvent] = deque()
+        self.events: list[TokenEvent] = []
+        self.prompt_events: list[PromptEvent] = []
         self.on_events: Callable[[], None] = lambda: None  # called in mid-turn when there are events worth sending
         self._numbers = itertools.count()
 
@@ -144,14 +143,12 @@ class Engine:
 
     def take_events(self) -> list[TokenEvent]:
         """The tokens and endings since the last call."""
-        events = list(self.events)
-        self.events.clear()
+        events, self.events = self.events, []
         return events
 
     def take_prompt_events(self) -> list[PromptEvent]:
         """The progress of prompts since the last call."""
-        events = list(self.prompt_events)
-        self.prompt_events.clear()
+        events, self.prompt_events = self.prompt_events, []
         return events
 
     def _limits(self) -> Limits:
