@@ -23,11 +23,12 @@ ROOT = Path(__file__).parent.parent
 FAKE = ROOT / "tests" / "fake_engine.py"
 SERVE_FAKE = """
 import sys
-from weft.serving import server
-server._command = lambda name, *_: [*{command!r}, name]
-from weft.cli.serve import Screen
+from weft.api.app import make_app
+from weft.cli.serve import Terminal
 from weft.config import ServerConfig
-sys.exit(server.serve(ServerConfig(("fake",), port=0), Screen(), make_app))
+from weft.serving import engine_process, server
+engine_process.COMMAND = (*{command!r}, "fake")
+sys.exit(server.serve(ServerConfig(("fake",), port=0), Terminal(), make_app))
 """
 STREAMS, TOKENS = 64, 400
 CLIENTS, ANSWER = 8, 64

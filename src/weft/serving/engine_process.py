@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,14 +94,11 @@ class Supervisor:
     """Owns one model's engine across all its processes."""
 
     def __init__(
-        self,
-        settings: EngineSettings,
-        hang_seconds: float = ServerConfig.hang_seconds,
-        command: tuple[str, ...] = COMMAND,
+        self, settings: EngineSettings, hang_seconds: float = ServerConfig.hang_seconds, command: Sequence[str] | None = None
     ) -> None:
         self.settings = settings
         self.hang_seconds = hang_seconds
-        self.command = command
+        self.command = command or COMMAND
         self.client = EngineClient()
         self.condition = EngineCondition(loading=Loading("starting"))
         self.status = EngineStatus()
