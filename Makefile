@@ -30,7 +30,7 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	$(BIN)/python -m bench.pictures
 
 conformance: $(READY)  ## every oracle on all architectures of the zoo (about 8 minutes on two cores); CI looks at some closely
-	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle
+	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle tests/engine/test_memory.py
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .

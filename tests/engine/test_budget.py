@@ -59,7 +59,7 @@ def test_sixty_four_long_requests_all_finish_with_room_for_a_few(adapter: Adapte
     prompts = random_prompts(adapter.vocab_size, [60 + number for number in range(64)], seed=5)
     config = dataclasses.replace(SMALL, memory_bytes=ledger_of(3, adapter), cache_bytes=1 << 20)
     run = Run(adapter, config)
-    rows = [run.submit(prompt, 30) for prompt in prompts]
+    rows = [run.submit(prompt, 12) for prompt in prompts]
     most = 0
     while not run.engine.idle:
         run.turn()
@@ -73,7 +73,7 @@ def test_sixty_four_long_requests_all_finish_with_room_for_a_few(adapter: Adapte
         assert run.engine.budget.reserved(run.engine.scheduler.running) + tree.held_bytes - pinned <= room
 
     assert 2 <= most <= 6
-    assert [one.output for one in rows] == answers(adapter, prompts, 30)
+    assert [one.output for one in rows] == answers(adapter, prompts, 12)
 
 
 def test_rows_that_outgrow_what_was_expected_make_room_youngest_first(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
