@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from servers import Server, running
-from weft.engine.faults import VARIABLE, Deed
+from weft.engine.faults import VARIABLE
 
 DEADLY = 3001
 
@@ -22,7 +22,7 @@ def ask(server: Server, prompt: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("do", ["kill", "hang"])
-def test_the_deadly_request_fails_and_the_others_are_answered(tmp_path: Path, do: Deed) -> None:
+def test_the_deadly_request_fails_and_the_others_are_answered(tmp_path: Path, do: str) -> None:
     rules = [{"point": "turn", "token": DEADLY, "do": do, "after": 4}]
     prompts = [[200 + number, 300, 401, 502] for number in range(7)]
     settings = ("tiny-hybrid", "--hang-seconds", "3")
