@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("address")
-    parser.add_argument("--load-seconds", type=float, default=0.0)
+    parser.add_argument("--load-until", type=Path, help="not ready before this file exists")
     parser.add_argument("--fail", help="never come up, with these words")
     parser.add_argument("--die-after", type=int, help="tokens after which the process ends without a word")
     parser.add_argument("--diary", type=Path, help="every life writes a line here")
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--poison", type=int, help="an id in a prompt whose first new token ends the process")
     parser.add_argument("--hang", type=int, help="an id in a prompt whose first new token never comes")
     parser.add_argument("--token-seconds", type=float, default=0.0)
-    parser.add_argument("--prompt-seconds", type=float, default=0.0)
+    parser.add_argument("--prompt-until", type=Path, help="no prompt is read before this file exists")
     parser.add_argument("--folder", default=str(FOLDER))
     parser.add_argument("--context", type=int, default=100_000)
     parser.add_argument("--memory-tokens", type=int, help="no row may be longer; a token takes 100 bytes")
@@ -64,7 +64,9 @@ def main() -> None:
     channel = EngineEnd(asked.address)
     channel.send(Loading("pretending", 1, 2))
     channel.receive_settings(60.0)
-    time.sleep(asked.load_seconds)
+    while asked.load_until and not asked.load_until.exists():
+        if any(isinstance(message, Shutdown) for message in channel.receive(0.01)):
+            return
     if asked.fail:
         channel.send(Failed(asked.fail))
         channel.close()
@@ -86,7 +88,8 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
         for message in channel.receive(0.0 if live else 1.0):
             match message:
                 case Submit():
-                    time.sleep(asked.prompt_seconds)
+                    while asked.prompt_until and not asked.prompt_until.exists():
+                        time.sleep(0.01)
                     known.take(message)
                     given = message.emitted or ((),) * len(message.numbers)
                     for number, sampling, before in zip(message.numbers, message.samplings, given, strict=True):

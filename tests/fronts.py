@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import uvicorn
 
+from waiting import HANG_SECONDS, until
 from weft.api.app import make_app
 from weft.config import EngineSettings, ServerConfig
 from weft.metrics import Metrics
@@ -56,10 +57,10 @@ class Front:
     screen: Quiet
 
     def get(self, path: str, **options: Any) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=10, **options)
+        return httpx2.get(self.url + path, timeout=HANG_SECONDS, **options)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=20, **options)
+        return httpx2.post(self.url + path, json=body, timeout=HANG_SECONDS, **options)
 
 
 @contextmanager
@@ -90,8 +91,7 @@ def front(
     try:
         made = Front(f"http://127.0.0.1:{port}", port, service, screen)
         if wait:
-            while made.get("/health").status_code != 200:
-                pass
+            until(lambda: made.get("/health").status_code == 200)
         yield made
     finally:
         server.should_exit = True

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import httpx2
 import openai
 
-START_SECONDS = 60.0
+from waiting import HANG_SECONDS, until
 
 
 @dataclass
@@ -37,32 +36,30 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def get(self, path: str) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=10)
+        return httpx2.get(self.url + path, timeout=HANG_SECONDS)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+        return httpx2.post(self.url + path, json=body, timeout=HANG_SECONDS, **options)
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.get("/v1/status").json()
         return status
 
-    def wait_idle(self, seconds: float) -> None:
-        """Fail unless nothing runs or waits within so many seconds."""
-        deadline = time.monotonic() + seconds
-        while True:
-            status = self.status()
-            left = {name: status[name] for name in ("rows_running", "rows_waiting", "requests")}
-            if not any(left.values()):
-                return
-            assert time.monotonic() < deadline, f"still there after {seconds} s: {left}"
-            time.sleep(0.02)
+    def wait_idle(self) -> None:
+        """Return when nothing runs or waits."""
+        until(lambda: not any(self.status()[name] for name in ("rows_running", "rows_waiting", "requests")), self.status)
 
     def wait_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while self.get("/health").status_code != 200:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+        """Return when requests are answered."""
+        until(lambda: self.is_up() and self.get("/health").status_code == 200, self.log.read_text)
+
+    def wait_dead(self) -> None:
+        """Return when the front knows that its engine is gone, or silent."""
+        until(lambda: self.get("/health").status_code != 200)
+
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return True
 
 
 @contextmanager
@@ -79,16 +76,15 @@ def running(log: Path, *arguments: str, ready: bool = True, environment: dict[st
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(15)
+                process.wait(HANG_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
 
 
 def _listening_at(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        if found := re.search(r"listens at (http://\S+)", log.read_text()):
-            return found[1]
+    def look() -> str | None:
         assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.02)
+        found = re.search(r"listens at (http://\S+)", log.read_text())
+        return found and found[1]
+
+    return until(look, log.read_text) or ""

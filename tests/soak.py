@@ -304,7 +304,7 @@ class Soak:
     def check_end(self) -> None:
         """When all is over nothing is left, and nothing has grown."""
         try:
-            self.server.wait_idle(30)
+            self.server.wait_idle()
         except AssertionError as error:
             self.wrong(str(error))
         self.server.wait_ready()

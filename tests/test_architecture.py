@@ -115,6 +115,13 @@ def test_importing_it_does_not_load_mlx(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_the_front_starts_without_what_only_engines_need() -> None:
+    heavy = ("mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "llguidance")
+    code = f"import sys, weft.serving.server, weft.api.app; print(*{{name.split('.')[0] for name in sys.modules}} & {{*{heavy}}})"
+
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == []
+
+
 def test_nothing_weft_needs_needs_torch() -> None:
     seen, waiting = set(), ["weft"]
     while waiting:

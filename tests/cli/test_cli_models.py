@@ -106,7 +106,7 @@ def test_a_running_server_loads_and_unloads_what_it_is_told(tmp_path: Path) -> N
         for file in ("config.json", "model.safetensors"):
             (tmp_path / name / file).write_bytes(bytes(10))
     good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
-    with front({"m": []}, spare={bad: ["--fail", "weights are missing"], good: ["--load-seconds", "0.3"]}) as server:
+    with front({"m": []}, spare={bad: ["--fail", "weights are missing"]}) as server:
         told = [
             weft(tmp_path, *words, "--url", server.url)
             for words in (

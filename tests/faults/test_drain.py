@@ -13,6 +13,7 @@ import httpx2
 import pytest
 
 from servers import Server, running
+from waiting import HANG_SECONDS, until
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 700, "ignore_eos": True, "temperature": 0}
 
@@ -20,9 +21,8 @@ BODY = {"prompt": "Once upon a time", "max_tokens": 700, "ignore_eos": True, "te
 def ask_for_an_end(server: Server) -> httpx2.Response:
     """Send the signal, and give back what health says as soon as it knows."""
     os.kill(server.process.pid, signal.SIGTERM)
-    while (health := server.get("/health")).status_code == 200:
-        pass
-    return health
+    server.wait_dead()
+    return server.get("/health")
 
 
 @pytest.mark.parametrize("is_streamed", [True, False], ids=["streaming", "whole"])
@@ -31,13 +31,12 @@ def test_what_runs_finishes_and_what_comes_is_refused(tmp_path: Path, is_streame
     with running(tmp_path / "log", "tiny-hybrid", "--drain-seconds", "60") as server:
         asking = threading.Thread(target=lambda: told.append(server.post("/v1/completions", {**BODY, "stream": is_streamed})))
         asking.start()
-        while not server.status()["rows_running"]:
-            pass
+        until(lambda: server.status()["rows_running"])
         health = ask_for_an_end(server)
         refused = [server.post("/v1/completions", {"prompt": "hi", "stream": stream}) for stream in (False, True)]
         was_running = asking.is_alive()
-        asking.join(60)
-        status = server.process.wait(10)
+        asking.join(HANG_SECONDS)
+        status = server.process.wait(HANG_SECONDS)
 
     assert was_running
     assert (health.status_code, health.json()["status"]) == (503, "stopping")
@@ -52,12 +51,12 @@ def test_what_runs_finishes_and_what_comes_is_refused(tmp_path: Path, is_streame
 def test_what_does_not_finish_in_time_is_told(tmp_path: Path) -> None:
     with running(tmp_path / "log", "tiny-hybrid", "--drain-seconds", "0.5") as server:
         body = {**BODY, "max_tokens": 1500, "n": 16, "stream": True}
-        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as reply:
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as reply:
             lines = reply.iter_lines()
             next(lines)
             os.kill(server.process.pid, signal.SIGTERM)
             rest = "\n".join(lines)
-        status = server.process.wait(10)
+        status = server.process.wait(HANG_SECONDS)
 
     assert '"code":"server_stopping"' in rest
     assert "[DONE]" not in rest
@@ -69,13 +68,12 @@ def test_an_engine_that_dies_during_the_drain_costs_a_pause_only(tmp_path: Path)
     with running(tmp_path / "log", "tiny-hybrid", "--drain-seconds", "60") as server:
         asking = threading.Thread(target=lambda: told.append(server.post("/v1/completions", BODY)))
         asking.start()
-        while not server.status()["rows_running"]:
-            pass
+        until(lambda: server.status()["rows_running"])
         engine = server.status()["engine_pid"]
         ask_for_an_end(server)
         os.kill(engine, signal.SIGKILL)
-        asking.join(60)
-        status = server.process.wait(10)
+        asking.join(HANG_SECONDS)
+        status = server.process.wait(HANG_SECONDS)
 
     assert num_tokens(told[0], False) == 700
     assert status == 0

@@ -62,7 +62,7 @@ def test_exactly_the_guilty_one_fails(server: Server, point: Point) -> None:
     assert error["type"] == "server_error", error
     assert "fail" in error["message"] or "finite" in error["message"]
     assert together == alone
-    server.wait_idle(2)
+    server.wait_idle()
     after = server.status()
     assert after["engine_pid"] == before["engine_pid"]
     assert after["engine_restarts"] == 0

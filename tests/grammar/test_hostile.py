@@ -6,6 +6,8 @@ The limits are CPU seconds of this process, some times what it takes today. What
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from hostile import ATTACKS, Attack
 
 import weft.model
+from waiting import HANG_SECONDS
 from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
@@ -154,6 +157,22 @@ def test_other_threads_run_while_a_grammar_compiles() -> None:
     assert ticks[0] >= 10  # the compile takes a fifth of a second; with the interpreter's lock held there would be one
 
 
+class Endless(Compiler):
+    """Compiles until its thread has the lowest priority there is."""
+
+    def constraint(self, spec: ConstraintSpec) -> Constraint:  # noqa: ARG002
+        while os.sched_getscheduler(0) != os.SCHED_IDLE:
+            sum(range(1_000))
+        return Constraint(None, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such priority for a thread")
+def test_a_compile_that_takes_long_yields_to_the_engine() -> None:
+    future = Endless(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None))
+
+    assert future.result(timeout=HANG_SECONDS)
+
+
 class Panicking(Compiler):
     """llguidance is Rust: what panics there comes as an exception that is no Exception."""
 
@@ -165,4 +184,4 @@ def test_a_panic_while_compiling_is_a_refusal_and_nobody_waits_for_ever() -> Non
     future = Panicking(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None))
 
     with pytest.raises(GrammarRejected, match="a panic"):
-        future.result(timeout=10)
+        future.result(timeout=HANG_SECONDS)

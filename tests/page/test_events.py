@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
+from waiting import until
 from weft.api.live import percentiles
 
 Event = dict[str, Any]
@@ -80,8 +80,7 @@ def test_what_has_not_changed_is_not_told_again(server: Front) -> None:
 
 def test_who_was_asking_before_is_told_at_once(server: Front) -> None:
     (thread,) = asking(server, "before", max_tokens=60)
-    while "before" not in server.service.active:
-        time.sleep(0.01)
+    until(lambda: "before" in server.service.active)
     events = watched(server)
     first = next(events)
     events.close()  # type: ignore[attr-defined]
@@ -97,10 +96,7 @@ def test_a_watcher_that_leaves_leaves_nothing_behind(server: Front) -> None:
     assert len(server.service.watchers) == 1
     events.close()  # type: ignore[attr-defined]
 
-    deadline = time.monotonic() + 5
-    while server.service.watchers:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not server.service.watchers)
 
 
 def test_a_request_that_nobody_waits_for_any_more_is_told_as_cancelled(server: Front) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ import pytest
 
 from fronts import front
 from servers import Server, running
+from waiting import HANG_SECONDS
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "/Applications/Chromium.app/Contents/MacOS/Chromium")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 PICTURES = Path(__file__).parent.parent.parent / "build" / "screenshots"
-PATIENCE = 20_000  # milliseconds
+PATIENCE = 1e3 * HANG_SECONDS  # milliseconds
 SYSTEM = "You tell small stories to small children. You are kind, you write simply, and every story ends well. " * 4
 
 pytestmark = [
@@ -83,10 +83,11 @@ def say(page: Any, text: str, **settings: str) -> None:
 
 def until(page: Any, condition: str) -> None:
     """Wait until this is true in the page. Playwright's own way evaluates texts there, which the page's policy forbids."""
-    deadline = time.monotonic() + PATIENCE / 1e3
-    while not page.evaluate(condition):
-        assert time.monotonic() < deadline, condition
+    for _ in range(int(PATIENCE / 50)):
+        if page.evaluate(condition):
+            return
         page.wait_for_timeout(50)
+    pytest.fail(condition)
 
 
 def text_of(page: Any) -> str:
@@ -103,7 +104,7 @@ def test_an_answer_streams_and_is_stopped(open_page: Any, server: Server) -> Non
     page.click("#stop")
     page.wait_for_selector("#send", state="visible")
 
-    server.wait_idle(5)
+    server.wait_idle()
     assert text_of(page).startswith(seen)
     assert "stopped" in page.inner_text(".facts")
 
@@ -278,7 +279,7 @@ def test_models_are_loaded_and_unloaded_on_the_page(open_page: Any, tmp_path: Pa
             folder.mkdir(exist_ok=True)
             (folder / file).write_bytes(bytes(2_000_000))
     monkeypatch.setenv("WEFT_CACHE", str(tmp_path))
-    spare = {str(good): ["--load-seconds", "1"], str(bad): ["--fail", "weights are missing"]}
+    spare = {str(good): ["--load-until", str(tmp_path / "gate")], str(bad): ["--fail", "weights are missing"]}
     with front({"m": []}, spare=spare) as models:
         page = open_page(url=f"{models.url}/#models")
         row = page.locator(f"#choices li:has-text('{good.name}')")
@@ -288,6 +289,7 @@ def test_models_are_loaded_and_unloaded_on_the_page(open_page: Any, tmp_path: Pa
         page.keyboard.press("Enter")
         page.wait_for_selector("progress")
         pictured(page, "models-loading")
+        (tmp_path / "gate").touch()
         page.wait_for_selector(f".model:has-text('{good.name}') .dot.loaded")
         until(page, "document.querySelectorAll('#model option').length === 2")
         page.click(f"[aria-label='Load {bad}']")

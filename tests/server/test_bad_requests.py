@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from typing import Any
 
 import httpx2
@@ -159,7 +158,7 @@ def test_after_all_of_it_the_server_answers(server: Server) -> None:
     reply = server.post(COMPLETIONS, {"prompt": "Once upon a time", "max_tokens": 3, "temperature": 0})
 
     assert reply.json()["choices"][0]["text"] == ", there was"
-    server.wait_idle(2)
+    server.wait_idle()
 
 
 def test_a_body_over_the_cap_is_refused_before_it_is_read(server: Server) -> None:
@@ -226,11 +225,9 @@ def test_a_body_that_trickles_is_given_up_on() -> None:
 
     with front({"m": []}, body_seconds=0.5) as server, socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
-        start = time.monotonic()
         told = connection.recv(1000)
 
     assert told.startswith(b"HTTP/1.1 408")
-    assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
@@ -253,7 +250,7 @@ def test_requests_made_from_the_openapi_document_never_break_the_server(server: 
 
     assert count > 100
     assert server.post(COMPLETIONS, {"prompt": "Once", "max_tokens": 1}).status_code == 200
-    server.wait_idle(5)
+    server.wait_idle()
 
 
 def _shorten(case: schemathesis.Case) -> None:

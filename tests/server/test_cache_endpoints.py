@@ -172,7 +172,7 @@ def test_the_cache_is_behind_the_key() -> None:
 
 
 def test_a_model_that_is_not_up_keeps_nothing_and_can_not_be_cleared_yet() -> None:
-    with front({"slow": ["--load-seconds", "1.5"]}, wait=False) as server:
+    with front({"slow": ["--load-until", "/never"]}, wait=False) as server:
         listed = server.get("/v1/cache").json()
         refused = server.post("/v1/cache/clear", {})
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import httpx2
 import pytest
 
 from fronts import Front, front
+from waiting import HANG_SECONDS, until
 from weft.serving.model import FinishRate
 from weft.text.codec import Codec
 
@@ -27,51 +25,56 @@ TEXTS = {
 }
 
 
-def pieces(reply: httpx2.Response) -> list[str]:
+def stream(server: Front, body: dict[str, Any]) -> Any:
+    """A completion's stream, open to be read line by line."""
+    return httpx2.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=HANG_SECONDS)
+
+
+def pieces(text: str) -> list[str]:
     """The texts of a stream's events, in order."""
-    lines = [line[6:] for line in reply.text.split("\n") if line.startswith("data: {")]
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: {")]
     return [choice["text"] for line in lines for choice in json.loads(line)["choices"] if choice["text"]]
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
 def test_no_character_is_ever_halved(text: str) -> None:
-    with front({"m": ["--token-seconds", "0.003"]}) as server:
+    with front({"m": ["--token-seconds", "0.01"]}) as server:
         streamed = server.post("/v1/completions", {"prompt": text, "stream": True})
         whole = server.post("/v1/completions", {"prompt": text}).json()["choices"][0]["text"]
 
     assert whole == text
-    assert "".join(pieces(streamed)) == text
-    assert len(pieces(streamed)) > 3
+    assert "".join(pieces(streamed.text)) == text
+    assert len(pieces(streamed.text)) > 1
     assert "\ufffd" not in streamed.text
     assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
-def test_health_tells_how_far_a_model_is_and_a_stream_waits_for_it() -> None:
-    with front({"slow": ["--load-seconds", "1.5"]}, wait=False, heartbeat_seconds=0.2) as server:
-        time.sleep(0.7)  # its process has said what it is doing by then
+def test_health_tells_how_far_a_model_is_and_a_stream_waits_for_it(tmp_path: Path) -> None:
+    gate, progress = tmp_path / "gate", {"what": "pretending", "done": 1, "total": 2}
+    with front({"slow": ["--load-until", str(gate)]}, wait=False, heartbeat_seconds=0.05) as server:
+        until(lambda: server.get("/health").json()["models"]["slow"] == {"status": "loading", "progress": progress})
         health = server.get("/health")
         refused = server.post("/v1/completions", {"prompt": "hi"})
         listed = server.get("/v1/models").json()["data"]
-        streamed = server.post("/v1/completions", {"prompt": TEXTS["plain"], "stream": True})
+        with stream(server, {"prompt": TEXTS["plain"]}) as reply:
+            lines = reply.iter_lines()
+            signs = [next(line for line in lines if line.startswith(":")) for _ in range(2)]
+            gate.touch()
+            streamed = "\n".join(lines)
 
     assert health.status_code == 503
-    assert health.json()["models"]["slow"] == {
-        "status": "loading",
-        "progress": {"what": "pretending", "done": 1, "total": 2},
-    }
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert [model["id"] for model in listed] == ["slow"]
     assert listed[0]["status"] == {"value": "loading"}
-    assert ": prefill 0/0" in streamed.text  # a sign of life meanwhile
+    assert signs == [": prefill 0/0"] * 2
     assert "".join(pieces(streamed)) == TEXTS["plain"]
-    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert streamed.endswith("data: [DONE]\n")
 
 
 def test_a_model_that_can_not_come_up_says_why() -> None:
     with front({"broken": ["--fail", "weights are missing"]}, wait=False) as server:
-        while server.get("/health").json()["status"] != "failed":
-            pass
+        until(lambda: server.get("/health").json()["status"] == "failed")
         health = server.get("/health")
         refused = server.post("/v1/completions", {"prompt": "hi"})
 
@@ -91,7 +94,7 @@ def test_an_engine_that_dies_is_replaced_and_its_streams_go_on(tmp_path: Path) -
         after = server.get("/v1/status").json()
         whole = server.post("/v1/completions", {"prompt": TEXTS["plain"], "max_tokens": 1000}).json()
 
-    assert "".join(pieces(streamed)) == whole["choices"][0]["text"]
+    assert "".join(pieces(streamed.text)) == whole["choices"][0]["text"]
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert ": prefill" in streamed.text  # a sign of life while there was no engine
     assert after["engine_restarts"] == before["engine_restarts"] + 2
@@ -111,23 +114,25 @@ def test_two_models_are_served_side_by_side() -> None:
     assert len({model["engine_pid"] for model in status["models"]}) == 2
 
 
-def test_silence_is_filled_with_signs_of_life() -> None:
-    with front({"m": ["--prompt-seconds", "0.7"]}, heartbeat_seconds=0.2) as server:
-        reply = server.post("/v1/completions", {"prompt": TEXTS["plain"], "stream": True})
+def test_silence_is_filled_with_signs_of_life(tmp_path: Path) -> None:
+    gate, slow = tmp_path / "gate", ["--prompt-until", str(tmp_path / "gate")]
+    with front({"m": slow}, heartbeat_seconds=0.05) as server, stream(server, {"prompt": TEXTS["plain"]}) as reply:
+        lines = reply.iter_lines()
+        signs = [next(line for line in lines if line.startswith(":")) for _ in range(3)]
+        gate.touch()
+        rest = "\n".join(lines)
 
-    assert reply.text.count(": prefill 0/") in (2, 3)
-    assert "".join(pieces(reply)) == TEXTS["plain"]
+    assert [sign[:12] for sign in signs] == [": prefill 0/"] * 3
+    assert "".join(pieces(rest)) == TEXTS["plain"]
 
 
 def test_a_full_queue_is_told_and_when_to_come_again() -> None:
     with front({"m": ["--token-seconds", "0.05"]}, max_queue=0) as server:  # 64 rows and nobody may wait
-        body = {"prompt": "hi", "max_tokens": 10_000, "stream": True, "n": 64}
-        with httpx2.stream("POST", server.url + "/v1/completions", json=body, timeout=10) as running:
+        with stream(server, {"prompt": "hi", "max_tokens": 10_000, "n": 64}) as running:
             lines = running.iter_lines()
             next(lines)
             refused = server.post("/v1/completions", {"prompt": "hi"})
-        while server.get("/v1/status").json()["requests"]:
-            pass
+        until(lambda: not server.get("/v1/status").json()["requests"])
         taken = server.post("/v1/completions", {"prompt": "hi"})
 
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
@@ -149,22 +154,23 @@ def test_what_never_fits_into_memory_is_refused_with_the_numbers() -> None:
 def test_who_has_no_place_costs_no_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a crowd with long prompts would keep the front busy for requests that are sent away."""
     written: list[int] = []
-    encode = Codec.encode
+    encode, others_are_gone = Codec.encode, threading.Event()
 
     def counted(self: Codec, *prompt: Any) -> Any:
         written.append(len(prompt))
-        time.sleep(0.05)  # the others come meanwhile
+        others_are_gone.wait(HANG_SECONDS)
         return encode(self, *prompt)
 
     monkeypatch.setattr(Codec, "encode", counted)
-    with front({"m": ["--token-seconds", "0.05"]}, max_queue=0) as server:  # 64 rows
+    with front({"m": []}, max_queue=0) as server, ThreadPoolExecutor(24) as pool:  # 64 rows
         body = {"prompt": "many words and more " * 400, "max_tokens": 20, "n": 8}
-        with ThreadPoolExecutor(24) as pool:
-            replies = list(pool.map(lambda _: server.post("/v1/completions", body), range(24)))
+        replies = [pool.submit(server.post, "/v1/completions", body) for _ in range(24)]
+        until(lambda: sum(reply.done() for reply in replies) == 16)
+        others_are_gone.set()
+        codes = [reply.result().status_code for reply in replies]
 
-    codes = [reply.status_code for reply in replies]
-    assert set(codes) == {200, 429}
-    assert len(written) == codes.count(200)
+    assert sorted(codes) == [200] * 8 + [429] * 16
+    assert len(written) == 8
 
 
 def test_when_to_come_again_is_reckoned_from_how_fast_answers_end() -> None:
@@ -190,17 +196,14 @@ def test_a_slow_reader_gets_everything_and_slows_nobody() -> None:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         slow.sendall(head.encode() + body)
-        time.sleep(0.5)
-        start = time.monotonic()
-        quick = server.post("/v1/completions", {"prompt": TEXTS["plain"]})
-        took = time.monotonic() - start
+        until(lambda: server.service.active)
+        quick = server.post("/v1/completions", {"prompt": TEXTS["plain"]})  # nobody reads the other one meanwhile
         data = b""
         while part := slow.recv(1 << 20):
             data += part
         slow.close()
 
     assert quick.json()["choices"][0]["text"] == TEXTS["plain"]
-    assert took < 2.0
     assert data.count(b'"finish_reason":"length"') == 1
     assert b"data: [DONE]" in data
 
@@ -245,14 +248,6 @@ def test_metrics_count_what_happened() -> None:
     assert values['vllm:num_requests_running{model_name="m"}'] == "0.0"
 
 
-def test_the_front_is_up_within_a_second() -> None:
-    code = "import time, sys; start = time.perf_counter(); import weft.serving.server; print(time.perf_counter() - start)"
-
-    seconds = min(float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(2))
-
-    assert seconds < 1.0
-
-
 def test_hundreds_of_requests_both_ways_lose_nothing() -> None:
     """Sending and receiving at once is what a socket with one event for both gets wrong."""
     counts: list[int] = []
@@ -274,11 +269,11 @@ def test_hundreds_of_requests_both_ways_lose_nothing() -> None:
 
 def test_progress_without_text_is_silence_too() -> None:
     """Events that tell the client nothing must not put the sign of life off."""
-    with front({"m": ["--token-seconds", "0.05"]}, heartbeat_seconds=0.2) as server:
+    with front({"m": ["--token-seconds", "0.05"]}, heartbeat_seconds=0.1) as server:
         body = {"prompt": "<|im_end|>" * 20, "stream": True}  # special tokens: nothing is told of them
         reply = server.post("/v1/completions", body)
 
-    assert reply.text.count(": prefill") >= 3
+    assert reply.text.count(": prefill") >= 2
 
 
 def test_a_fault_of_ours_inside_a_stream_is_told_and_counted_as_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +296,9 @@ def test_a_fault_of_ours_inside_a_stream_is_told_and_counted_as_an_error(monkeyp
     assert left == 0
 
 
-def test_clients_that_leave_while_the_model_loads_leave_the_line() -> None:
-    with front({"slow": ["--load-seconds", "1.5"]}, wait=False, max_queue=3, heartbeat_seconds=0.1) as server:
-        time.sleep(0.5)
+def test_clients_that_leave_while_the_model_loads_leave_the_line(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with front({"slow": ["--load-until", str(gate)]}, wait=False, max_queue=3, heartbeat_seconds=0.05) as server:
         body = json.dumps({"prompt": TEXTS["plain"], "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         leaving = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
@@ -313,25 +308,24 @@ def test_clients_that_leave_while_the_model_loads_leave_the_line() -> None:
         full = server.post("/v1/completions", {"prompt": "hi", "stream": True})
         for connection in leaving:
             connection.close()
-        while server.service.waiting:
-            time.sleep(0.01)
-        stays = server.post("/v1/completions", {"prompt": TEXTS["plain"], "stream": True})
+        until(lambda: not server.service.waiting)
+        with stream(server, {"prompt": TEXTS["plain"]}) as stays:
+            gate.touch()
+            text = stays.read().decode()
 
     assert full.status_code == 429
-    assert "".join(pieces(stays)) == TEXTS["plain"]
+    assert "".join(pieces(text)) == TEXTS["plain"]
 
 
 def test_one_that_waits_for_a_model_can_be_cancelled() -> None:
-    with front({"slow": ["--load-seconds", "2"]}, wait=False, heartbeat_seconds=0.1) as server:
-        time.sleep(0.3)
+    with front({"slow": ["--load-until", "/never"]}, wait=False, heartbeat_seconds=0.05) as server:
         told: list[str] = []
         body = {"prompt": "hi", "stream": True}
         asking = threading.Thread(
             target=lambda: told.append(server.post("/v1/completions", body, headers={"x-request-id": "early"}).text)
         )
         asking.start()
-        while server.post("/v1/requests/early/cancel", {}).status_code == 404:
-            time.sleep(0.01)
+        until(lambda: server.post("/v1/requests/early/cancel", {}).status_code != 404)
         asking.join()
 
     assert "request_cancelled" in told[0]
@@ -341,21 +335,19 @@ def test_a_long_text_does_not_hold_up_the_others() -> None:
     with front({"m": []}) as server:
         long = threading.Thread(target=server.post, args=("/tokenize", {"prompt": "many words and more " * 100_000}))
         long.start()
-        worst = 0.0
+        num_answered = 0
         while long.is_alive():
-            start = time.monotonic()
-            server.get("/health")
-            worst = max(worst, time.monotonic() - start)
+            num_answered += server.get("/health").status_code == 200
         long.join()
 
-    assert worst < 0.5
+    assert num_answered > 5
 
 
 def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.serving.engine_process.FIRST_PAUSE_SECONDS", 0.01)
     with front({"m": ["--no-such-option"]}, wait=False) as server:
-        while (health := server.get("/health").json())["status"] == "loading":
-            time.sleep(0.05)
+        until(lambda: server.get("/health").json()["status"] != "loading")
+        health = server.get("/health").json()
         refused = server.post("/v1/completions", {"prompt": "hi", "stream": True})
 
     assert health["status"] == "failed"

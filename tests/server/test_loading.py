@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 from fronts import Front, front
 from servers import Server, running
+from waiting import until
 from weft.kernels import blas
 from weft.model.resolve import TINY_HYBRID
 from weft.serving import registry
@@ -33,15 +32,6 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path / "other")
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    """What it gives, once that is something."""
-    deadline = time.monotonic() + 20
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
 def state(server: Front | Server, name: str) -> str | None:
     models = server.get("/v1/models").json()["data"]
     return next((model["status"]["value"] for model in models if model["id"] == name), None)
@@ -53,14 +43,18 @@ def loaded(server: Front | Server, name: str, **more: Any) -> httpx2.Response:
     return reply
 
 
-def test_a_model_is_loaded_shown_on_its_way_and_answers(folder: str) -> None:
-    with front({"m": []}, spare={folder: ["--load-seconds", "1"]}) as server:
+def test_a_model_is_loaded_shown_on_its_way_and_answers(folder: str, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with front({"m": []}, spare={folder: ["--load-until", str(gate)]}) as server, ThreadPoolExecutor(1) as pool:
         reply = server.post(LOAD, {"model": folder})
         health = server.get("/health")
         with httpx2.stream("GET", server.url + "/v1/events", timeout=10) as events:
             event = json.loads(next(line for line in events.iter_lines() if line).removeprefix("data: "))
         early = server.post(COMPLETIONS, {"prompt": TEXT, "model": folder})
-        waited = server.post(COMPLETIONS, {"prompt": TEXT, "model": folder, "stream": True})
+        waiting = pool.submit(server.post, COMPLETIONS, {"prompt": TEXT, "model": folder, "stream": True})
+        until(lambda: server.service.waiting)
+        gate.touch()
+        waited = waiting.result()
         again = server.post(LOAD, {"model": folder})
         answers = [server.post(COMPLETIONS, {"prompt": TEXT, "model": name}).json() for name in ("m", folder)]
         listed = server.get("/v1/models/available").json()
@@ -131,7 +125,7 @@ def test_one_that_is_on_its_way_is_reckoned_with(folder: str, tmp_path: Path, mo
     monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda: True)
     monkeypatch.setattr(registry, "available_memory_bytes", lambda: 250_000_000)  # room for one
     second = str(shutil.copytree(folder, tmp_path / "second"))
-    with front({"m": []}, spare={folder: ["--load-seconds", "1"]}) as server:
+    with front({"m": []}, spare={folder: ["--load-until", "/never"]}) as server:
         first = server.post(LOAD, {"model": folder})
         refused = server.post(LOAD, {"model": second})
         free = server.get("/v1/models/available").json()["free_bytes"]
@@ -184,7 +178,7 @@ def test_an_answer_that_does_not_end_in_time_is_told_why() -> None:
 
 
 def test_who_waits_for_a_model_that_is_unloaded_meanwhile_is_told(folder: str) -> None:
-    with front({"m": []}, spare={folder: ["--load-seconds", "30"]}) as server, ThreadPoolExecutor(1) as pool:
+    with front({"m": []}, spare={folder: ["--load-until", "/never"]}) as server, ThreadPoolExecutor(1) as pool:
         server.post(LOAD, {"model": folder})
         stream = pool.submit(server.post, COMPLETIONS, {"prompt": TEXT, "model": folder, "stream": True})
         until(lambda: server.service.waiting)

@@ -17,11 +17,12 @@ import httpx2
 import pytest
 from test_transcripts import FOLDER, merged
 
-from conftest import Server, running
+from conftest import ENDLESS_WORD, Server, running
 
 TASK: Any = [{"role": "user", "content": "Reply with JSON. The marker is 7."}]
 QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}
 STORY: Any = [{"role": "user", "content": "Tell me a story about a dog."}]
+ENDLESS: Any = [{"role": "user", "content": "Tell me a story about a" + ENDLESS_WORD}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: Any = {"name": "get_weather", "description": "Get the weather in a city", "input_schema": CITY}
 MARKER = {"type": "object", "properties": {"marker": {"type": "integer"}}, "required": ["marker"], "additionalProperties": False}
@@ -264,21 +265,21 @@ def test_what_can_not_be_honoured_is_refused_by_name(
 def test_a_cancelled_stream_ends_with_an_error_and_no_clean_end(server: Server, claude: anthropic.Anthropic) -> None:
     events = []
     with pytest.raises(anthropic.APIStatusError, match="cancelled"):  # noqa: SIM117, PT012 - the stream ends so, not its opening
-        with claude.messages.stream(model="tiny-hybrid", max_tokens=1500, messages=STORY) as stream:
+        with claude.messages.stream(model="tiny-hybrid", max_tokens=1500, messages=ENDLESS) as stream:
             for event in stream:
                 events.append(event.type)
                 if event.type == "message_start":
                     assert server.post(f"/v1/requests/{event.message.id}/cancel", {}).status_code == 200
 
     assert "message_stop" not in events
-    server.wait_idle(2)
+    server.wait_idle()
 
 
 def test_leaving_a_stream_frees_its_row(server: Server, claude: anthropic.Anthropic) -> None:
-    with claude.messages.stream(model="tiny-hybrid", max_tokens=1500, messages=STORY) as stream:
+    with claude.messages.stream(model="tiny-hybrid", max_tokens=1500, messages=ENDLESS) as stream:
         next(iter(stream))
 
-    server.wait_idle(2)
+    server.wait_idle()
 
 
 def test_models_are_listed_for_this_client_too(claude: anthropic.Anthropic) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
 from collections.abc import Iterable
 from typing import Any
 
 import openai
 import pytest
 
-from conftest import Server
+from conftest import ENDLESS_WORD, Server
+from waiting import until
 
 STORY = "Once upon a time"
 JSON_TASK: list[Any] = [{"role": "user", "content": "Reply with JSON. The marker is 7."}]
@@ -173,18 +173,18 @@ def test_models_are_listed_with_their_true_context(client: openai.OpenAI) -> Non
 
 
 def test_leaving_a_stream_frees_its_row(server: Server, client: openai.OpenAI) -> None:
-    with client.completions.create(prompt=STORY, stream=True, extra_body={"ignore_eos": True}, **GREEDY) as stream:
+    endless = STORY + ENDLESS_WORD
+    with client.completions.create(prompt=endless, stream=True, extra_body={"ignore_eos": True}, **GREEDY) as stream:
         next(iter(stream))
 
-    server.wait_idle(2)
+    server.wait_idle()
 
 
 def test_a_request_can_be_cancelled_by_its_id(server: Server, client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"prompt": STORY, "extra_body": {"ignore_eos": True}, **GREEDY}
+    asked: dict[str, Any] = {"prompt": STORY + ENDLESS_WORD, "extra_body": {"ignore_eos": True}, **GREEDY}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.completions.create, extra_headers={"x-request-id": "mine-1"}, **asked)
-        while server.post("/v1/requests/mine-1/cancel", {}).status_code == 404:
-            time.sleep(0.005)
+        until(lambda: server.post("/v1/requests/mine-1/cancel", {}).status_code != 404)
         with pytest.raises(openai.APIStatusError) as caught:
             waiting.result()
         stream = client.completions.create(stream=True, **asked)
@@ -194,4 +194,4 @@ def test_a_request_can_be_cancelled_by_its_id(server: Server, client: openai.Ope
             list(stream)
 
     assert caught.value.status_code == 499
-    server.wait_idle(2)
+    server.wait_idle()

@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import Server, running
+from waiting import until
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from bench.agent import title_request, turns
@@ -137,9 +137,7 @@ class TestEightAtOnce:
         body = json.dumps({"prompt": shared + " I am first.", "stream": True}).encode()
         leader = socket.create_connection(("127.0.0.1", server.port))
         leader.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        deadline = time.monotonic() + 10
-        while not server.status()["rows_running"] and time.monotonic() < deadline:
-            time.sleep(0.002)
+        until(lambda: server.status()["rows_running"])
         with concurrent.futures.ThreadPoolExecutor(7) as pool:
             asked = [pool.submit(complete, server, f"{shared} Number {number}:") for number in range(7)]
             leader.close()
@@ -172,14 +170,21 @@ def test_forty_turns_of_an_agent_compute_what_is_new(server: Server) -> None:
     assert cached(chat(server, messages)) >= before - 128  # the other branch is still there
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.1])
-def test_back_to_back_requests_hit(server: Server, seconds: float) -> None:
-    text = prefix_node(f"back to back {seconds}")
+@pytest.mark.parametrize("is_idle", [False, True], ids=["at once", "when all is quiet"])
+def test_back_to_back_requests_hit(server: Server, is_idle: bool) -> None:
+    text = prefix_node(f"back to back {is_idle}")
     first = complete(server, text)
-    time.sleep(seconds)
+    if is_idle:
+        server.wait_idle()
 
     assert computed(complete(server, text)) == 1
     assert cached(complete(server, text + " And another question.")) >= first["usage"]["prompt_tokens"] - 1 - 128
+
+
+def num_chunks(server: Server, name: str) -> int:
+    """How many cached chunks begin the prefix of this name."""
+    (model,) = server.get("/v1/cache").json()["models"]
+    return sum(f"called {name}" in node["text"] for node in model["nodes"])
 
 
 def test_an_aborted_prompt_is_gone_on_with(server: Server) -> None:
@@ -187,12 +192,9 @@ def test_an_aborted_prompt_is_gone_on_with(server: Server) -> None:
     body = json.dumps({"prompt": text, "stream": True}).encode()
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-    deadline = time.monotonic() + 10
-    while server.status()["memory"]["prefixes"] == 0 and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(0.15)  # some chunks; all of them on a fast machine, which is as good
+    until(lambda: num_chunks(server, "aborted"))  # some chunks; all of them on a fast machine, which is as good
     connection.close()
-    server.wait_idle(2)
+    server.wait_idle()
 
     assert cached(complete(server, text)) >= 128
 
@@ -245,9 +247,7 @@ class TestRestart:
             path.write_bytes(bytes(data))
         with running(tmp_path / "log3", *settings) as server:
             third = chat(server, conversation)
-            deadline = time.monotonic() + 20
-            while time.monotonic() < deadline and _reported(tmp_path / "log3") < {path.name for path in damaged}:
-                time.sleep(0.1)
+            until(lambda: _reported(tmp_path / "log3") >= {path.name for path in damaged})
 
         assert third["choices"] == first["choices"]
         assert _reported(tmp_path / "log3") == {path.name for path in damaged}
@@ -273,13 +273,7 @@ def _reported(log: Path) -> set[str]:
 def test_the_canary_looks_and_is_content(tmp_path: Path) -> None:
     with running(tmp_path / "log", "tiny-hybrid", "--cache-canary") as server:
         complete(server, prefix_node("canary"))
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            found = re.search(r'weft_prefix_cache_events\S*kind="checked"\S* (\d+)', server.get("/metrics").text)
-            if found and int(found[1]) >= 8:
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("nothing was checked")
+        pattern = r'weft_prefix_cache_events\S*kind="checked"\S* (\d+)'
+        until(lambda: (found := re.search(pattern, server.get("/metrics").text)) and int(found[1]) >= 8)
 
         assert re.search(r'kind="wrong"\S* 0', server.get("/metrics").text)

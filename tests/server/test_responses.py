@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from conftest import Server, running
+from conftest import ENDLESS_WORD, Server, running
+from waiting import until
 
 FOLDER = Path(__file__).parent / "transcripts"
 TASK = "Reply with JSON. The marker is 7."
@@ -277,7 +277,7 @@ def test_tools_that_are_not_to_be_had_are_told_in_a_header(client: openai.OpenAI
 
 
 def test_a_response_in_the_making_can_be_cancelled(server: Server, client: openai.OpenAI) -> None:
-    endless: dict[str, Any] = {"input": "Tell me a story.", "extra_body": {"ignore_eos": True}, **GREEDY, **QUIET}
+    endless: dict[str, Any] = {"input": "Tell me a story." + ENDLESS_WORD, "extra_body": {"ignore_eos": True}, **GREEDY, **QUIET}
     stream = client.responses.create(stream=True, **endless)
     first = next(iter(stream))
     assert first.type == "response.created"
@@ -292,11 +292,10 @@ def test_a_response_in_the_making_can_be_cancelled(server: Server, client: opena
         client.responses.cancel(first.response.id)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         waiting = pool.submit(client.responses.create, extra_headers={"x-request-id": "mine-2"}, **endless)
-        while server.post("/v1/responses/resp_mine-2/cancel", {}).status_code == 404:
-            time.sleep(0.005)
+        until(lambda: server.post("/v1/responses/resp_mine-2/cancel", {}).status_code != 404)
         with pytest.raises(openai.APIStatusError, match="cancelled"):
             waiting.result()
-    server.wait_idle(2)
+    server.wait_idle()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx2
 import pytest
 
 from conftest import Server, running
+from waiting import HANG_SECONDS, until
 
 
 def is_alive(process: int) -> bool:
@@ -21,13 +21,6 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_gone(process: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while is_alive(process):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_without_a_network_the_model_of_the_package_is_served_and_the_notice_says_so(tmp_path: Path) -> None:
@@ -43,7 +36,7 @@ def test_without_a_network_the_model_of_the_package_is_served_and_the_notice_say
 
 def test_a_name_that_is_no_model_ends_the_command_with_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weft", "serve", str(tmp_path / "nothing"), "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
     assert ended.returncode == 1
     assert "no model" in ended.stderr
@@ -52,7 +45,7 @@ def test_a_name_that_is_no_model_ends_the_command_with_one_sentence(tmp_path: Pa
 
 def test_a_port_in_use_is_known_at_once(server: Server) -> None:
     command = [sys.executable, "-m", "weft", "serve", "tiny-hybrid", "--port", str(server.port)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
     assert ended.returncode == 1
     assert f"port {server.port}" in ended.stderr
@@ -61,7 +54,7 @@ def test_a_port_in_use_is_known_at_once(server: Server) -> None:
 
 def test_what_can_be_reached_from_elsewhere_needs_a_key(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "weft", "serve", "tiny-hybrid", "--host", "0.0.0.0", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False, cwd=tmp_path)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=False, cwd=tmp_path)
 
     assert ended.returncode == 1
     assert "--api-key" in ended.stderr
@@ -72,13 +65,13 @@ def test_a_signal_ends_server_and_engine_though_streams_run(tmp_path: Path, how:
     with running(tmp_path / "log", "tiny-hybrid", "--drain-seconds", "1") as server:
         engine = server.status()["engine_pid"]
         body = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "n": 16}
-        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as reply:
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as reply:
             lines = reply.iter_lines()
             next(lines)
             os.kill(server.process.pid, how)
             rest = "\n".join(lines)
-        status = server.process.wait(10)
-        wait_gone(engine, 5)
+        status = server.process.wait(HANG_SECONDS)
+        until(lambda: not is_alive(engine))
 
     assert status == 0
     assert "data: [DONE]" in rest or '"error"' in rest  # finished in time, or told that it was not
@@ -90,16 +83,14 @@ def test_an_engine_ends_when_its_front_is_killed(tmp_path: Path) -> None:
         engine = server.status()["engine_pid"]
         server.process.kill()
 
-        wait_gone(engine, 5)
+        until(lambda: not is_alive(engine))
 
 
 def test_a_killed_engine_is_replaced_and_health_tells_the_truth(tmp_path: Path) -> None:
     with running(tmp_path / "log", "tiny-hybrid") as server:
         engine = server.status()["engine_pid"]
         os.kill(engine, signal.SIGKILL)
-        deadline = time.monotonic() + 2
-        while server.get("/health").status_code == 200:
-            assert time.monotonic() < deadline
+        server.wait_dead()
         server.wait_ready()
         status = server.status()
         reply = server.post("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 2, "temperature": 0})

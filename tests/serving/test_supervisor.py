@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fronts import FAKE_ENGINE, fake_supervisor
+from waiting import HANG_SECONDS
 from weft.errors import EngineDied
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit, TokenEvent
@@ -19,7 +20,6 @@ from weft.serving.engine_process import EngineCondition, Supervisor
 from weft.serving.in_flight import Subscription
 
 POISON = 666
-SECONDS = 20.0  # for anything that must happen
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def supervised(story: Callable[[Supervisor], Awaitable[None]], *words: str, hang
         supervisor = fake_supervisor("m", *words, hang_seconds=hang_seconds)
         supervisor.start()
         try:
-            await asyncio.wait_for(story(supervisor), SECONDS)
+            await asyncio.wait_for(story(supervisor), HANG_SECONDS)
         finally:
             await supervisor.stop()
 
@@ -129,7 +129,7 @@ def test_a_stopped_engine_is_sick_and_well_again_when_it_goes_on() -> None:
         subscription = ask(supervisor, [1, 2], 2000)
         await subscription.take()
         os.kill(supervisor.pid, signal.SIGSTOP)
-        await asyncio.wait_for(until(supervisor, lambda condition: condition.is_sick), 2.0)
+        await until(supervisor, lambda condition: condition.is_sick)
         assert supervisor.condition.ready is not None
         os.kill(supervisor.pid, signal.SIGCONT)
         await ready(supervisor)
@@ -170,7 +170,7 @@ def test_an_engine_that_dies_whenever_it_is_ready_is_given_up_and_those_who_wait
         assert supervisor.condition.failed is not None
         assert "5 times" in supervisor.condition.failed
 
-    supervised(story, "--prompt-seconds", "30")
+    supervised(story, "--prompt-until", "/never")
 
 
 def test_an_engine_that_can_not_come_back_ends_what_waits_for_it() -> None:

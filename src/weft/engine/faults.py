@@ -48,7 +48,7 @@ class Rule(msgspec.Struct):
             case "hang":
                 time.sleep(3600)
             case "slow":
-                time.sleep(0.5)
+                time.sleep(0.25)
 
 
 class Faults:
