@@ -20,7 +20,7 @@ from weft.errors import UnsupportedModel
 from weft.memory.disk import Packed, StoredArray
 from weft.memory.disk_entry import Damaged, Entry, encode, read, write
 from weft.model.adapter import Adapter
-from weft.model.saved_state import NAMES, TYPES, SavedState, pack, save_block, save_checkpoint, unpack
+from weft.model.saved_state import NAMES, TYPES, SavedState, pack, restore, save_block, save_checkpoint, unpack
 from zoo import VOCABULARY
 
 # Attention beside a delta rule, composite layers, windows, recurrent alone, mixed, chunked, windows, convolutions, dense.
@@ -94,7 +94,7 @@ def test_a_row_goes_on_from_them_with_the_same_logits(build: Callable[[str], Ada
 
     logits = []
     for blocks, states in (([block], checkpoint), ([back[0]], back[1])):
-        caches = adapter.restore(blocks, states, len(PROMPT) + len(MORE))
+        caches = restore(adapter.new_caches(len(PROMPT) + len(MORE)), blocks, states)
         logits.append(bits(adapter.prefill(MORE, caches)[1]))
     assert logits[0] == logits[1]
 

@@ -25,7 +25,7 @@ from weft.memory.disk import Loaded, Packed
 from weft.memory.slabs import Pool, RowState
 from weft.memory.views import make_batches
 from weft.model.adapter import Adapter, Chunk
-from weft.model.saved_state import LayerCaches, SavedState, pack, save_block, save_checkpoint, unpack
+from weft.model.saved_state import LayerCaches, SavedState, pack, restore, save_block, save_checkpoint, unpack
 
 
 @dataclass
@@ -238,7 +238,8 @@ class Runner:
         if node is None:
             return self.adapter.new_caches(len(sequence.prefill_ids))
         self.faults.at("restore", sequence)
-        return self.adapter.restore([one.block for one in node.path()], node.checkpoint, len(sequence.prefill_ids))
+        caches = self.adapter.new_caches(len(sequence.prefill_ids))
+        return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
     def _decode_together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         """Build the forwards of the rows in the pool: one for all, or one per slab."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec,
 from weft.memory.views import Batch, CompositeView, KeyValueView, StateView
 from weft.model.loader import LoadedModel
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, choose_way
-from weft.model.saved_state import LayerCaches, arrays_of, leaves, restore
+from weft.model.saved_state import LayerCaches, arrays_of, leaves
 
 Way = Literal["seam", "plain", "alone"]
 
@@ -81,6 +81,7 @@ class Adapter:
         self.layout: list[int | tuple[int, ...]] = []  # by layer: the place of its spec, or of those of a CacheList
         self.unreadable: str | None = None  # why the memory of the layers can not be read
         self._read_specs()
+        self.can_be_saved = self.unreadable is None  # a row's states can be copied out and put back
         self.way, self.refused = (way, {}) if way else choose_way(self)
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
@@ -118,15 +119,6 @@ class Adapter:
                 self.prefill([1] * PROBE_CHUNK, caches)[0].finish()
             found.append((tokens, self.bytes_of(caches)))
         return found
-
-    @property
-    def can_be_saved(self) -> bool:
-        """Whether a row's states can be copied out and put back: every layer's memory is of a known kind."""
-        return self.unreadable is None
-
-    def restore(self, blocks: Sequence[object], checkpoint: object | None, prompt_tokens: int) -> LayerCaches:
-        """New caches of a row, as they were after these blocks, which with the checkpoint are `SavedState`s."""
-        return restore(self.new_caches(prompt_tokens), blocks, checkpoint)
 
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
         """What one row's own caches hold, layer by layer; None where a layer can not be read."""

@@ -113,10 +113,10 @@ def _eos_token_ids(folder: Path, *sources: Json) -> tuple[int, ...]:
 def _vocab_size(folder: Path, model: nn.Module, text_config: Json) -> int:
     if isinstance(size := text_config.get("vocab_size"), int):
         return size
-    for module in model.modules():  # some configs leave it to the architecture's default
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            return int(module.num_embeddings if isinstance(module, nn.QuantizedEmbedding) else module.weight.shape[0])
-    raise UnsupportedModel(f"{folder / 'config.json'} has no vocab_size, and the model has no embedding to count")
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    if not embeddings:
+        raise UnsupportedModel(f"{folder / 'config.json'} has no vocab_size, and the model has no embedding to count")
+    return int(embeddings[0].weight.shape[0])  # some configs leave it to the architecture's default
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
@@ -126,7 +126,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
         shards = _read_json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise BadModel(f"{index} has no weight_map; download it again")
-        if missing := [shard for shard in sorted(map(str, shards.values())) if not (folder / shard).is_file()]:
+        if missing := [shard for shard in sorted({*map(str, shards.values())}) if not (folder / shard).is_file()]:
             raise BadModel(f"{folder / missing[0]} is missing, though {index.name} names it; download the model again")
     if not any(folder.glob("model*.safetensors")):
         raise BadModel(f"{folder} has no model*.safetensors, so there are no weights; download or convert the model again")

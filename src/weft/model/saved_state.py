@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from weft.errors import UnsupportedModel
 from weft.memory.disk_entry import Damaged, Packed, StoredArray
@@ -30,9 +30,6 @@ TYPES: dict[str, mx.Dtype] = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in TYPES.items()}
 
-# In a description a dict is always one of ours: {"array": its name}, {"tuple": [...]} or {"class": ..., "attributes": {...}}.
-Description = Any  # whatever JSON holds
-
 
 @dataclass(frozen=True)
 class SavedState:
@@ -43,7 +40,8 @@ class SavedState:
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order of the layers."""
-        return [array for layer in self.layers for array in (layer if isinstance(layer, tuple) else arrays_of(layer))]
+        present = [layer for layer in self.layers if layer is not None]
+        return [array for layer in present for array in (layer if isinstance(layer, tuple) else arrays_of(layer))]
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -57,27 +55,16 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def arrays_of(cache: Any) -> list[mx.array]:
-    """Every array that a cache of any class holds."""
-    match cache:
-        case None:
-            return []
-        case ArraysCache():
-            return [array for array in cache.cache if array is not None]
-        case KVCache() | RotatingKVCache():
-            return [] if cache.keys is None else [cache.keys, cache.values]
-        case _:
-            return [value for value in vars(cache).values() if isinstance(value, mx.array)]
+    """Every array that a cache of any class holds, in its attributes or in lists there."""
+    held = [value if isinstance(value, list | tuple) else [value] for value in vars(cache).values()]
+    return [array for values in held for array in values if isinstance(array, mx.array)]
 
 
 def save_block(caches: LayerCaches, start: int, end: int) -> SavedState:
     """Copy the keys and values of a row's tokens `start` to `end`."""
-
-    def block(cache: Any) -> tuple[mx.array, mx.array] | None:
-        if type(cache) is not KVCache or cache.keys is None:
-            return None
-        return _own(cache.keys[..., start:end, :]), _own(cache.values[..., start:end, :])
-
-    return _evaluated([block(cache) for cache in leaves(caches)])
+    held: list[Any] = [(cache.keys, cache.values) if type(cache) is KVCache else (None, None) for cache in leaves(caches)]
+    blocks = [None if pair[0] is None else tuple(_own(plane[..., start:end, :]) for plane in pair) for pair in held]
+    return _evaluated(blocks)
 
 
 def save_checkpoint(caches: LayerCaches) -> SavedState:
@@ -145,8 +132,11 @@ def pack(saved: SavedState) -> Packed:
     return Packed(json.dumps(layers), tuple(arrays))
 
 
-def _describe(value: Any, place: str, arrays: list[StoredArray]) -> Description:
-    """A layer, or a value in it, as JSON; its arrays are appended to `arrays` and named by their place."""
+def _describe(value: Any, place: str, arrays: list[StoredArray]) -> Any:
+    """A layer, or a value in it, for JSON; its arrays are appended to `arrays` and named by their place.
+
+    A dict is always one of ours: {"array": its name}, {"tuple": [...]} or {"class": ..., "attributes": {...}}.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
@@ -183,7 +173,7 @@ def _array(stored: StoredArray) -> mx.array:
     return mx.array(np.frombuffer(stored.data, np.uint8)).view(dtype).reshape(stored.shape)
 
 
-def _restore(value: Description, arrays: dict[str, mx.array], pattern: Any = None) -> Any:
+def _restore(value: Any, arrays: dict[str, mx.array], pattern: Any = None) -> Any:
     """The layer or value of a description; a layer is a copy of `pattern` with other attributes."""
     match value:
         case {"class": name, "attributes": attributes}:
