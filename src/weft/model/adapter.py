@@ -1,4 +1,4 @@
-"""Between mlx-lm's models and our rows: reads what each layer remembers, and runs forwards over our memory.
+"""Adapts mlx-lm's models to our rows: reads what each layer remembers, and builds forwards over our memory.
 
 A model is held in the best of three ways that gives each row's own numbers (`probe` tries them at load). *seam*: all rows in
 one forward, attention answered from the slabs. *plain*: one forward per slab, the model reads one slab's arrays under a length
@@ -43,7 +43,7 @@ class Chunk:
         self._next = 0
 
     def also(self, arrays: list[mx.array]) -> None:
-        """Evaluate these arrays too, after the layers."""
+        """Add arrays that are evaluated after the layers."""
         self._layers.append(arrays)
 
     @property
@@ -51,7 +51,7 @@ class Chunk:
         return self._next >= len(self._layers)
 
     def advance(self) -> bool:
-        """Run one more layer; False when none is left."""
+        """Run one more layer; returns whether any is left."""
         if not self.is_done:
             mx.eval(self._layers[self._next])  # sync: a slice's end must be felt by the clock
             self._layers[self._next] = []
@@ -65,7 +65,7 @@ class Chunk:
 
 
 class Adapter:
-    """One loaded model, as the runner uses it."""
+    """A loaded model as the runner uses it: makes caches, builds forwards, knows the memory of its layers."""
 
     def __init__(self, loaded: LoadedModel, *, way: Way | None = None) -> None:
         self.model: Callable[..., mx.array] = loaded.model
@@ -94,7 +94,7 @@ class Adapter:
 
     @staticmethod
     def bytes_of(caches: LayerCaches) -> int:
-        """Bytes that a row's own caches hold."""
+        """The bytes that a row's own caches hold."""
         return sum(array.nbytes for cache in leaves(caches) for array in arrays_of(cache))
 
     def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
@@ -103,7 +103,7 @@ class Adapter:
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 
     def row_bytes(self, tokens: int) -> int:
-        """Bytes that a row of so many tokens needs."""
+        """The bytes that a row of this many tokens needs."""
         if self.unreadable is None:
             return sum(spec.bytes_at(tokens) for spec in self.specs)
         (short, less), (long, more) = self._sample_bytes
@@ -111,7 +111,7 @@ class Adapter:
 
     @functools.cached_property
     def _sample_bytes(self) -> list[tuple[int, int]]:
-        """What rows of two lengths hold, for a model whose layers can not be read: a line through them is an honest guess."""
+        """Two points (length, measured bytes of a row), to draw a line through where layers can not be read."""
         found = []
         for tokens in SAMPLE_LENGTHS:
             caches = self.new_caches(tokens)
@@ -140,7 +140,7 @@ class Adapter:
         return (RecurrentView if isinstance(self.specs[place], Recurrent) else KeyValueView)(batch, place)
 
     def _read_specs(self) -> None:
-        """Build (not run) a short forward on fresh caches and read the geometry off them."""
+        """Build (not run) a short forward on fresh caches and read the geometry of all layers off them."""
         caches: LayerCaches = make_prompt_cache(self.model)
         try:
             self.model(mx.zeros((1, 4), mx.int32), cache=caches)
@@ -163,7 +163,7 @@ def _set_growth(caches: LayerCaches, num_tokens: int) -> LayerCaches:
 
 
 def _bind_seam(model: Any) -> None:
-    """Bind attention in the modules this model is made of, in this process only, once."""
+    """Replace attention by the seam in the modules that this model is made of; once, and in this process only."""
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module = sys.modules[name]
         original = getattr(module, "scaled_dot_product_attention", None)
@@ -172,7 +172,7 @@ def _bind_seam(model: Any) -> None:
 
 
 def _spec(cache: Any) -> LayerSpec | None:
-    """The spec of a cache after a short forward; None when its class is not known to be held exactly."""
+    """The layer's geometry, read off its cache after a short forward; None for a class of cache that slabs can not hold."""
     if type(cache) is ArraysCache:
         return Recurrent(tuple(None if a is None else (tuple(a.shape[1:]), a.dtype) for a in cache.cache))
     if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", False):
@@ -184,7 +184,7 @@ def _spec(cache: Any) -> LayerSpec | None:
 
 
 def _contents(cache: Any) -> LayerContents | None:
-    """The states in a cache, in the order of the tokens."""
+    """The states that a cache holds, in the order of the tokens; None for an unknown class of cache."""
     if type(cache) is ArraysCache:
         return tuple(cache.cache)
     if type(cache) not in (KVCache, RotatingKVCache):

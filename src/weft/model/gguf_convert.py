@@ -114,7 +114,7 @@ def _model_config(file: GgufFile) -> Config:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: the file's 9.999999747378752e-06 was written as 1e-05."""
+    """The shortest decimal that rounds to this float32: the file's 9.999999747378752e-06 was written as 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -213,7 +213,7 @@ def _build_tokenizer(file: GgufFile, tokens: list[str], bos: str | None) -> Any:
 
 
 def _pre_tokenizer(file: GgufFile, pre: str) -> Any:
-    """How text is split before merging. A wrong split gives wrong tokens without any error, so unknown ones are refused."""
+    """The splitter of text before merging. A wrong split gives wrong tokens without any error, so unknown ones are refused."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -257,7 +257,7 @@ class PlannedTensor:
 
 
 def _places(file: GgufFile, config: Config) -> dict[str, Place]:
-    """The place of each tensor, by its name in the file. Raises ModelError where a tensor is missing or has no place."""
+    """The place of each tensor by its name in the file. Raises ModelError if a tensor is missing or has no place."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
     is_llama = config["model_type"] == "llama"
@@ -305,7 +305,7 @@ def _plan(file: GgufFile, places: dict[str, Place], quantized: bool) -> tuple[li
     for source, place in places.items():
         tensor = _in_order(file, source, place)
         if not quantized or tensor.type.bits is None:
-            kind = common if _is_exact(tensor, common) else F32
+            kind = common if common is not F32 and _is_exact(tensor, common) else F32
             planned.append(PlannedTensor(place.name, kind.name, place.shape, tensor, partial(_cast, kind)))
             continue
         module, bits, (rows, columns) = place.name.removesuffix(".weight"), tensor.type.bits, place.shape
@@ -338,8 +338,6 @@ def _in_order(file: GgufFile, source: str, place: Place) -> GgufTensor:
 
 def _is_exact(tensor: GgufTensor, kind: TensorType) -> bool:
     """Whether every value of a tensor stays as it is when it is cast to this type."""
-    if kind is F32:
-        return True
     again = to_float32(kind, _cast(kind, tensor.type, tensor.rows).view(np.uint8))
     return np.array_equal(to_float32(tensor.type, tensor.rows), again)
 

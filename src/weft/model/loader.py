@@ -142,7 +142,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
 
 
 class _LoadObserver:
-    """Lets mlx-lm build a model and observes which tensors of the files the model takes.
+    """Has mlx-lm build a model and observes which tensors of the files the model takes.
 
     mlx-lm reads, renames and quantises in one function; the two methods that it calls on the model meanwhile are replaced.
     """
@@ -161,7 +161,7 @@ class _LoadObserver:
         self.name = str(self.model_class.__module__.rpartition(".")[2])
 
     def build(self) -> tuple[nn.Module, Json]:
-        """The model, with lazy weights, and its config as mlx-lm took it."""
+        """Build the model with lazy weights; returns it and its config as mlx-lm took it."""
         classes = self._make_model, self.args_class
         try:
             model, config = mlx_lm_utils.load_model(self.folder, lazy=True, strict=False, get_model_classes=lambda **_: classes)
@@ -195,7 +195,7 @@ class _LoadObserver:
         return model
 
     def _dropped(self, args: Any, weights: Weights, kept: Weights) -> set[str]:
-        """The tensors that the sanitizer left out.
+        """The names of the tensors that the model's sanitizer left out.
 
         A tensor that came through unchanged was kept. One that did not was dropped, or went into another (a shifted
         norm, stacked experts): it was dropped if, without it and its like, the same names come out.
@@ -213,9 +213,9 @@ class _LoadObserver:
         return dropped
 
     def _matched(self, model: nn.Module, weights: Weights) -> list[tuple[str, mx.array]]:
-        """The weights that the model has a place for; each place must be filled, by an array of its shape and sort.
+        """The weights that the model has a place for. Raises BadModel unless each place gets an array that fits.
 
-        Tensors without a place are noted as extra; those of a part that the model has are refused.
+        Tensors without a place are noted as extra, but those of a part that the model has are refused.
         """
         places = dict(tree_flatten(model.parameters()))
         if missing := [name for name in places if name not in weights]:
@@ -251,14 +251,14 @@ class _LoadObserver:
 
 
 def _part(name: str) -> str:
-    """The part of a model that a tensor belongs to: its layer (up to the first number), or its module."""
+    """The part of a model that a tensor's name belongs to: its layer (up to the first number), or its module."""
     steps = name.split(".")
     number = next((position for position, step in enumerate(steps) if step.isdigit()), len(steps) - 2)
     return ".".join(steps[: number + 1])
 
 
 def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
-    """The names in groups that are dropped together: the largest part without a survivor, in all layers alike."""
+    """Names of tensors in groups that can only be dropped together: the largest part without a survivor, in all layers."""
     alive = {".".join(name.split(".")[:depth]) for name in survivors for depth in range(1, name.count(".") + 2)}
     groups: dict[str, set[str]] = defaultdict(set)
     for name in gone:
@@ -270,7 +270,7 @@ def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
 
 
 def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
-    """Read, cast and evaluate the weights, some at a time; those that are done are no longer held in their old dtype."""
+    """Read, cast and evaluate a model's weights, some at a time, so that few are held in two dtypes."""
     # Half-precision matrix products are slow scalar code on a CPU; float32 goes through BLAS.
     to_cast = (mx.float16, mx.bfloat16) if mx.default_device() == mx.cpu else ()
     waiting = tree_flatten(model.parameters())[::-1]

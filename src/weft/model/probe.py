@@ -1,6 +1,6 @@
-"""Tries a model at load: are the numbers of rows decoded together those of each row on its own caches?
+"""Tries a model at load: do rows that are decoded together get the same logits as each row on its own caches?
 
-Compares logits, so no model is known by name. Only `Adapter` uses it, to choose how it holds the model.
+Only numbers are compared, so no model is known by name. `Adapter` uses it to choose how it holds the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, Ru
 
 
 def choose_way(adapter: Adapter) -> tuple[Way, dict[Way, str]]:
-    """The best way to hold a model that gives each row's own numbers, and why the better ones were refused.
+    """The best way to hold a model that does not change the rows' logits, and by way why better ones were refused.
 
     Raises UnsupportedModel if not even rows on caches of their own are independent of each other.
     """
@@ -68,7 +68,7 @@ class Probe:
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
 
     def find_leak(self) -> str | None:
-        """How another row changes a row on its own caches between its steps (by state on the model itself); None if not."""
+        """Why rows on caches of their own change each other (by state on the model itself); None if they do not."""
         caches = [self._prefilled(row) for row in range(len(self.prompts))]
         for step in range(PROBE_STEPS):
             for row, own in enumerate(caches):
@@ -78,15 +78,13 @@ class Probe:
         return None
 
     def find_chunk_dependence(self) -> str | None:
-        """How a prompt computed in chunks gives other numbers than computed as a whole; None if it does not."""
+        """Why a prompt computed in chunks differs from the prompt computed as a whole; None if it does not."""
         row = len(self.prompts) - 1
-        caches = self._prefilled(row, PROBE_CHUNK)
-        logits = self.adapter.decode_alone(mx.array([[self.fed[row][0]]]), caches)
-        reason = self._compare(logits[0], row, 0)
+        reason = self._compare(self._decode_alone(row, PROBE_CHUNK)[0], row, 0)
         return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
 
     def find_difference(self, way: Way) -> str | None:
-        """How decoding the rows together in this way gives other numbers; None if it does not."""
+        """Why rows decoded together in this way differ from rows decoded alone; None if they do not."""
         pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
         states = [RowState() for _ in self.prompts]
         for row, state in enumerate(states):
@@ -114,12 +112,12 @@ class Probe:
             self.adapter.prefill(prompt[start : start + size], caches)[0].finish()
         return caches
 
-    def _decode_alone(self, row: int) -> list[mx.array]:
-        caches = self._prefilled(row)
+    def _decode_alone(self, row: int, chunk_tokens: int | None = None) -> list[mx.array]:
+        caches = self._prefilled(row, chunk_tokens)
         return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
 
     def _noise(self) -> float:
-        """How far a row's logits move when the same row, twice, is a batch of two on mlx-lm's own caches."""
+        """How much a row's logits change when a batch of two, on mlx-lm's own caches, has the row twice."""
         caches = make_prompt_cache(self.adapter.model)
         self.adapter.model(mx.array([self.prompts[0]] * 2), cache=caches)
         logits = self.adapter.model(mx.array([[self.fed[0][0]]] * 2), cache=caches)[:, -1]

@@ -58,7 +58,7 @@ def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bo
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model that `resolve` knows by this name. Without a folder it must be downloaded first; a GGUF file is its own folder."""
+    """A model by the name that `resolve` knows. Its folder is None before a download, and the file itself for a GGUF file."""
 
     name: str
     kind: Literal["built-in", "converted", "hub", "folder", "file"]
@@ -158,38 +158,35 @@ def _resolve_hub_id(name: str, progress: Progress) -> Path:
 
 def _in_hub_cache(name: str) -> Path | None:
     """The folder of a model in the Hugging Face cache; None if it is not there or not whole."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import errors, snapshot_download
 
     try:
         found: str | None = snapshot_download(name, local_files_only=True, allow_patterns=HUB_FILES)
-    except LocalEntryNotFoundError as error:  # another tool may have left out files that weft does not need
+    except errors.LocalEntryNotFoundError as error:  # another tool may have left out files that weft does not need
         found = getattr(error, "snapshot_path", None)
     return Path(found) if found and _is_whole(Path(found)) else None
 
 
 def _names_in_hub_cache() -> list[str]:
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
+    from huggingface_hub import errors, scan_cache_dir
 
-    with suppress(CacheNotFound):
+    with suppress(errors.CacheNotFound):
         names = [repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model"]
         return sorted(filter(HUB_ID.fullmatch, names))
     return []
 
 
 def _download(name: str, progress: Progress) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import constants, errors, snapshot_download
 
     looked = f"{name} is no alias, no folder here and not whole in the Hugging Face cache ({constants.HF_HUB_CACHE})"
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=_reporting_bar(name, progress)))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ModelNotFound(f"{name} asks for consent: accept its terms on the hub, run `hf auth login`, try again") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(f"{looked}, and the hub does not know it; check the name, or log in if it is private") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error)
         raise ModelNotFound(
             f"{looked}, and the hub can not be reached ({reason}); go online and try again, or give a local folder"

@@ -33,13 +33,13 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True)
 class SavedState:
-    """Layer states of one row, copied: contiguous and evaluated, so that they keep nothing else alive."""
+    """Copied layer states of one row: contiguous and evaluated, so that they keep nothing else alive."""
 
     layers: list[Any]  # of a block: (keys, values) or None; of a checkpoint: a cache object or None
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays, in the order of the layers."""
+        """The arrays of all layers, in order."""
         present = [layer for layer in self.layers if layer is not None]
         return [array for layer in present for array in (layer if isinstance(layer, tuple) else arrays_of(layer))]
 
@@ -49,7 +49,7 @@ class SavedState:
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    """The caches of a row one by one, those inside a CacheList too."""
+    """Yield the caches of a row one by one, also those inside a CacheList."""
     for cache in caches:
         yield from cache.caches if type(cache) is CacheList else (cache,)
 
@@ -69,20 +69,17 @@ def save_block(caches: LayerCaches, start: int, end: int) -> SavedState:
 
 def save_checkpoint(caches: LayerCaches) -> SavedState:
     """Copy the states of all layers that do not hold keys and values for each token."""
-
-    def copied(cache: Any) -> Any:
-        other = copy.copy(cache)
-        if type(cache) is ArraysCache:
-            other.cache = [None if array is None else _own(array) for array in cache.cache]
-        elif cache.keys is not None:
-            other.keys, other.values = _own(cache.keys), _own(cache.values)
-        return other
-
-    return _evaluated([None if type(cache) is KVCache else copied(cache) for cache in leaves(caches)])
+    layers: list[Any] = [None if type(cache) is KVCache else copy.copy(cache) for cache in leaves(caches)]
+    for layer in layers:
+        if type(layer) is ArraysCache:
+            layer.cache = [None if array is None else _own(array) for array in layer.cache]
+        elif layer is not None and layer.keys is not None:
+            layer.keys, layer.values = _own(layer.keys), _own(layer.values)
+    return _evaluated(layers)
 
 
 def _own(array: mx.array) -> mx.array:
-    """The same numbers in a buffer of their own; `contiguous` would leave a slice that is contiguous where it is."""
+    """A copy of an array in a buffer of its own; `contiguous` would leave a slice that is contiguous where it is."""
     return mx.where(mx.array(True), array, array)
 
 
@@ -93,7 +90,7 @@ def _evaluated(layers: list[Any]) -> SavedState:
 
 
 def restore(caches: LayerCaches, blocks: Sequence[object], checkpoint: object | None) -> LayerCaches:
-    """Fill a row's fresh caches with the states after these blocks; all are `SavedState`s. Returns the caches."""
+    """Fill a row's fresh caches with its saved blocks and the checkpoint at their end, all `SavedState`s; returns the caches."""
     if not blocks:
         return caches
     assert isinstance(checkpoint, SavedState)
@@ -119,7 +116,7 @@ def restore(caches: LayerCaches, blocks: Sequence[object], checkpoint: object | 
 
 
 def _joined(planes: Sequence[mx.array], num_tokens: int) -> mx.array:
-    """Blocks in a row with room for so many tokens in all: what is computed next is written there, and nothing copied again."""
+    """Blocks one after the other, with room for `num_tokens` in all, so that later tokens are written without another copy."""
     batch, heads, _, width = planes[0].shape
     left = num_tokens - sum(plane.shape[2] for plane in planes)
     return mx.concatenate([*planes, mx.zeros((batch, heads, left, width), planes[0].dtype)], axis=2)
@@ -174,7 +171,7 @@ def _array(stored: StoredArray) -> mx.array:
 
 
 def _restore(value: Any, arrays: dict[str, mx.array], pattern: Any = None) -> Any:
-    """The layer or value of a description; a layer is a copy of `pattern` with other attributes."""
+    """The layer or value that `_describe` described; a layer is a copy of `pattern` with the described attributes."""
     match value:
         case {"class": name, "attributes": attributes}:
             if name != type(pattern).__name__:
