@@ -1,4 +1,4 @@
-"""GGUF files written here byte by byte, by the format's description, and what `weft.model.gguf` makes of them."""
+"""GGUF files written here byte by byte, by the format's description, and what `weft.model.gguf_convert` makes of them."""
 
 import json
 import math
@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from weft.errors import BadModel, ModelError, UnsupportedModel
-from weft.model import gguf
-from weft.model.gguf import folder
+from weft.model import gguf, gguf_convert
 from weft.model.loader import load
 
 F32, F16, Q4_0, Q4_1, Q8_0, BF16, Q6_K = 0, 1, 2, 3, 8, 30, 14
@@ -207,7 +206,7 @@ def tiny(path: Path, changes: dict[str, Any] | None = None, kind: int = F32) -> 
 
 def converted(path: Path, folder: Path, quantized: bool = False) -> Path:
     folder.mkdir()
-    gguf.convert(path, folder, quantized=quantized, report=lambda *_: None)
+    gguf_convert.convert(path, folder, quantized=quantized, progress=lambda *_: None)
     return folder
 
 
@@ -273,7 +272,7 @@ def test_biases_of_qwen2_are_kept_and_nothing_is_reordered(tmp_path: Path) -> No
 def test_a_tensor_converted_in_pieces_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny(tmp_path / "m.gguf", kind=Q4_1)
     whole = [(converted(path, tmp_path / f"whole{q}", q) / "model.safetensors").read_bytes() for q in (False, True)]
-    monkeypatch.setattr(folder, "PIECE_VALUES", 5 * HIDDEN)
+    monkeypatch.setattr(gguf_convert, "PIECE_VALUES", 5 * HIDDEN)
     pieces = [(converted(path, tmp_path / f"pieces{q}", q) / "model.safetensors").read_bytes() for q in (False, True)]
 
     assert pieces == whole

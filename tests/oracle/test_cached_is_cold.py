@@ -18,7 +18,8 @@ from driver import SMALL, Run, adapter_for, random_prompts
 from weft.engine.sequence import Sequence
 from weft.memory.disk import DiskTier
 from weft.memory.spec import KeyValues
-from weft.model.adapter import Adapter, LayerCaches, _arrays, _leaves
+from weft.model.adapter import Adapter
+from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from zoo import ARCHITECTURES, EXAMINED, VOCABULARY
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
@@ -208,7 +209,7 @@ def test_after_an_abort_and_after_making_room(
 def measured(adapter: Adapter, caches: LayerCaches) -> int:
     """Bytes of a row's states as it is seated; where layers can not be read, of all its arrays."""
     if adapter.unreadable is not None:
-        return sum(array.nbytes for cache in _leaves(caches) for array in _arrays(cache))
+        return sum(array.nbytes for cache in leaves(caches) for array in arrays_of(cache))
     contents = [content for content in adapter.contents(caches) if content is not None]
     pairs = [(one.keys, one.values) if isinstance(one, KeyValues) else one for one in contents]
     return sum(array.nbytes for arrays in pairs for array in arrays if array is not None)

@@ -100,7 +100,7 @@ def _model_line(model: ModelStatus) -> tuple[str, ...]:
 
 def load_command(name: str, url: str | None, fetch: bool, force: bool) -> None:
     """Have the server at `url` load a model, and wait until it answers. Raises WeftError where it never will."""
-    from weft.model.fetch import shown
+    from weft.model.download import shown
 
     client = ServerClient(url)
     name = _name_there(client, name)

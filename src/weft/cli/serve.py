@@ -15,7 +15,7 @@ from rich.filesize import decimal
 
 from weft.cli.settings import dump
 from weft.config import ServerConfig
-from weft.model.fetch import Progress, shown
+from weft.model.download import Progress, shown
 
 
 def serve_command(config: ServerConfig, *, dump_config: bool) -> int:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from weft.engine.prefix import PrefixSharing
 from weft.memory.prefix_tree import Node, PrefixTree
-from weft.model.adapter import LayerCaches, Saved
+from weft.model.saved_state import LayerCaches, SavedState
 
 log = logging.getLogger("weft.engine")
 
@@ -72,9 +72,9 @@ class Canary:
         )  # fmt: skip
 
 
-def _worst_difference(cached: object, again: Saved) -> float:
+def _worst_difference(cached: object, again: SavedState) -> float:
     """The largest difference between two states as a share of the largest value; infinite when their geometry differs."""
-    if not isinstance(cached, Saved):
+    if not isinstance(cached, SavedState):
         return 0.0  # it was dropped
     mine, right = cached.arrays, again.arrays
     if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in right]:

@@ -18,7 +18,7 @@ from weft.errors import WeftError
 from weft.ipc.messages import PrefixReuse
 from weft.memory.disk import DiskTier, Loaded
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
-from weft.model.adapter import LayerCaches
+from weft.model.saved_state import LayerCaches
 
 log = logging.getLogger("weft.engine")
 

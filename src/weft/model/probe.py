@@ -1,0 +1,135 @@
+"""Tries a model at load: do rows that are decoded together get the same logits as each row on its own caches?
+
+Only numbers are compared, so no model is known by name. `Adapter` uses it to choose how it holds the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from weft.errors import UnsupportedModel, WeftError
+from weft.memory.slabs import Pool, RowState
+from weft.memory.views import make_batches
+from weft.model.saved_state import LayerCaches
+
+if TYPE_CHECKING:
+    from weft.model.adapter import Adapter, Way
+
+PROBE_LENGTHS = (9, 5, 40)  # two rows that share a slab, so that one is padded, and one in a slab of its own
+PROBE_STEPS = 3
+PROBE_CHUNK = 16
+# A way is refused when its logits differ from the row's own by more than this share of their spread, or by more than NOISE
+# times what the mere width of a batch does to them; numbers of another row are off by several times the spread.
+PROBE_TOLERANCE = 1e-3
+PROBE_NOISE = 5.0
+PROBE_LIMIT = 1.0
+# In 16 bits another kernel rounds otherwise: tiny-hybrid on an H200 moves by 0.08 of its spread from chunks alone. What is
+# looked for are the numbers of another row, or a prompt of which something is forgotten: several times the spread.
+PROBE_ROUNDING = 0.3
+PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, RuntimeError)
+
+
+def choose_way(adapter: Adapter) -> tuple[Way, dict[Way, str]]:
+    """The best way to hold a model that does not change the rows' logits, and by way why better ones were refused.
+
+    Raises UnsupportedModel if not even rows on caches of their own are independent of each other.
+    """
+    probe = Probe(adapter)
+    if reason := probe.find_leak() or probe.find_chunk_dependence():
+        raise UnsupportedModel(f"{adapter.name}: {reason}; its answers would depend on who else is served")
+    refused: dict[Way, str] = {}
+    for way in ("seam", "plain"):
+        try:
+            reason = adapter.unreadable or probe.find_difference(way)
+        except PROBE_ERRORS as error:
+            reason = f"{type(error).__name__}: {error}"
+        if reason is None:
+            return way, refused
+        refused[way] = reason
+    return "alone", refused
+
+
+class Probe:
+    """Three short rows, decoded each on its own and then together."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self.adapter = adapter
+        vocab_size, rows = adapter.vocab_size, range(len(PROBE_LENGTHS))
+        self.prompts = [
+            [(7 + 31 * row + 11 * place * (place + row)) % vocab_size for place in range(PROBE_LENGTHS[row])] for row in rows
+        ]
+        self.fed = [[(3 + 17 * row + 5 * step) % vocab_size for step in range(PROBE_STEPS)] for row in rows]
+        self.alone = [self._decode_alone(row) for row in rows]  # by row and step: the right logits
+        rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
+        self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
+
+    def find_leak(self) -> str | None:
+        """Why rows on caches of their own change each other (by state on the model itself); None if they do not."""
+        caches = [self._prefilled(row) for row in range(len(self.prompts))]
+        for step in range(PROBE_STEPS):
+            for row, own in enumerate(caches):
+                logits = self.adapter.decode_alone(mx.array([[self.fed[row][step]]]), own)
+                if reason := self._compare(logits[0], row, step):
+                    return f"rows on caches of their own disturb each other ({reason})"
+        return None
+
+    def find_chunk_dependence(self) -> str | None:
+        """Why a prompt computed in chunks differs from the prompt computed as a whole; None if it does not."""
+        row = len(self.prompts) - 1
+        reason = self._compare(self._decode_alone(row, PROBE_CHUNK)[0], row, 0)
+        return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
+
+    def find_difference(self, way: Way) -> str | None:
+        """Why rows decoded together in this way differ from rows decoded alone; None if they do not."""
+        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
+        states = [RowState() for _ in self.prompts]
+        for row, state in enumerate(states):
+            contents = self.adapter.contents(self._prefilled(row))
+            if reason := pool.refusal(contents, len(self.prompts[row])):
+                return reason
+            pool.allocate(state, contents, len(self.prompts[row]))
+        number = {id(state): row for row, state in enumerate(states)}
+        for step in range(PROBE_STEPS):
+            for batch in make_batches(pool, states, seam=way == "seam", width=None):
+                rows = [-1 if state is None else number[id(state)] for state in batch.rows]
+                tokens = mx.array([[0 if row < 0 else self.fed[row][step]] for row in rows])
+                logits = self.adapter.decode(tokens, batch)
+                for index, row in enumerate(rows):
+                    if row >= 0 and (reason := self._compare(logits[index], row, step)):
+                        return reason
+            for state in states:
+                state.length += 1
+        return None
+
+    def _prefilled(self, row: int, chunk_tokens: int | None = None) -> LayerCaches:
+        prompt = self.prompts[row]
+        caches, size = self.adapter.new_caches(len(prompt)), chunk_tokens or len(prompt)
+        for start in range(0, len(prompt), size):
+            self.adapter.prefill(prompt[start : start + size], caches)[0].finish()
+        return caches
+
+    def _decode_alone(self, row: int, chunk_tokens: int | None = None) -> list[mx.array]:
+        caches = self._prefilled(row, chunk_tokens)
+        return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
+
+    def _noise(self) -> float:
+        """How much a row's logits change when a batch of two, on mlx-lm's own caches, has the row twice."""
+        caches = make_prompt_cache(self.adapter.model)
+        self.adapter.model(mx.array([self.prompts[0]] * 2), cache=caches)
+        logits = self.adapter.model(mx.array([[self.fed[0][0]]] * 2), cache=caches)[:, -1]
+        return _difference(logits[1], self.alone[0][0])
+
+    def _compare(self, found: mx.array, row: int, step: int) -> str | None:
+        """What is wrong with the logits of a row after a step; None if they are right."""
+        share = _difference(found, self.alone[row][step])
+        return None if share <= self.allowed else f"logits differ by {share:.2g} of their spread, {self.allowed:.2g} are allowed"
+
+
+def _difference(found: mx.array, wanted: mx.array) -> float:
+    """The largest difference between two rows of logits, as a share of their spread."""
+    worst = mx.max(mx.abs(found.astype(mx.float32) - wanted.astype(mx.float32)))
+    return float(np.array(worst / mx.maximum(mx.std(wanted.astype(mx.float32)), 1e-6)))

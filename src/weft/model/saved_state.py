@@ -1,0 +1,189 @@
+"""Layer states of one row: copied out of mlx-lm's caches, put back into fresh ones, and packed as host data for the disk tier.
+
+Packing takes a cache object by its attributes and unpacking uses the model's own fresh caches as patterns, so a name in a file
+never chooses a class. The adapter and the engine use it; files are the disk tier's.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+
+from weft.errors import UnsupportedModel
+from weft.memory.disk_entry import Damaged, Packed, StoredArray
+
+LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one row
+
+TYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_, "U8": mx.uint8, "I8": mx.int8, "U16": mx.uint16, "I16": mx.int16, "F16": mx.float16, "BF16": mx.bfloat16,
+    "U32": mx.uint32, "I32": mx.int32, "F32": mx.float32, "U64": mx.uint64, "I64": mx.int64, "F64": mx.float64,
+    "C64": mx.complex64,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Copied layer states of one row: contiguous and evaluated, so that they keep nothing else alive."""
+
+    layers: list[Any]  # of a block: (keys, values) or None; of a checkpoint: a cache object or None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays of all layers, in order."""
+        present = [layer for layer in self.layers if layer is not None]
+        return [array for layer in present for array in (layer if isinstance(layer, tuple) else arrays_of(layer))]
+
+    @functools.cached_property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """Yield the caches of a row one by one, also those inside a CacheList."""
+    for cache in caches:
+        yield from cache.caches if type(cache) is CacheList else (cache,)
+
+
+def arrays_of(cache: Any) -> list[mx.array]:
+    """Every array that a cache of any class holds, in its attributes or in lists there."""
+    held = [value if isinstance(value, list | tuple) else [value] for value in vars(cache).values()]
+    return [array for values in held for array in values if isinstance(array, mx.array)]
+
+
+def save_block(caches: LayerCaches, start: int, end: int) -> SavedState:
+    """Copy the keys and values of a row's tokens `start` to `end`."""
+    held: list[Any] = [(cache.keys, cache.values) if type(cache) is KVCache else (None, None) for cache in leaves(caches)]
+    blocks = [None if pair[0] is None else tuple(_own(plane[..., start:end, :]) for plane in pair) for pair in held]
+    return _evaluated(blocks)
+
+
+def save_checkpoint(caches: LayerCaches) -> SavedState:
+    """Copy the states of all layers that do not hold keys and values for each token."""
+    layers: list[Any] = [None if type(cache) is KVCache else copy.copy(cache) for cache in leaves(caches)]
+    for layer in layers:
+        if type(layer) is ArraysCache:
+            layer.cache = [None if array is None else _own(array) for array in layer.cache]
+        elif layer is not None and layer.keys is not None:
+            layer.keys, layer.values = _own(layer.keys), _own(layer.values)
+    return _evaluated(layers)
+
+
+def _own(array: mx.array) -> mx.array:
+    """A copy of an array in a buffer of its own; `contiguous` would leave a slice that is contiguous where it is."""
+    return mx.where(mx.array(True), array, array)
+
+
+def _evaluated(layers: list[Any]) -> SavedState:
+    saved = SavedState(layers)
+    mx.eval(saved.arrays)  # sync: a lazy slice would keep the whole buffer
+    return saved
+
+
+def restore(caches: LayerCaches, blocks: Sequence[object], checkpoint: object | None) -> LayerCaches:
+    """Fill a row's fresh caches with its saved blocks and the checkpoint at their end, all `SavedState`s; returns the caches."""
+    if not blocks:
+        return caches
+    assert isinstance(checkpoint, SavedState)
+    layers = [block.layers for block in blocks if isinstance(block, SavedState)]
+    assert len(layers) == len(blocks)
+    saved = zip(checkpoint.layers, *layers, strict=True)
+
+    def fill(cache: Any) -> Any:
+        state, *pairs = next(saved)
+        if state is not None:
+            return copy.deepcopy(state)  # shares the arrays until one side writes
+        if pairs[0] is not None:
+            cache.offset = sum(keys.shape[2] for keys, _ in pairs)
+            cache.keys, cache.values = (_joined(planes, cache.step) for planes in zip(*pairs, strict=True))
+        return cache
+
+    for index, cache in enumerate(caches):
+        if type(cache) is CacheList:
+            cache.caches = type(cache.caches)(map(fill, cache.caches))
+        else:
+            caches[index] = fill(cache)
+    return caches
+
+
+def _joined(planes: Sequence[mx.array], num_tokens: int) -> mx.array:
+    """Blocks one after the other, with room for `num_tokens` in all, so that later tokens are written without another copy."""
+    batch, heads, _, width = planes[0].shape
+    left = num_tokens - sum(plane.shape[2] for plane in planes)
+    return mx.concatenate([*planes, mx.zeros((batch, heads, left, width), planes[0].dtype)], axis=2)
+
+
+def pack(saved: SavedState) -> Packed:
+    """Layer states as host data, bit for bit. Arrays that the host can read are not copied; threads without mlx may read them."""
+    arrays: list[StoredArray] = []
+    layers = [_describe(layer, str(index), arrays) for index, layer in enumerate(saved.layers)]
+    return Packed(json.dumps(layers), tuple(arrays))
+
+
+def _describe(value: Any, place: str, arrays: list[StoredArray]) -> Any:
+    """A layer, or a value in it, for JSON; its arrays are appended to `arrays` and named by their place.
+
+    A dict is always one of ours: {"array": its name}, {"tuple": [...]} or {"class": ..., "attributes": {...}}.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        items = [_describe(item, f"{place}.{index}", arrays) for index, item in enumerate(value)]
+        return items if type(value) is list else {"tuple": items}
+    if isinstance(value, mx.array):
+        # The view holds an array of its own on the same buffer, so the bytes stay whatever happens to the other one.
+        data = memoryview(mx.contiguous(value)).cast("B") if value.size else b""  # type: ignore[arg-type]  # sync: evaluates it
+        arrays.append(StoredArray(place, NAMES[value.dtype], value.shape, data))
+        return {"array": place}
+    if place.isdigit() and hasattr(value, "__dict__"):
+        attributes = {name: _describe(inner, f"{place}.{name}", arrays) for name, inner in vars(value).items()}
+        return {"class": type(value).__name__, "attributes": attributes}
+    raise UnsupportedModel(f"a layer's state can not be kept on disk: {place} is a {type(value).__name__}")
+
+
+def unpack(packed: Packed, like: LayerCaches) -> SavedState:
+    """Layer states from host data; `like` are fresh caches of the same model. Raises Damaged where they do not fit."""
+    arrays = {stored.name: _array(stored) for stored in packed.planes}
+    layers, patterns = json.loads(packed.description), list(leaves(like))
+    if len(layers) != len(patterns):
+        raise Damaged(f"it has the states of {len(layers)} layers where the model has {len(patterns)}")
+    restored = [_restore(layer, arrays, pattern) for layer, pattern in zip(layers, patterns, strict=True)]
+    mx.eval(list(arrays.values()))  # sync: the host data must not be needed any more
+    return SavedState(restored)
+
+
+def _array(stored: StoredArray) -> mx.array:
+    dtype = TYPES.get(stored.dtype)
+    if dtype is None or len(stored.data) != math.prod(stored.shape) * dtype.size:
+        raise Damaged(f"{stored.name} is no {stored.dtype} array of shape {stored.shape}")
+    if not stored.data:
+        return mx.zeros(stored.shape, dtype)
+    return mx.array(np.frombuffer(stored.data, np.uint8)).view(dtype).reshape(stored.shape)
+
+
+def _restore(value: Any, arrays: dict[str, mx.array], pattern: Any = None) -> Any:
+    """The layer or value that `_describe` described; a layer is a copy of `pattern` with the described attributes."""
+    match value:
+        case {"class": name, "attributes": attributes}:
+            if name != type(pattern).__name__:
+                raise Damaged(f"it has the states of a {name} where the model has a {type(pattern).__name__}")
+            cache = copy.copy(pattern)
+            vars(cache).clear()
+            vars(cache).update({name: _restore(inner, arrays) for name, inner in attributes.items()})
+            return cache
+        case {"array": name}:
+            return arrays[name]
+        case {"tuple": items}:
+            return tuple(_restore(item, arrays) for item in items)
+        case list():
+            return [_restore(item, arrays) for item in value]
+    return value
