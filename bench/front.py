@@ -25,9 +25,9 @@ SERVE_FAKE = """
 import sys
 from weft.serving import server
 server._command = lambda name, *_: [*{command!r}, name]
-from weft.cli.serve import Screen
+from weft.cli.serve import Terminal
 from weft.config import ServerConfig
-sys.exit(server.serve(ServerConfig(("fake",), port=0), Screen(), make_app))
+sys.exit(server.serve(ServerConfig(("fake",), port=0), Terminal(), make_app))
 """
 STREAMS, TOKENS = 64, 400
 CLIENTS, ANSWER = 8, 64
