@@ -73,28 +73,28 @@ def test_a_server_that_does_not_start_is_one_verdict_with_its_last_words(tmp_pat
 def test_settings_that_can_not_be_are_wrong(home: Path) -> None:
     (home / "weft.toml").write_text("[serve]\nprot = 9000\n")
 
-    verdict = doctor.check_settings()
+    verdict = doctor._check_settings()
 
     assert verdict.grade == "wrong"
     assert "did you mean 'port'?" in verdict.found
 
 
 def test_a_full_disk_is_wrong_and_so_is_one_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_disk(tmp_path / "not" / "there").grade == "ok"
+    assert doctor._check_disk(tmp_path / "not" / "there").grade == "ok"
 
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert "can not be written" in doctor.check_disk(tmp_path).found
+    assert "can not be written" in doctor._check_disk(tmp_path).found
     monkeypatch.undo()
     monkeypatch.setattr("shutil.disk_usage", lambda _: namedtuple("Usage", "free")(10_000))
-    assert doctor.check_disk(tmp_path / "not" / "there").grade == "wrong"
+    assert doctor._check_disk(tmp_path / "not" / "there").grade == "wrong"
 
 
 def test_a_port_that_something_else_holds_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         monkeypatch.setenv("WEFT_URL", server.url)
-        mine = doctor.check_port()
+        mine = doctor._check_port()
         monkeypatch.setenv("WEFT_URL", f"{server.url}/other")
-        other = doctor.check_port()
+        other = doctor._check_port()
 
     assert (mine.grade, mine.found) == ("ok", f"{server.url} is weft 9.9, up for 61.2 s")
     assert other.grade == "wrong"

@@ -1,7 +1,7 @@
 """`weft bench serve`: load on a running server from clients of its own, and what they saw of it.
 
-A client is a thread with a connection for each request, as other programs have them; it notes when every piece of text came.
-Figures are what clients feel, waiting included.
+A client is a thread with a connection for each request, as other programs have them. Figures are what clients feel, waiting
+included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -93,10 +92,6 @@ class RequestTrace:
     error: str | None = None
 
 
-class _TokenIds(msgspec.Struct):
-    tokens: list[int]
-
-
 @bench_command.command(name="serve")
 def bench_serve_command(options: Annotated[BenchOptions, Parameter(name="*")] = BenchOptions()) -> int:  # noqa: B008 - frozen
     """Load a running server from several clients at once and say what they saw: speeds, waits, gaps, errors.
@@ -128,9 +123,9 @@ def bench_serve_command(options: Annotated[BenchOptions, Parameter(name="*")] = 
 
 
 def _random_clients(options: BenchOptions, model: str, client: ServerClient) -> list[Bodies]:
-    """Clients that take prompts of random tokens from one heap; each prompt begins with the tokens that all share."""
+    """The requests of clients that share one supply of random prompts; each prompt begins with the tokens that all share."""
     words = {"model": model, "prompt": f" {WORDS}", "add_special_tokens": False}
-    ids = client.fetch("/tokenize", _TokenIds, ASK_SECONDS, words).tokens  # ordinary ones, for prompts of an exact length
+    ids = client.fetch("/tokenize", dict[str, Any], ASK_SECONDS, words)["tokens"]  # ordinary ones: prompts of an exact length
     heap, lock = iter(range(options.requests)), threading.Lock()
     shared = random.Random("shared").choices(ids, k=options.shared_prefix)
 
@@ -147,7 +142,7 @@ def _random_clients(options: BenchOptions, model: str, client: ServerClient) -> 
 
 
 def _agent_clients(options: BenchOptions, model: str) -> list[Bodies]:
-    """Agents, each with a conversation of its own that grows by a call and its result, or by an answer and a question."""
+    """The requests of agents: turns of a conversation that grows by a call and its result, or an answer and a question."""
 
     def bodies(agent: int, turns: int) -> Bodies:
         first = {"role": "user", "content": f"I am number {agent} at {time.time_ns()}. Look at the first file."}
@@ -189,7 +184,7 @@ def _run_load(options: BenchOptions, clients: list[Bodies]) -> tuple[list[Reques
                 traces.append(trace)
                 bars.advance(bar)
                 if trace.error is not None and options.replay:
-                    return  # the next turn stands on this one
+                    return  # the next turn would repeat this one's messages
 
         for done in [pool.submit(run, number, bodies) for number, bodies in enumerate(clients)]:
             done.result()
@@ -198,18 +193,13 @@ def _run_load(options: BenchOptions, clients: list[Bodies]) -> tuple[list[Reques
 
 def _run_request(stream: Generator[dict[str, Any]], trace: RequestTrace, start: float, count_piece: Callable[[], None]) -> None:
     """Read one streamed answer to its end and note in `trace` what comes, and when."""
-    last = 0.0
+    moments: list[float] = []  # at which text came
     try:
         with closing(stream) as events:
             for event in events:
-                now = time.perf_counter() - start
                 if any(any(read_delta(choice)) for choice in event.get("choices", ())):
+                    moments.append(time.perf_counter() - start)
                     count_piece()
-                    if trace.first is None:
-                        trace.first = now
-                    else:
-                        trace.gaps.append(now - last)
-                    last = now
                 if usage := event.get("usage"):
                     trace.prompt_tokens, trace.tokens = usage["prompt_tokens"], usage["completion_tokens"]
                     trace.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
@@ -218,6 +208,8 @@ def _run_request(stream: Generator[dict[str, Any]], trace: RequestTrace, start: 
     except WeftError as error:
         trace.error = re.sub(r"\d+", "N", str(error))  # so that errors of one kind are counted as one
     trace.end = time.perf_counter() - start
+    trace.first = moments[0] if moments else None
+    trace.gaps = [after - before for before, after in itertools.pairwise(moments)]
 
 
 def summarize(traces: list[RequestTrace], model: str, clients: int, seconds: float) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def why_command(request_id: RequestId, /, *, url: Url = None, as_json: AsJson = 
 
 
 def _conversation_rows(chunks: list[CachedChunk]) -> Iterator[tuple[str, ...]]:
-    """The table's rows, one for each conversation, the latest used first; sizes are those of all chunks up to its last."""
+    """One table row for each conversation, the latest used first; its size is that of all chunks from the first to the last."""
     by_number = {chunk.number: chunk for chunk in chunks}
     parents = {chunk.parent for chunk in chunks}
     for leaf in sorted((chunk for chunk in chunks if chunk.number not in parents), key=lambda chunk: chunk.idle_seconds):

@@ -1,6 +1,6 @@
 """A running server as commands see it: JSON requests and streamed answers over the standard library's HTTP.
 
-Knows how to connect, ask and hang up, and which models a server has; what else is asked is the commands' affair.
+Knows how to connect, send and hang up, and which models a server lists; other requests are the commands' affair.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ T = TypeVar("T")
 
 
 class ListedModel(msgspec.Struct):
-    """One model of GET /v1/models."""
+    """One model of GET /v1/models; GET /v1/status adds the fields from `rows_running` on."""
 
     id: str
     root: str | None = None
     context_length: int | None = None  # known once the model is loaded
     capabilities: list[str] = []
+    status: dict[str, Any] = {}
+    rows_running: int = 0
+    rows_waiting: int = 0
+    engine_pid: int | None = None
+    engine_restarts: int = 0
+    memory: dict[str, int] = {}
+    condition: dict[str, Any] = {}
 
 
 class _ModelList(msgspec.Struct):
@@ -40,10 +47,7 @@ class _ModelList(msgspec.Struct):
 
 
 class ServerClient:
-    """One server, asked one thing at a time. Its address is `url`, else WEFT_URL, else this machine's default port.
-
-    Its key is `key`, else the first of WEFT_API_KEY.
-    """
+    """A connection to one server for one request at a time; defaults: WEFT_URL or port 8400 here, the first of WEFT_API_KEY."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self.url = (url or os.environ.get("WEFT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
@@ -112,9 +116,13 @@ class ServerClient:
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         connection.request(method, urlsplit(self.url).path + path, content, self._headers)
         response = connection.getresponse()
-        if response.status not in (200, 202):
-            raise _read_problem(response.status, response.read())
-        return response
+        if response.status in (200, 202):
+            return response
+        try:
+            message = json.loads(response.read())["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            message = f"the server answered with status {response.status}"
+        raise RequestError(message) if response.status < 500 else WeftError(message)
 
 
 def choose_model(models: Sequence[ListedModel], wanted: str | None) -> ListedModel:
@@ -129,17 +137,9 @@ def choose_model(models: Sequence[ListedModel], wanted: str | None) -> ListedMod
 
 
 def read_delta(choice: dict[str, Any]) -> tuple[str, str]:
-    """The reasoning and the text that a streamed choice adds, be it of a chat or of a completion."""
+    """The reasoning and the text that a streamed choice of a chat or a completion adds; empty where it adds none."""
     delta = choice.get("delta") or {"content": choice.get("text")}
     return delta.get("reasoning_content") or "", delta.get("content") or ""
-
-
-def _read_problem(status: int, body: bytes) -> WeftError:
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        message = f"the server answered with status {status}"
-    return RequestError(message) if status < 500 else WeftError(message)
 
 
 def _reason(error: Exception) -> str:

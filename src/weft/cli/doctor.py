@@ -1,7 +1,7 @@
 """`weft doctor`: one line with a verdict for each thing that must be well, and a file with all of it for a report.
 
-Facts of the machine and of MLX are read in this process, which loads mlx for that. What a server does is tried on one of its
-own: `weft serve` on the model that comes with the package, in processes of its own, as a user would have it.
+Facts of the machine are read in this process, which loads mlx for that. What a server does is tried on a `weft serve` of its
+own, with the model that comes with the package.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the name of a variable
 START_SECONDS = 120.0
 ASK_SECONDS = 60.0
 SLOW_TOKENS = 40.0  # a second, of a model of 12 M parameters: one old core does hundreds
-STORY, STORY_GOES_ON = "Once upon a time", ", there was"  # what every device says when asked greedily
+STORY, STORY_GOES_ON = "Once upon a time", ", there was"  # the greedy continuation on every device
 RUN_AGAIN = "run again; if it stays, report it with the file of --bundle"
 BUNDLE_HELP = "Write report, settings, versions and the end of the logs to this zip, without keys or prompts."
 
@@ -91,33 +91,30 @@ def doctor_command(*, bundle: Annotated[Path | None, Parameter(help=BUNDLE_HELP)
 
 def examine(log: Path) -> Iterator[Finding]:
     """Check everything, cheap things first. The log of the server that is tried is written to `log`."""
-    yield check_versions()
-    yield check_settings()
-    yield check_disk(cache_folder())
-    yield check_port()
-    yield from check_device()
+    yield _check_versions()
+    yield _check_settings()
+    yield _check_disk(cache_folder())
+    yield _check_port()
+    yield from _check_device()
     yield from check_server(log)
 
 
-def check_versions() -> Finding:
-    """The versions of weft, Python and weft's foundations; wrong where mlx-lm is not the pinned one."""
-    found = {name: _version(name) for name in ("mlx", "mlx-lm", "llguidance")}
-    words = f"weft {__version__}, Python {platform.python_version()}, " + ", ".join(f"{name} {found[name]}" for name in found)
+def _check_versions() -> Finding:
+    installed = _installed_versions()
+    found = [f"{name} {installed.get(name, 'missing')}" for name in ("mlx", "mlx-lm", "llguidance")]
+    words = ", ".join([f"weft {__version__}, Python {platform.python_version()}", *found])
     needed = next((need for need in importlib.metadata.requires("weft") or () if need.startswith("mlx-lm==")), "")
-    if needed and needed != f"mlx-lm=={found['mlx-lm']}":
+    if needed and needed != f"mlx-lm=={installed.get('mlx-lm')}":
         return Finding("wrong", "versions", words, f"weft needs {needed}: install it with pip")
     return Finding("ok", "versions", words)
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
+def _installed_versions() -> dict[str, str]:
+    packages = reversed([*importlib.metadata.distributions()])  # of two with one name the first is the one that is imported
+    return {package.metadata["Name"]: package.version for package in packages}
 
 
-def check_settings() -> Finding:
-    """The settings that `weft serve` would start with here."""
+def _check_settings() -> Finding:
     done = _dump_config()
     if done.returncode:
         return Finding("wrong", "settings", done.stderr.strip().removeprefix("weft: "), "`weft serve` says the same")
@@ -132,8 +129,8 @@ def _dump_config() -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def check_disk(folder: Path) -> Finding:
-    """The room in the folder where models are fetched and converted."""
+def _check_disk(folder: Path) -> Finding:
+    """Whether the folder where models are fetched and converted can be written and has room."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(there, os.W_OK):
         return Finding("wrong", "disk", f"{there} can not be written", "set WEFT_CACHE to a folder that can")
@@ -144,8 +141,7 @@ def check_disk(folder: Path) -> Finding:
     return Finding("wrong", "disk", f"{decimal(free)} free in {folder}", advice)
 
 
-def check_port() -> Finding:
-    """What answers at the address that other commands would ask."""
+def _check_port() -> Finding:
     client = ServerClient()
     try:
         status = client.fetch("/v1/status", dict[str, object], 5.0)
@@ -158,8 +154,8 @@ def check_port() -> Finding:
     return Finding("ok", "port", f"{client.url} is weft {status.get('version')}, up for {status.get('uptime_seconds')} s")
 
 
-def check_device() -> Iterator[Finding]:
-    """What MLX computes on and with, and what fits into memory, found by loading the model here."""
+def _check_device() -> Iterator[Finding]:
+    """Findings on device, matrix products, gated delta and memory, from a model that is loaded in this process."""
     try:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
@@ -213,7 +209,7 @@ def _judge_memory(budget: MemoryBudget, context: int, max_rows: int) -> Finding:
 
 def write_bundle(file: Path, findings: list[Finding], log: Path) -> None:
     """Write a zip with report, settings, versions and the end of the logs. Raises WeftError where it can not be written."""
-    found = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
+    found = _installed_versions()
     packages = "".join(f"{name}=={found[name]}\n" for name in sorted(found, key=str.lower))
     texts = {
         "report.txt": "".join(f"{finding}\n" for finding in findings),
@@ -350,9 +346,4 @@ def _chat(client: ServerClient, question: str, **more: Any) -> dict[str, Any]:
     return client.fetch("/v1/chat/completions", dict[str, Any], ASK_SECONDS, {**body, "reasoning_effort": "none", **more})
 
 
-SERVER_CHECKS: dict[str, Callable[[ServerClient], Finding]] = {
-    "generation": _check_generation,
-    "schema": _check_schema,
-    "cache": _check_cache,
-    "tool call": _check_tool_call,
-}
+SERVER_CHECKS = {"generation": _check_generation, "schema": _check_schema, "cache": _check_cache, "tool call": _check_tool_call}

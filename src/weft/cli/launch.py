@@ -28,9 +28,13 @@ ASK_SECONDS = 5.0
 KEY = "WEFT_API_KEY"
 NO_KEY = "none"  # agents want one, also for a server that does not
 MAX_OUTPUT = 32768  # tokens of one answer: what the agents' own makers take for large models
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
-SHOW_HELP = "Print environment, files and command as lines for a shell, without the key, and start nothing."
+PLACEHOLDER = re.compile(r'"\{(\w+)\}"|\{(\w+)\}')
 SHORT_CONTEXT = 32768  # tokens; what agents say first takes 10,000 to 25,000
+
+AgentName = Annotated[str, Parameter(name="AGENT", help="Its name.")]
+AgentWord = Annotated[str, Parameter(help="What the agent is told on its own command line.")]
+SHOWN = "Print environment, files and command as lines for a shell, without the key, and start nothing."
+Dry = Annotated[Show, Parameter(help=SHOWN)]
 
 
 @dataclass(frozen=True)
@@ -48,20 +52,6 @@ class Target:
         """The longest answer to ask for. Agents take it off the context and shorten their history to the rest."""
         return min(MAX_OUTPUT, self.context // 4)
 
-    def fill(self, template: Any) -> Any:
-        """The template with its placeholders replaced; one that stands alone keeps its value's type, so numbers are numbers."""
-        match template:
-            case dict():
-                return {self.fill(key): self.fill(value) for key, value in template.items()}
-            case list():
-                return [self.fill(item) for item in template]
-            case str():
-                values = {**vars(self), "folder": str(self.folder), "output": self.output, "input": self.context - self.output}
-                if alone := PLACEHOLDER.fullmatch(template):
-                    return values[alone[1]]
-                return PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
-        return template
-
 
 class Agent(msgspec.Struct, frozen=True):
     """One agent of agents.toml, which explains the fields."""
@@ -75,27 +65,29 @@ class Agent(msgspec.Struct, frozen=True):
 
     def pointed_at(self, target: Target) -> Agent:
         """The agent with variables and files as texts for this server, and its settings among its arguments."""
-        variables, settings = target.fill(self.environment), target.fill(self.settings)
-        flags = [word for name, value in settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
-        return msgspec.structs.replace(
-            self,
-            environment={name: json.dumps(each) if isinstance(each, dict) else str(each) for name, each in variables.items()},
-            files={name: json.dumps(each, indent=2) + "\n" for name, each in target.fill(self.files).items()},
-            arguments=[*flags, *target.fill(self.arguments)],
-        )
+        values = {**vars(target), "folder": str(target.folder), "output": target.output, "input": target.context - target.output}
+
+        def value_of(found: re.Match[str]) -> str:  # all of a JSON string, or a part of one
+            return json.dumps(values[found[1]]) if found[1] else json.dumps(str(values[found[2]]))[1:-1]
+
+        filled = msgspec.json.decode(PLACEHOLDER.sub(value_of, msgspec.json.encode(self).decode()), type=Agent)
+        flags = [word for name, value in filled.settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
+        variables = {name: json.dumps(x) if isinstance(x, dict) else str(x) for name, x in filled.environment.items()}
+        texts = {name: json.dumps(document, indent=2) + "\n" for name, document in filled.files.items()}
+        return msgspec.structs.replace(filled, environment=variables, files=texts, arguments=[*flags, *filled.arguments])
 
 
 AGENTS = msgspec.toml.decode(files("weft.cli").joinpath("agents.toml").read_bytes(), type=dict[str, Agent])
 
 
 def launch_command(
-    name: Annotated[str, Parameter(name="AGENT", help="Its name.")],
+    name: AgentName,
     /,
-    *arguments: Annotated[str, Parameter(help="What the agent is told on its own command line.")],
+    *arguments: AgentWord,
     model: ChosenModel = None,
     url: Url = None,
     api_key: ApiKey = None,
-    show: Annotated[Show, Parameter(help=SHOW_HELP)] = False,
+    show: Dry = False,
 ) -> None:
     """Start a coding agent against a running server: claude, codex, opencode, copilot, qwen, pi, goose, crush or aider.
 

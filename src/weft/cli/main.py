@@ -18,13 +18,9 @@ from weft.errors import WeftError
 COMMANDS = ("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service")
 MODULES = dict.fromkeys(("ls", "pull", "ps", "load", "unload"), "models") | {"service": "service_unit"}
 
-app = App(
-    name="weft",
-    version=__version__,
-    version_flags="--version",
-    help="Run language models on your own machine: alone in a crowd.",
-    help_format="plaintext",  # keeps the examples' lines, and starts in half the time of markdown
-)
+ABOUT = "Run language models on your own machine: alone in a crowd."
+# Plain text keeps the examples' lines, and starts in half the time of markdown.
+app = App(name="weft", version=__version__, version_flags="--version", help=ABOUT, help_format="plaintext")
 for _name in COMMANDS:
     app.command(f"weft.cli.{MODULES.get(_name, _name)}:{_name}_command", name=_name)
 

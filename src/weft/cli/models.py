@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.filesize import decimal
 
 from weft.cli import AsJson, Switch, Url, write_columns, write_json
-from weft.cli.client import SILENCE_SECONDS, ServerClient
+from weft.cli.client import SILENCE_SECONDS, ListedModel, ServerClient
 from weft.errors import WeftError
 
 STATUS_SECONDS = 5.0
@@ -27,24 +27,10 @@ Fetch = Annotated[Switch, Parameter(help="Let the server download it where it is
 Force = Annotated[Switch, Parameter(help="Try it even if it does not seem to fit into memory.")]
 
 
-class ModelStatus(msgspec.Struct):
-    """One model of GET /v1/status, as far as it is shown here."""
-
-    id: str
-    status: dict[str, str] = {}
-    context_length: int | None = None
-    rows_running: int = 0
-    rows_waiting: int = 0
-    engine_pid: int | None = None
-    engine_restarts: int = 0
-    memory: dict[str, int] = {}
-    condition: dict[str, Any] = {}
-
-
 class ServerStatus(msgspec.Struct):
     """What GET /v1/status says."""
 
-    models: list[ModelStatus]
+    models: list[ListedModel]
     version: str = "unknown"
     uptime_seconds: float = 0.0
 
@@ -123,14 +109,14 @@ def load_command(model: AnyModel, /, *, fetch: Fetch = False, force: Force = Fal
     client = ServerClient(url)
     name = _name_on_server(client, model)
     body = {"model": name, "fetch": fetch, "force": force}
-    found = client.fetch("/v1/models/load", ModelStatus, SILENCE_SECONDS, body)
+    found = client.fetch("/v1/models/load", ListedModel, SILENCE_SECONDS, body)
     with shown(None) as report:
         while found.status.get("value") == "loading":
             if (progress := found.condition.get("progress")) is not None:
                 report(f"{name}: {progress['what']}", progress.get("done", 0), progress.get("total") or None)
             time.sleep(POLL_SECONDS)
             models = client.fetch("/v1/status", ServerStatus, STATUS_SECONDS).models
-            found = next((one for one in models if one.id == name), ModelStatus(name, {"value": "unloaded"}))
+            found = next((one for one in models if one.id == name), ListedModel(name, status={"value": "unloaded"}))
     if found.status.get("value") != "loaded":
         raise WeftError(f"{name} is not loaded: {found.status.get('message') or found.status.get('value')}")
     sys.stdout.write(f"{name} is loaded\n")

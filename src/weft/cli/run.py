@@ -54,23 +54,18 @@ class RunOptions:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that were given."""
         names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """The variables for the chat template."""
         return {} if self.think is None else {"enable_thinking": self.think}
 
 
-def run_command(
-    model: AnyModel,
-    prompt: Prompt = None,
-    /,
-    *,
-    options: Annotated[RunOptions, Parameter(name="*")] = RunOptions(),  # noqa: B008 - frozen
-) -> None:
+Options = Annotated[RunOptions, Parameter(name="*")]
+
+
+def run_command(model: AnyModel, prompt: Prompt = None, /, *, options: Options = RunOptions()) -> None:  # noqa: B008 - frozen
     """Answer a prompt in the terminal, or open a chat when there is none. Ctrl-C stops the answer, not the program.
 
     A running server that serves the model is asked (at WEFT_URL, else on this
@@ -199,7 +194,7 @@ def find_server(model: str, options: RunOptions, notes: Console) -> RemoteModel 
 
 @dataclass
 class RemoteModel:
-    """A model that a server has loaded, asked in OpenAI's dialect."""
+    """A model on a running server, used over OpenAI's dialect."""
 
     client: ServerClient
     model: str

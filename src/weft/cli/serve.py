@@ -10,7 +10,7 @@ import json
 import shlex
 import sys
 import tomllib
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -30,15 +30,17 @@ TABLE = "serve"
 
 
 def _key(field: str) -> str:
-    """A field's name in files; its flag is spelled the same, with hyphens."""
+    """The name of a field of ServerConfig in files."""
     return "api_key" if field == "api_keys" else field
 
 
-def _split_variable(hint: Any, text: str, **_: Any) -> list[str]:
+def _flag(field: str) -> str:
+    return _key(field).replace("_", "-")
+
+
+def _values(hint: Any, text: str, **_: Any) -> list[str]:
     """The values in a variable: several, separated by commas, where the setting has several."""
-    if get_origin(hint) is not tuple:
-        return [text]
-    return [part.strip() for part in text.split(",") if part.strip()]
+    return [part.strip() for part in text.split(",") if part.strip()] if get_origin(hint) is tuple else [text]
 
 
 def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -78,20 +80,13 @@ def dump_settings(config: ServerConfig) -> str:
 
 serve_command = App(name="serve", config=[Env("WEFT_", command=False), read_files])
 
-FLAGS = Parameter(
-    name="*", name_transform=lambda field: _key(field).replace("_", "-"), env_var_split=_split_variable, negative_iterable=""
-)
+Settings = Annotated[ServerConfig, Parameter(name="*", name_transform=_flag, env_var_split=_values, negative_iterable="")]
 SettingsFile = Annotated[Path | None, Parameter(help="Take the settings from this TOML file alone.")]
 Dump = Annotated[Switch, Parameter(help="Print the settings as they were understood, keys masked, and end.")]
 
 
 @serve_command.default
-def start_server(
-    settings: Annotated[ServerConfig, FLAGS] = ServerConfig(),  # noqa: B008 - frozen
-    *,
-    config: SettingsFile = None,  # noqa: ARG001 - read by `read_files`
-    dump_config: Dump = False,
-) -> int:
+def start_server(settings: Settings = ServerConfig(), *, config: SettingsFile = None, dump_config: Dump = False) -> int:  # noqa: ARG001, B008
     """Serve models to OpenAI clients until Ctrl-C.
 
     A flag wins over its variable, that over the table [serve] of ./weft.toml,
@@ -115,7 +110,7 @@ def start_server(
         return serve(settings, screen, make_app)
 
 
-class Terminal:
+class Terminal(AbstractContextManager["Terminal"]):
     """The terminal of a server that starts: bars while models load, a line for each one, three lines to copy."""
 
     def __init__(self, *, has_key: bool = False) -> None:
@@ -125,9 +120,6 @@ class Terminal:
         self._report: Progress | None = None
         self._url: str | None = None  # None again once the lines to copy are printed
         self._model: str | None = None
-
-    def __enter__(self) -> Terminal:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bars.close()
@@ -139,7 +131,6 @@ class Terminal:
         self._report(what if model in what else f"{model}: {what}", done, total or None)
 
     def ready(self, model: str, context: int, device: str, memory: dict[str, int], notice: str | None = None) -> None:
-        """Show that a model answers from now on."""
         self._end_bars()
         plan = ", ".join(f"{name} {decimal(size)}" for name, size in memory.items())
         self._console.print(f"{model}: context {context:,} tokens, on {device}; memory: {plan}", style="green")
@@ -149,7 +140,6 @@ class Terminal:
         self._invite()
 
     def failed(self, model: str, message: str) -> None:
-        """Show that a model can not be served."""
         self._end_bars()
         self._console.print(f"weft: {model}: {message}", style="red")
 

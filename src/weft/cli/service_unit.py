@@ -188,10 +188,8 @@ def read_log_end(lines: int) -> str:
 
 
 def _find_manager() -> Systemd | Launchd:
-    if sys.platform == "darwin":
-        return Launchd()
-    if sys.platform == "linux":
-        return Systemd()
+    if sys.platform in ("darwin", "linux"):
+        return Launchd() if sys.platform == "darwin" else Systemd()
     raise WeftError(f"weft knows no service manager of {sys.platform}; run `weft serve` by what starts programs there")
 
 

@@ -28,7 +28,7 @@ STATES = {"queued": "yellow", "following": "magenta", "prefill": "cyan", "decode
 
 
 class TopRequest(msgspec.Struct):
-    """One request of an event. Before its model has taken it there is only an id and a state."""
+    """One request of an event; while it waits for its model it has only an id and a state."""
 
     id: str
     state: str
@@ -120,7 +120,6 @@ class Board:
             del self._ended[name]
 
     def render(self, url: str) -> RenderableType:
-        """The whole board, as a terminal shows it."""
         clock = time.strftime("%H:%M:%S", time.localtime(self._time))
         num_running = sum(request.state != "finished" for request in self.requests.values())
         head = Text(f"weft at {url}  {clock}  {num_running} requests  (Ctrl-C leaves)", style="bold")
@@ -169,8 +168,7 @@ def _memory_bar(model: TopModel) -> Text:
 
 
 def _notes(request: TopRequest) -> str:
-    notes = [f"×{request.choices}"] if request.choices > 1 else []
-    notes += ["constrained"] if request.constrained else []
-    notes += ["resumed"] if request.resumed else []
-    notes += [f"cache: {request.cause}"] if request.cause not in (None, "whole") else []
-    return " ".join(notes)
+    choices = f"×{request.choices}" if request.choices > 1 else ""
+    cause = "" if request.cause in (None, "whole") else f"cache: {request.cause}"
+    notes = (choices, "constrained" if request.constrained else "", "resumed" if request.resumed else "", cause)
+    return " ".join(filter(None, notes))
