@@ -13,7 +13,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,7 +76,7 @@ class Agent(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(filled, environment=variables, files=texts, arguments=[*flags, *filled.arguments])
 
 
-AGENTS = msgspec.toml.decode(files("weft.cli").joinpath("agents.toml").read_bytes(), type=dict[str, Agent])
+AGENTS = msgspec.toml.decode(Path(__file__).with_name("agents.toml").read_bytes(), type=dict[str, Agent])
 
 
 def launch_command(
