@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from weft.cli.client import ServerClient
-from weft.cli.trials import own_server
+from weft.cli.doctor import own_server
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cli_server import running
 
-from weft.cli.bench import BenchOptions, RequestTrace, bench_serve_command, summarised
+from weft.cli.bench import BenchOptions, RequestTrace, bench_serve_command, summarize
 from weft.cli.client import ServerClient
 from weft.errors import WeftError
 
@@ -82,14 +82,14 @@ def test_figures_are_those_of_the_requests_that_succeeded() -> None:
         RequestTrace(1, 0.5, 2.0, 4.0, [0.2] * 20, 100, 0, 21, 1.0, 1.0),
         RequestTrace(1, 4.0, None, 5.0, error="broke off"),
     ]
-    summary = summarised(asked, "m", 2, 5.0)
+    summary = summarize(asked, "m", 2, 5.0)
 
-    assert (summary.requests, summary.prompt_tokens, summary.cached_tokens, summary.tokens) == (3, 200, 40, 42)
-    assert summary.prefill_per_second == 160 / 2.0  # from 0 to 2 somebody waited
-    assert summary.decode_per_second == 42 / 5.0
-    assert summary.request_decode_per_second == 20.0
-    assert summary.first_token is not None
-    assert (summary.first_token.p50, summary.first_token.max) == (1.5, 1.5)
-    assert summary.gap is not None
-    assert (summary.gap.p50, summary.gap.p95, summary.gap.max) == (0.2, 0.2, 0.5)
-    assert summary.errors == {"broke off": 1}
+    assert (summary["requests"], summary["prompt_tokens"], summary["cached_tokens"], summary["tokens"]) == (3, 200, 40, 42)
+    assert summary["prefill_per_second"] == 160 / 2.0  # from 0 to 2 somebody waited
+    assert summary["decode_per_second"] == 42 / 5.0
+    assert summary["request_decode_per_second"] == 20.0
+    assert summary["first_token"] is not None
+    assert (summary["first_token"]["p50"], summary["first_token"]["max"]) == (1.5, 1.5)
+    assert summary["gap"] is not None
+    assert (summary["gap"]["p50"], summary["gap"]["p95"], summary["gap"]["max"]) == (0.2, 0.2, 0.5)
+    assert summary["errors"] == {"broke off": 1}

@@ -12,7 +12,7 @@ from cli_server import running
 
 from weft.cli import doctor
 from weft.cli.client import ServerClient
-from weft.cli.trials import MODEL, TRIALS, Finding, _guarded, trials
+from weft.cli.doctor import MODEL, SERVER_CHECKS, Finding, check_server, run_check
 from weft.engine.budget import MemoryBudget
 from weft.errors import WeftError
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_fresh_install_is_well_and_the_bundle_has_no_secrets(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = doctor.doctor_command(home / "report.zip")
+    status = doctor.doctor_command(bundle=home / "report.zip")
     *lines, last = capsys.readouterr().out.splitlines()
     with zipfile.ZipFile(home / "report.zip") as archive:
         parts = {name: archive.read(name).decode() for name in archive.namelist()}
@@ -50,10 +50,10 @@ def test_a_fresh_install_is_well_and_the_bundle_has_no_secrets(home: Path, capsy
     assert not any("very-secret" in text or "Number 7 is a dog" in text for text in parts.values())
 
 
-@pytest.mark.parametrize("what", TRIALS)
+@pytest.mark.parametrize("what", SERVER_CHECKS)
 def test_a_server_that_answers_something_else_is_found_wrong(what: str) -> None:
     with running() as server:
-        verdict = _guarded(what, TRIALS[what], ServerClient(server.url))
+        verdict = run_check(what, SERVER_CHECKS[what], ServerClient(server.url))
 
     assert (verdict.grade, verdict.what) == ("wrong", what)
     assert "--bundle" in verdict.advice
@@ -65,7 +65,7 @@ def test_a_server_that_does_not_start_is_one_verdict_with_its_last_words(tmp_pat
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
 
-    (verdict,) = trials(tmp_path / "log")
+    (verdict,) = check_server(tmp_path / "log")
 
     assert str(verdict).startswith("wrong  server       the server ended with status 3: no luck; ")
 
@@ -73,28 +73,28 @@ def test_a_server_that_does_not_start_is_one_verdict_with_its_last_words(tmp_pat
 def test_settings_that_can_not_be_are_wrong(home: Path) -> None:
     (home / "weft.toml").write_text("[serve]\nprot = 9000\n")
 
-    verdict = doctor.settings()
+    verdict = doctor._check_settings()
 
     assert verdict.grade == "wrong"
     assert "did you mean 'port'?" in verdict.found
 
 
 def test_a_full_disk_is_wrong_and_so_is_one_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.disk(tmp_path / "not" / "there").grade == "ok"
+    assert doctor._check_disk(tmp_path / "not" / "there").grade == "ok"
 
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert "can not be written" in doctor.disk(tmp_path).found
+    assert "can not be written" in doctor._check_disk(tmp_path).found
     monkeypatch.undo()
     monkeypatch.setattr("shutil.disk_usage", lambda _: namedtuple("Usage", "free")(10_000))
-    assert doctor.disk(tmp_path / "not" / "there").grade == "wrong"
+    assert doctor._check_disk(tmp_path / "not" / "there").grade == "wrong"
 
 
 def test_a_port_that_something_else_holds_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     with running() as server:
         monkeypatch.setenv("WEFT_URL", server.url)
-        mine = doctor.running_server()
+        mine = doctor._check_port()
         monkeypatch.setenv("WEFT_URL", f"{server.url}/other")
-        other = doctor.running_server()
+        other = doctor._check_port()
 
     assert (mine.grade, mine.found) == ("ok", f"{server.url} is weft 9.9, up for 61.2 s")
     assert other.grade == "wrong"
@@ -103,16 +103,16 @@ def test_a_port_that_something_else_holds_is_wrong(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("found", "grade", "words"),
     [
-        (doctor._products("weft+openblas", 2, None), "ok", "sgemm"),
-        (doctor._products("openblas", 2, None), "slow", "C compiler"),
-        (doctor._products("stock", None, "much slower than it could: install it"), "slow", "install it"),
-        (doctor._products("none", None, None), "ok", "MLX's own"),
-        (doctor._gated_delta("cuda", ["mlx_lm.models.qwen3_5"]), "ok", "in chunks"),
-        (doctor._gated_delta("metal", []), "ok", "Metal"),
-        (doctor._gated_delta("cpu", []), "slow", "loop over tokens"),
-        (doctor._memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, 100_000_000), 1000, 16), "ok", "38 fit"),
-        (doctor._memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, 41_000_000), 1000, 16), "wrong", "0 fit"),
-        (doctor._memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, None), 1000, 16), "ok", "--memory"),
+        (doctor._judge_products("weft+openblas", 2, None), "ok", "sgemm"),
+        (doctor._judge_products("openblas", 2, None), "slow", "C compiler"),
+        (doctor._judge_products("stock", None, "much slower than it could: install it"), "slow", "install it"),
+        (doctor._judge_products("none", None, None), "ok", "MLX's own"),
+        (doctor._judge_gated_delta("cuda", ["mlx_lm.models.qwen3_5"]), "ok", "in chunks"),
+        (doctor._judge_gated_delta("metal", []), "ok", "Metal"),
+        (doctor._judge_gated_delta("cpu", []), "slow", "loop over tokens"),
+        (doctor._judge_memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, 100_000_000), 1000, 16), "ok", "38 fit"),
+        (doctor._judge_memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, 41_000_000), 1000, 16), "wrong", "0 fit"),
+        (doctor._judge_memory(MemoryBudget(lambda tokens: tokens * 1000, 40_000_000, None), 1000, 16), "ok", "--memory"),
     ],
 )
 def test_each_finding_has_its_verdict(found: Finding, grade: str, words: str) -> None:

@@ -16,8 +16,7 @@ import pytest
 from cli_command import weft
 from cli_server import running
 
-from weft.cli.agents import AGENTS, KEY, MAX_OUTPUT, Start, Target
-from weft.cli.launch import NO_KEY, script
+from weft.cli.launch import AGENTS, KEY, MAX_OUTPUT, NO_KEY, Agent, Target, shell_script
 
 FOLDER = Path(__file__).parent / "launched"
 TARGET = Target("http://127.0.0.1:8400", NO_KEY, "org/model-4bit", 65536, Path("/home/me/.local/share/weft/agents/NAME"))
@@ -29,9 +28,8 @@ env | sort
 
 
 def shown(name: str, target: Target = TARGET) -> str:
-    agent = AGENTS[name]
-    start = agent.start(target)
-    return script(start, target, [agent.command, *start.arguments, "--help"])
+    agent = AGENTS[name].pointed_at(target)
+    return shell_script(agent, target, [name, *agent.arguments, "--help"])
 
 
 @pytest.mark.parametrize("name", AGENTS)
@@ -41,17 +39,17 @@ def test_what_an_agent_is_told_is_as_written(name: str) -> None:
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_the_server_s_key_is_neither_shown_nor_written(name: str) -> None:
-    start = AGENTS[name].start(SECRET)
+    agent = AGENTS[name].pointed_at(SECRET)
 
-    assert SECRET.key in start.environment.values()
-    assert not any(SECRET.key in text for text in (*start.files.values(), *start.arguments))
+    assert SECRET.key in agent.environment.values()
+    assert not any(SECRET.key in text for text in (*agent.files.values(), *agent.arguments))
     assert SECRET.key not in shown(name, SECRET)
     assert KEY in shown(name, SECRET)
 
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_is_told_server_model_and_a_place_of_its_own(name: str) -> None:
-    told = _told(AGENTS[name].start(TARGET))
+    told = _told(AGENTS[name].pointed_at(TARGET))
 
     assert TARGET.url in told
     assert TARGET.model in told
@@ -60,13 +58,13 @@ def test_every_agent_is_told_server_model_and_a_place_of_its_own(name: str) -> N
 
 @pytest.mark.parametrize("name", AGENTS)
 def test_every_agent_is_told_the_true_context(name: str) -> None:
-    told = _told(AGENTS[name].start(TARGET))
+    told = _told(AGENTS[name].pointed_at(TARGET))
 
     assert str(TARGET.context) in told or str(TARGET.context - TARGET.output) in told
 
 
-def _told(start: Start) -> str:
-    return "\n".join([*start.environment.values(), *start.files.values(), *start.arguments])
+def _told(agent: Agent) -> str:
+    return "\n".join([*agent.environment.values(), *agent.files.values(), *agent.arguments])
 
 
 def test_an_answer_takes_a_quarter_of_a_context_and_never_too_much() -> None:
@@ -75,21 +73,21 @@ def test_an_answer_takes_a_quarter_of_a_context_and_never_too_much() -> None:
 
 
 def test_what_codex_is_told_is_toml() -> None:
-    flags = AGENTS["codex"].start(TARGET).arguments
+    flags = AGENTS["codex"].pointed_at(TARGET).arguments
     settings = tomllib.loads("\n".join(flag for flag in flags if flag != "-c"))
 
     assert settings["model_context_window"] == 65536
     assert settings["model_providers"]["weft"]["wire_api"] == "responses"
-    assert flags[::2] == ("-c",) * (len(flags) // 2)
+    assert flags[::2] == ["-c"] * (len(flags) // 2)
 
 
 def test_what_is_shown_is_what_a_shell_does(tmp_path: Path) -> None:
     target = Target("http://u", NO_KEY, "it's", 4096, tmp_path / "a folder")
-    start = AGENTS["qwen"].start(target)
-    ran = subprocess.run(["sh"], input=script(start, target, ["env"]), capture_output=True, text=True, check=True)
+    agent = AGENTS["qwen"].pointed_at(target)
+    ran = subprocess.run(["sh"], input=shell_script(agent, target, ["env"]), capture_output=True, text=True, check=True)
 
     assert f"QWEN_HOME={target.folder}" in ran.stdout.splitlines()
-    assert (target.folder / "weft.json").read_text() == start.files["weft.json"]
+    assert (target.folder / "weft.json").read_text() == agent.files["weft.json"]
 
 
 @pytest.fixture

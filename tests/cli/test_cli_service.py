@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 from cyclopts import App
 
-from weft.cli import service
+from weft.cli import service_unit
 from weft.cli.main import app, completion
-from weft.cli.service import Launchd, Systemd
+from weft.cli.service_unit import Launchd, Systemd
 from weft.errors import WeftError
 
 MANAGER = """#!/bin/sh
@@ -43,9 +43,9 @@ def test_installing_writes_a_unit_and_starts_it_and_uninstalling_takes_both_back
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unit = home / ".config" / "systemd" / "user" / "weft.service"
-    service.install_command(("tiny-hybrid", "--port", "9000"), show=False)
+    service_unit.install_command("tiny-hybrid", "--port", "9000")
     written, first = unit.read_text(), asked(home)
-    service.uninstall_command()
+    service_unit.uninstall_command()
 
     assert "-m weft serve tiny-hybrid --port 9000\n" in written
     assert first == ["--user daemon-reload", "--user enable weft", "--user restart weft"]
@@ -58,12 +58,12 @@ def test_a_manager_that_refuses_leaves_nothing_behind(home: Path) -> None:
     (home / "refuse").touch()
 
     with pytest.raises(WeftError, match="`systemctl --user enable weft` failed: no bus"):
-        service.install_command((), show=False)
+        service_unit.install_command()
     assert not (home / ".config" / "systemd" / "user" / "weft.service").exists()
 
 
 def test_printing_shows_the_unit_and_asks_nobody(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    service.install_command((), show=True)
+    service_unit.install_command(show=True)
 
     assert capsys.readouterr().out.startswith("[Unit]\n")
     assert asked(home) == []
@@ -81,7 +81,7 @@ def test_settings_that_can_not_be_are_refused_before_anything_is_written(
     home: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     with pytest.raises(WeftError, match=words):
-        service.install_command(arguments, show=False)
+        service_unit.install_command(*arguments)
     assert asked(home) == []
 
 
@@ -89,11 +89,11 @@ def test_status_tells_file_state_and_health(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WEFT_URL", "http://127.0.0.1:1")
-    without = service.status_command()
+    without = service_unit.status_command()
     unit = home / ".config" / "systemd" / "user" / "weft.service"
     unit.parent.mkdir(parents=True)
     unit.touch()
-    silent = service.status_command()
+    silent = service_unit.status_command()
     told = capsys.readouterr().out.splitlines()
 
     assert (without, silent) == (1, 1)

@@ -10,7 +10,7 @@ from cli_server import running
 from rich.console import Console
 
 from weft.cli.client import ServerClient
-from weft.cli.top import Board, News, _read, top_command
+from weft.cli.top import Board, TopEvent, read_event, top_command
 from weft.errors import WeftError
 
 MODEL: dict[str, Any] = {
@@ -24,20 +24,20 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def news(at: float, *rows: dict[str, Any], **model: Any) -> News:
-    return _read({"time": at, "seconds": 0.25, "models": [MODEL | model], "requests": list(rows)})
+def news(at: float, *rows: dict[str, Any], **model: Any) -> TopEvent:
+    return read_event({"time": at, "seconds": 0.25, "models": [MODEL | model], "requests": list(rows)})
 
 
 def drawn(board: Board, width: int = 100) -> list[str]:
     console = Console(width=width, force_terminal=False)
     with console.capture() as told:
-        console.print(board.drawn("http://here"))
+        console.print(board.render("http://here"))
     return [line.rstrip() for line in told.get().splitlines()]
 
 
 def test_models_memory_and_requests_are_shown() -> None:
     board = Board()
-    board.hear(news(100.0, ROW, {"id": "two", "state": "queued"}))
+    board.update(news(100.0, ROW, {"id": "two", "state": "queued"}))
     head, _, model, bar, memory, _, one, two = drawn(board)
 
     assert head.startswith("weft at http://here")
@@ -51,11 +51,11 @@ def test_models_memory_and_requests_are_shown() -> None:
 
 def test_a_request_that_ended_is_shown_for_a_while() -> None:
     board = Board()
-    board.hear(news(100.0, ROW))
-    board.hear(news(101.0, ROW | {"state": "finished", "finish": "length", "tokens": 7, "cause": "differs"}))
-    board.hear(news(104.0))
+    board.update(news(100.0, ROW))
+    board.update(news(101.0, ROW | {"state": "finished", "finish": "length", "tokens": 7, "cause": "differs"}))
+    board.update(news(104.0))
     shown = drawn(board)
-    board.hear(news(107.0))
+    board.update(news(107.0))
 
     assert "0 requests" in shown[0]
     assert shown[-1].split()[2:7] == ["length", "90", "0", "7", "3.0"]
@@ -66,7 +66,7 @@ def test_a_request_that_ended_is_shown_for_a_while() -> None:
 def test_it_fits_into_eighty_columns() -> None:
     board = Board()
     row = ROW | {"id": "0123456789abcdef", "wire": "completions", "constrained": False, "choices": 1, "resumed": 0}
-    board.hear(news(100.0, row, gaps=None))
+    board.update(news(100.0, row, gaps=None))
 
     assert max(map(len, drawn(board, 80))) <= 80
     assert not any("…" in line.replace("0123456789a…", "") for line in drawn(board, 80))
@@ -74,16 +74,16 @@ def test_it_fits_into_eighty_columns() -> None:
 
 def test_a_server_of_another_kind_is_told() -> None:
     with pytest.raises(WeftError, match="another version of weft"):
-        _read({"time": 1.0})
+        read_event({"time": 1.0})
     with running() as server, pytest.raises(WeftError, match="not found"):
-        top_command(server.url, None)
+        top_command(url=server.url)
 
 
 @pytest.mark.xdist_group("served")
 def test_without_a_terminal_one_picture_of_a_real_server_is_printed(
     served: ServerClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    top_command(served.url, None)
+    top_command(url=served.url)
     told = capsys.readouterr().out
 
     assert f"weft at {served.url}" in told
@@ -98,11 +98,11 @@ def test_what_a_real_server_tells_of_requests_is_understood(served: ServerClient
     events = watcher.stream("/v1/events", None)
     next(events)
     body = {"model": "tiny-hybrid", "prompt": "Once upon a time", "max_tokens": 3, "temperature": 0}
-    ServerClient(served.url).post("/v1/completions", body, msgspec.Raw, 60.0)
+    ServerClient(served.url).fetch("/v1/completions", msgspec.Raw, 60.0, body)
     rows: list[dict[str, Any]] = []
     while not rows:
         rows = [row for row in next(events)["requests"] if row["state"] == "finished"]
     events.close()
-    request = _read({"time": 1.0, "models": [], "requests": rows}).requests[0]
+    request = read_event({"time": 1.0, "models": [], "requests": rows}).requests[0]
 
     assert (request.wire, request.tokens, request.prompt_tokens, request.finish) == ("completions", 3, 4, "length")

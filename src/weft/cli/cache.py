@@ -1,28 +1,32 @@
-"""`weft cache ls`, `weft cache clear`, `weft cache why`: what a running server keeps of computed prompts, and why it had to
-compute one.
-"""
+"""`weft cache ls`, `clear`, `why`: which computed prompts a running server keeps, and why it had to compute one."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import msgspec
+from cyclopts import App, Parameter
 from rich.filesize import decimal
 
+from weft.cli import AsJson, Url, write_columns, write_json
 from weft.cli.client import ServerClient
-from weft.cli.models import write_columns
 
 ASK_SECONDS = 10.0  # the server gives its engines five
 TAIL = 64  # characters shown of a conversation's end
+CHUNKS_HELP = "Print what the server says as JSON: every chunk, not only the conversations' ends."
+OnlyModel = Annotated[str | None, Parameter(help="Only this model's.")]
+RequestId = Annotated[str, Parameter(help="The id of the reply, or what the header x-request-id said.")]
+
+cache_command = App(name="cache", help="What a running server keeps of computed prompts, and why it had to compute one.")
 
 
 class CachedChunk(msgspec.Struct):
-    """A chunk of a prompt, as a server tells it."""
+    """One chunk of a computed prompt in GET /v1/cache."""
 
     number: int
     parent: int | None
@@ -36,7 +40,7 @@ class CachedChunk(msgspec.Struct):
 
 
 class CachedModel(msgspec.Struct):
-    """What one model's engine keeps."""
+    """One model of GET /v1/cache, with what its engine keeps."""
 
     model: str
     held_bytes: int
@@ -46,15 +50,11 @@ class CachedModel(msgspec.Struct):
     nodes: list[CachedChunk]
 
 
-class Listing(msgspec.Struct):
-    """What GET /v1/cache says."""
-
+class _CacheListing(msgspec.Struct):
     models: list[CachedModel]
 
 
-class Cleared(msgspec.Struct):
-    """What POST /v1/cache/clear says."""
-
+class _CacheCleared(msgspec.Struct):
     cleared: dict[str, int]
 
 
@@ -76,78 +76,78 @@ class CacheReport(msgspec.Struct):
     instead: str | None = None
 
 
-def ls_command(url: str | None, as_json: bool) -> None:
-    """Print the conversations that are kept: every chunk that no other one follows is the end of one."""
+@cache_command.command(name="ls")
+def ls_command(*, url: Url = None, as_json: Annotated[AsJson, Parameter(help=CHUNKS_HELP)] = False) -> None:
+    """List the conversations whose computed prompts a running server keeps, the latest used first.
+
+    For example:
+      weft cache ls
+      weft cache ls --url http://127.0.0.1:9000 --json
+    """
     client = ServerClient(url)
     if as_json:
-        sys.stdout.write(json.dumps(client.get("/v1/cache", dict[str, Any], ASK_SECONDS), indent=2) + "\n")
+        write_json(client.fetch("/v1/cache", dict[str, Any], ASK_SECONDS))
         return
-    for kept in client.get("/v1/cache", Listing, ASK_SECONDS).models:
+    for kept in client.fetch("/v1/cache", _CacheListing, ASK_SECONDS).models:
         disk = f", {decimal(kept.disk_bytes)} on disk" if kept.disk_bytes else ""
         held = f"{decimal(kept.held_bytes)} of {decimal(kept.budget_bytes)} in memory{disk}"
         sys.stdout.write(f"{kept.model}: {kept.num_nodes} chunks, {held}\n")
         if kept.nodes:
-            write_columns([("TOKENS", "SIZE", "HITS", "IN USE", "IDLE", "ENDS IN"), *_conversations(kept.nodes)])
+            write_columns([("TOKENS", "SIZE", "HITS", "IN USE", "IDLE", "ENDS IN"), *_conversation_rows(kept.nodes)])
 
 
-def clear_command(model: str | None, url: str | None) -> None:
-    """Make the server forget, and say how much it was."""
+@cache_command.command(name="clear")
+def clear_command(model: OnlyModel = None, /, *, url: Url = None) -> None:
+    """Make a running server forget its computed prompts, on disk too; those of running requests stay.
+
+    For example:
+      weft cache clear
+      weft cache clear smollm2
+    """
     body = {"model": model} if model else {}
-    for name, count in ServerClient(url).post("/v1/cache/clear", body, Cleared, ASK_SECONDS).cleared.items():
+    for name, count in ServerClient(url).fetch("/v1/cache/clear", _CacheCleared, ASK_SECONDS, body).cleared.items():
         sys.stdout.write(f"{name}: {count} chunks forgotten\n")
 
 
-def why_command(request_id: str, url: str | None, as_json: bool) -> None:
-    """Print how much of a request's prompt was known, why no more, and where its time went."""
+@cache_command.command(name="why")
+def why_command(request_id: RequestId, /, *, url: Url = None, as_json: AsJson = False) -> None:
+    """Say how much of a request's prompt was known, why no more, and where its time went.
+
+    For example:
+      weft cache why chatcmpl-0123456789abcdef0123456789abcdef
+    """
     client, path = ServerClient(url), f"/v1/cache/requests/{quote(request_id, safe='')}"
     if as_json:
-        sys.stdout.write(json.dumps(client.get(path, dict[str, Any], ASK_SECONDS), indent=2) + "\n")
+        write_json(client.fetch(path, dict[str, Any], ASK_SECONDS))
         return
-    report = client.get(path, CacheReport, ASK_SECONDS)
-    computed = report.prompt_tokens - report.cached_tokens
-    lines = [
-        f"{report.id}: {report.model}, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.created))}",
-        report.why,
-        *_difference(report),
-        f"queue    {report.queue_seconds:8.3f} s",
-        f"prefill  {report.prefill_seconds:8.3f} s  {computed} of {report.prompt_tokens} prompt tokens computed",
-        f"decode   {report.decode_seconds:8.3f} s  {report.completion_tokens} tokens",
-    ]
+    report = client.fetch(path, CacheReport, ASK_SECONDS)
+    lines = [f"{report.id}: {report.model}, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.created))}", report.why]
+    if report.token is not None and report.instead is not None:  # the two texts under each other, up to where they differ
+        before = _escape(report.before)
+        lines.append(f"  this prompt    …{before}⟨{_escape(report.token)}⟩")
+        lines.append(f"  nearest known  …{before}⟨{_escape(report.instead)}⟩")
+    computed = f"{report.prompt_tokens - report.cached_tokens} of {report.prompt_tokens} prompt tokens computed"
+    lines.append(f"queue    {report.queue_seconds:8.3f} s")
+    lines.append(f"prefill  {report.prefill_seconds:8.3f} s  {computed}")
+    lines.append(f"decode   {report.decode_seconds:8.3f} s  {report.completion_tokens} tokens")
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def _conversations(nodes: list[CachedChunk]) -> list[tuple[str, ...]]:
-    """One line for each leaf, the latest used first; its size is that of the whole way to it."""
-    by_number = {node.number: node for node in nodes}
-    parents = {node.parent for node in nodes}
-    leaves = sorted((node for node in nodes if node.number not in parents), key=lambda node: node.idle_seconds)
-    return [_line(leaf, by_number) for leaf in leaves]
+def _conversation_rows(chunks: list[CachedChunk]) -> Iterator[tuple[str, ...]]:
+    """One table row for each conversation, the latest used first; its size is that of all chunks from the first to the last."""
+    by_number = {chunk.number: chunk for chunk in chunks}
+    parents = {chunk.parent for chunk in chunks}
+    for leaf in sorted((chunk for chunk in chunks if chunk.number not in parents), key=lambda chunk: chunk.idle_seconds):
+        path = [leaf]
+        while (parent := path[-1].parent) is not None and parent in by_number:
+            path.append(by_number[parent])
+        text = "".join(chunk.text or "" for chunk in reversed(path))
+        tail = "(salted)" if leaf.text is None else _escape(text[-TAIL:])
+        size = decimal(sum(chunk.bytes for chunk in path)) + (" (on disk)" if leaf.is_on_disk else "")
+        idle = str(timedelta(seconds=round(leaf.idle_seconds)))
+        yield str(leaf.length), size, str(leaf.hits), "yes" if leaf.pins else "-", idle, tail
 
 
-def _line(leaf: CachedChunk, by_number: dict[int, CachedChunk]) -> tuple[str, ...]:
-    size, text = 0, ""
-    node: CachedChunk | None = leaf
-    while node is not None:
-        size += node.bytes
-        text = (node.text or "") + text if len(text) < TAIL else text
-        node = by_number.get(node.parent) if node.parent is not None else None
-    tail = "(salted)" if leaf.text is None else _line_of(text[-TAIL:])
-    where = " (on disk)" if leaf.is_on_disk else ""
-    idle = str(timedelta(seconds=round(leaf.idle_seconds)))
-    return str(leaf.length), decimal(size) + where, str(leaf.hits), "yes" if leaf.pins else "-", idle, tail
-
-
-def _difference(report: CacheReport) -> list[str]:
-    """The two texts under each other, where they part."""
-    if report.token is None or report.instead is None:
-        return []
-    before = _line_of(report.before)
-    return [
-        f"  this prompt    …{before}⟨{_line_of(report.token)}⟩",
-        f"  nearest known  …{before}⟨{_line_of(report.instead)}⟩",
-    ]
-
-
-def _line_of(text: str) -> str:
-    """A text on one line, whatever it has in it; a terminal obeys what it is sent."""
+def _escape(text: str) -> str:
+    """A text on one line with its control characters escaped: a terminal obeys what it is sent."""
     return repr(text)[1:-1]

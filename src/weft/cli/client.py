@@ -1,6 +1,6 @@
-"""A running server as the command line sees it: JSON asked for, answers streamed, by the standard library's HTTP.
+"""A running server as commands see it: JSON requests and streamed answers over the standard library's HTTP.
 
-Knows how to ask and how to hang up, not what is asked. `run`, `models` and `cache` use it; nothing here loads mlx.
+Knows how to connect, send and hang up, and which models a server lists; other requests are the commands' affair.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, TypeVar
@@ -26,11 +26,28 @@ SILENCE_SECONDS = 300.0  # a server shows every few seconds that it lives
 T = TypeVar("T")
 
 
-class ServerClient:
-    """One server, asked one thing at a time. Its address is `url`, else WEFT_URL, else this machine's default port.
+class ListedModel(msgspec.Struct):
+    """One model of GET /v1/models; GET /v1/status adds the fields from `rows_running` on."""
 
-    Its key is `key`, else the first of WEFT_API_KEY.
-    """
+    id: str
+    root: str | None = None
+    context_length: int | None = None  # known once the model is loaded
+    capabilities: list[str] = []
+    status: dict[str, Any] = {}
+    rows_running: int = 0
+    rows_waiting: int = 0
+    engine_pid: int | None = None
+    engine_restarts: int = 0
+    memory: dict[str, int] = {}
+    condition: dict[str, Any] = {}
+
+
+class _ModelList(msgspec.Struct):
+    data: list[ListedModel]
+
+
+class ServerClient:
+    """A connection to one server for one request at a time; defaults: WEFT_URL or port 8400 here, the first of WEFT_API_KEY."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self.url = (url or os.environ.get("WEFT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
@@ -39,43 +56,43 @@ class ServerClient:
         self._socket: socket.socket | None = None
         self._hung_up = False
 
-    def get(self, path: str, kind: type[T], seconds: float = PROBE_SECONDS) -> T:
-        """What the server says at `path`. Raises WeftError when it says nothing, or something else than a `kind`."""
-        return self._whole("GET", path, None, kind, seconds)
-
-    def post(self, path: str, body: dict[str, Any], kind: type[T], seconds: float) -> T:
-        """What the server says to `body`. Raises as `get` does."""
-        return self._whole("POST", path, body, kind, seconds)
-
-    def _whole(self, method: str, path: str, body: dict[str, Any] | None, kind: type[T], seconds: float) -> T:
+    def fetch(self, path: str, kind: type[T], seconds: float = PROBE_SECONDS, body: dict[str, Any] | None = None) -> T:
+        """The server's answer to a POST of `body`, or to a GET. Raises WeftError when none comes, or one of another kind."""
         connection = self._connect(seconds)
         try:
-            return msgspec.json.decode(self._ask(connection, method, path, body).read(), type=kind)
+            return msgspec.json.decode(self._send(connection, path, body).read(), type=kind)
         except (OSError, HTTPException, msgspec.MsgspecError) as error:
-            raise WeftError(f"what answers at {self.url}{path} is no weft server ({_words(error)})") from error
+            raise WeftError(f"what answers at {self.url}{path} is no weft server ({_reason(error)})") from error
         finally:
             connection.close()
 
+    def models(self, seconds: float = PROBE_SECONDS) -> list[ListedModel]:
+        """The models that the server lists. Raises WeftError as `fetch` does."""
+        return self.fetch("/v1/models", _ModelList, seconds).data
+
     def stream(self, path: str, body: dict[str, Any] | None) -> Generator[dict[str, Any]]:
-        """The events of a streamed answer, until its end or until `hang_up`. Without a body it is only asked for."""
+        """The events of a streamed answer, until its end or until `hang_up`. Without a body it is a GET."""
         self._hung_up = False
         connection = self._connect(SILENCE_SECONDS)
         try:
-            with self._ask(connection, "GET" if body is None else "POST", path, body) as response:
+            with self._send(connection, path, body) as response:
                 for line in response:
                     if line.strip() == b"data: [DONE]":
                         return
                     if line.startswith(b"data: "):
-                        yield _event(line[6:])
+                        event = json.loads(line[6:])
+                        if "error" in event:
+                            raise WeftError(event["error"]["message"])
+                        yield event
             raise HTTPException("the answer has no end")
         except (OSError, HTTPException, ValueError) as error:
             if not self._hung_up:
-                raise WeftError(f"the server at {self.url} broke off ({_words(error)}); see its log and try again") from error
+                raise WeftError(f"the server at {self.url} broke off ({_reason(error)}); see its log and try again") from error
         finally:
             connection.close()
 
     def hang_up(self) -> None:
-        """Close the line under a running `stream`, which then ends; the server takes it as a cancellation."""
+        """Close the connection under a running `stream`, which then ends; the server takes that as a cancellation."""
         self._hung_up = True
         if self._socket is not None:
             with suppress(OSError):  # the other side was quicker
@@ -84,40 +101,46 @@ class ServerClient:
     def _connect(self, seconds: float) -> HTTPConnection:
         try:
             parts = urlsplit(self.url)
-            secure = {"http": False, "https": True}[parts.scheme]
-            connection = (HTTPSConnection if secure else HTTPConnection)(parts.hostname or "", parts.port, timeout=seconds)
+            is_secure = {"http": False, "https": True}[parts.scheme]
+            connection = (HTTPSConnection if is_secure else HTTPConnection)(parts.hostname or "", parts.port, timeout=seconds)
         except (KeyError, ValueError, HTTPException) as error:
             raise WeftError(f"{self.url!r} is no server's address; give one like {DEFAULT_URL}") from error
         try:
             connection.connect()
         except OSError as error:
-            raise WeftError(f"no server answers at {self.url} ({_words(error)}); start one with `weft serve`") from error
+            raise WeftError(f"no server answers at {self.url} ({_reason(error)}); start one with `weft serve`") from error
         self._socket = connection.sock
         return connection
 
-    def _ask(self, connection: HTTPConnection, method: str, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
-        content = None if body is None else json.dumps(body)
+    def _send(self, connection: HTTPConnection, path: str, body: dict[str, Any] | None) -> HTTPResponse:
+        method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         connection.request(method, urlsplit(self.url).path + path, content, self._headers)
         response = connection.getresponse()
-        if response.status not in (200, 202):
-            raise _problem(response.status, response.read())
-        return response
+        if response.status in (200, 202):
+            return response
+        try:
+            message = json.loads(response.read())["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            message = f"the server answered with status {response.status}"
+        raise RequestError(message) if response.status < 500 else WeftError(message)
 
 
-def _event(data: bytes) -> dict[str, Any]:
-    event: dict[str, Any] = json.loads(data)
-    if "error" in event:
-        raise WeftError(event["error"]["message"])
-    return event
+def choose_model(models: Sequence[ListedModel], wanted: str | None) -> ListedModel:
+    """The model of this name; without a name the only one. Raises WeftError where there is none, or more than one."""
+    names = ", ".join(model.id for model in models)
+    found = [model for model in models if wanted in (None, model.id)]
+    if not found:
+        raise WeftError(f"no model {wanted!r} is served; there is {names}")
+    if len(found) > 1:
+        raise WeftError(f"the server has several models ({names}); choose one with --model")
+    return found[0]
 
 
-def _problem(status: int, body: bytes) -> WeftError:
-    try:
-        message = json.loads(body)["error"]["message"]
-    except (ValueError, LookupError, TypeError):
-        message = f"the server answered with status {status}"
-    return RequestError(message) if status < 500 else WeftError(message)
+def read_delta(choice: dict[str, Any]) -> tuple[str, str]:
+    """The reasoning and the text that a streamed choice of a chat or a completion adds; empty where it adds none."""
+    delta = choice.get("delta") or {"content": choice.get("text")}
+    return delta.get("reasoning_content") or "", delta.get("content") or ""
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

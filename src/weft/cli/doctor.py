@@ -1,11 +1,13 @@
 """`weft doctor`: one line with a verdict for each thing that must be well, and a file with all of it for a report.
 
-Facts of the machine and of MLX are read in this process, which loads mlx for it; what a server does is tried by `trials`.
+Facts of the machine are read in this process, which loads mlx for that. What a server does is tried on a `weft serve` of its
+own, with the model that comes with the package.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -13,67 +15,107 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
+from cyclopts import Parameter
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
 from weft import __version__
+from weft.cli import writing
 from weft.cli.client import ServerClient
-from weft.cli.service import log_end
-from weft.cli.trials import MODEL, Finding, trials
+from weft.cli.service_unit import read_log_end
 from weft.config import cache_folder
-from weft.engine.budget import MemoryBudget
 from weft.errors import RequestError, WeftError
 
+if TYPE_CHECKING:
+    from weft.engine.budget import MemoryBudget
+
+MODEL = "tiny-hybrid"
 STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 ROOM_BYTES = 1_000_000_000  # the default model takes 0.7 GB while it is fetched and converted
 LOG_LINES = 300
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the name of a variable
+START_SECONDS = 120.0
+ASK_SECONDS = 60.0
+SLOW_TOKENS = 40.0  # a second, of a model of 12 M parameters: one old core does hundreds
+STORY, STORY_GOES_ON = "Once upon a time", ", there was"  # the greedy continuation on every device
+RUN_AGAIN = "run again; if it stays, report it with the file of --bundle"
+BUNDLE_HELP = "Write report, settings, versions and the end of the logs to this zip, without keys or prompts."
 
 
-def doctor_command(bundle: Path | None) -> int:
-    """Print the verdicts as they come. Gives the exit status: 1 where something is wrong."""
+@dataclass(frozen=True)
+class Finding:
+    """The verdict on one thing, and what to do where it is not well. As a string: one line of the report."""
+
+    grade: Literal["ok", "slow", "wrong"]
+    what: str
+    found: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.grade:<6} {self.what:<12} {self.found}{f'; {self.advice}' if self.advice else ''}"
+
+
+def doctor_command(*, bundle: Annotated[Path | None, Parameter(help=BUNDLE_HELP)] = None) -> int:
+    """Look whether all is well here: versions, settings, disk, device, memory, and a small server tried out.
+
+    Each line is ok, slow or wrong, and says what to do. Status 1 where something is
+    wrong. Nothing is fetched; the model tried is the one that comes with weft.
+
+    For example:
+      weft doctor
+      weft doctor --bundle report.zip
+    """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    verdicts = []
+    findings = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
-        for verdict in examine(log):
-            console.print(Text.assemble((verdict.grade, STYLES[verdict.grade]), str(verdict).removeprefix(verdict.grade)))
-            verdicts.append(verdict)
+        for finding in examine(log):
+            console.print(Text.assemble((finding.grade, STYLES[finding.grade]), str(finding).removeprefix(finding.grade)))
+            findings.append(finding)
         if bundle is not None:
-            write_bundle(bundle, verdicts, log)
+            write_bundle(bundle, findings, log)
             console.print(f"{bundle} has this report, settings, versions and the end of the logs; no keys, no prompts")
-    return 1 if any(verdict.grade == "wrong" for verdict in verdicts) else 0
+    return 1 if any(finding.grade == "wrong" for finding in findings) else 0
 
 
 def examine(log: Path) -> Iterator[Finding]:
-    """Everything that is looked at, cheap things first. The trial server's log is written to `log`."""
-    yield versions()
-    yield settings()
-    yield disk(cache_folder())
-    yield running_server()
-    yield from device()
-    yield from trials(log)
+    """Check everything, cheap things first. The log of the server that is tried is written to `log`."""
+    yield _check_versions()
+    yield _check_settings()
+    yield _check_disk(cache_folder())
+    yield _check_port()
+    yield from _check_device()
+    yield from check_server(log)
 
 
-def versions() -> Finding:
-    """Of Python and of what weft stands on, the model definitions being pinned."""
-    found = {name: _version(name) for name in ("mlx", "mlx-lm", "llguidance")}
-    words = f"weft {__version__}, Python {platform.python_version()}, " + ", ".join(f"{name} {found[name]}" for name in found)
+def _check_versions() -> Finding:
+    installed = _installed_versions()
+    found = [f"{name} {installed.get(name, 'missing')}" for name in ("mlx", "mlx-lm", "llguidance")]
+    words = ", ".join([f"weft {__version__}, Python {platform.python_version()}", *found])
     needed = next((need for need in importlib.metadata.requires("weft") or () if need.startswith("mlx-lm==")), "")
-    if needed and needed != f"mlx-lm=={found['mlx-lm']}":
+    if needed and needed != f"mlx-lm=={installed.get('mlx-lm')}":
         return Finding("wrong", "versions", words, f"weft needs {needed}: install it with pip")
     return Finding("ok", "versions", words)
 
 
-def settings() -> Finding:
-    """What `weft serve` would start with here."""
-    done = _dumped()
+def _installed_versions() -> dict[str, str]:
+    packages = reversed([*importlib.metadata.distributions()])  # of two with one name the first is the one that is imported
+    return {package.metadata["Name"]: package.version for package in packages}
+
+
+def _check_settings() -> Finding:
+    done = _dump_config()
     if done.returncode:
         return Finding("wrong", "settings", done.stderr.strip().removeprefix("weft: "), "`weft serve` says the same")
     table = tomllib.loads(done.stdout)["serve"]
@@ -82,23 +124,27 @@ def settings() -> Finding:
     return Finding("ok", "settings", f"{models} at {table['host']}:{table['port']}, {keys}")
 
 
-def disk(folder: Path) -> Finding:
-    """Room where models are fetched and converted."""
+def _dump_config() -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "weft", "serve", "--dump-config"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _check_disk(folder: Path) -> Finding:
+    """Whether the folder where models are fetched and converted can be written and has room."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(there).free
-    words = f"{decimal(free)} free in {folder}"
     if not os.access(there, os.W_OK):
         return Finding("wrong", "disk", f"{there} can not be written", "set WEFT_CACHE to a folder that can")
-    if free < ROOM_BYTES:
-        return Finding("wrong", "disk", words, f"models need {decimal(ROOM_BYTES)} and more; set WEFT_CACHE to another disk")
-    return Finding("ok", "disk", words)
+    free = shutil.disk_usage(there).free
+    if free >= ROOM_BYTES:
+        return Finding("ok", "disk", f"{decimal(free)} free in {folder}")
+    advice = f"models need {decimal(ROOM_BYTES)} and more; set WEFT_CACHE to another disk"
+    return Finding("wrong", "disk", f"{decimal(free)} free in {folder}", advice)
 
 
-def running_server() -> Finding:
-    """What answers where other commands would ask."""
+def _check_port() -> Finding:
     client = ServerClient()
     try:
-        status = client.get("/v1/status", dict[str, object], 5.0)
+        status = client.fetch("/v1/status", dict[str, object], 5.0)
     except RequestError as error:
         return Finding("wrong", "port", f"{client.url}: {error}", "set WEFT_API_KEY to the server's key")
     except WeftError as error:
@@ -108,12 +154,13 @@ def running_server() -> Finding:
     return Finding("ok", "port", f"{client.url} is weft {status.get('version')}, up for {status.get('uptime_seconds')} s")
 
 
-def device() -> Iterator[Finding]:
-    """What MLX computes on and with, and what fits into memory: asked from the model itself, loaded here."""
+def _check_device() -> Iterator[Finding]:
+    """Findings on device, matrix products, gated delta and memory, from a model that is loaded in this process."""
     try:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
         from weft.engine.process import safe_memory  # isort: skip
+        from weft.engine.budget import MemoryBudget  # isort: skip
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:
@@ -121,14 +168,14 @@ def device() -> Iterator[Finding]:
         return
     machine = f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
     yield Finding("ok", "device", f"{machine}, MLX on {llm.device}")
-    yield _products(BLAS.name, BLAS.threads, BLAS.warning)
+    yield _judge_products(BLAS.name, BLAS.threads, BLAS.warning)
     adapter = llm.engine.adapter
-    yield _gated_delta(llm.device, adapter.gated_delta_modules)
-    context, budget = llm.engine.limits.context_length, safe_memory()
-    yield _memory(MemoryBudget(adapter.row_bytes, adapter.weights_bytes, budget), context, llm.config.max_rows)
+    yield _judge_gated_delta(llm.device, adapter.gated_delta_modules)
+    budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, safe_memory())
+    yield _judge_memory(budget, llm.engine.limits.context_length, llm.config.max_rows)
 
 
-def _products(name: str, threads: int | None, warning: str | None) -> Finding:
+def _judge_products(name: str, threads: int | None, warning: str | None) -> Finding:
     match name:
         case "none":
             return Finding("ok", "products", "MLX's own on this device")
@@ -140,7 +187,7 @@ def _products(name: str, threads: int | None, warning: str | None) -> Finding:
     return Finding("slow", "products", warning or "MLX's reference BLAS", "" if warning else "reinstall weft")
 
 
-def _gated_delta(device: str, modules: list[str]) -> Finding:
+def _judge_gated_delta(device: str, modules: list[str]) -> Finding:
     if modules:
         return Finding("ok", "gated delta", f"weft's, in chunks, on {device} ({', '.join(modules)})")
     if device == "metal":
@@ -148,9 +195,9 @@ def _gated_delta(device: str, modules: list[str]) -> Finding:
     return Finding("slow", "gated delta", "mlx-lm's loop over tokens", "install the mlx-lm that weft names")
 
 
-def _memory(budget: MemoryBudget, context: int, max_rows: int) -> Finding:
-    weights, row = decimal(budget.weights_bytes), budget.bytes_of(context)
-    words = f"{MODEL}: weights {weights}, a row of {context:,} tokens {decimal(row)}"
+def _judge_memory(budget: MemoryBudget, context: int, max_rows: int) -> Finding:
+    row = budget.bytes_of(context)
+    words = f"{MODEL}: weights {decimal(budget.weights_bytes)}, a row of {context:,} tokens {decimal(row)}"
     if budget.budget_bytes is None or budget.room_bytes is None:
         return Finding("ok", "memory", f"{words}; how much there is is not known here", "set --memory")
     fitting = budget.room_bytes // row
@@ -160,21 +207,20 @@ def _memory(budget: MemoryBudget, context: int, max_rows: int) -> Finding:
     return Finding("ok", "memory", words)
 
 
-def write_bundle(file: Path, verdicts: list[Finding], log: Path) -> None:
-    """All that a report needs, in one zip."""
-    logs: dict[str, Callable[[], str]] = {
-        "report.txt": lambda: "".join(f"{verdict}\n" for verdict in verdicts),
-        "config.toml": lambda: _dumped().stdout,
-        "versions.txt": _all_versions,
-        "log.txt": lambda: _end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else "",
-        "service-log.txt": lambda: _end(log_end(LOG_LINES)),
+def write_bundle(file: Path, findings: list[Finding], log: Path) -> None:
+    """Write a zip with report, settings, versions and the end of the logs. Raises WeftError where it can not be written."""
+    found = _installed_versions()
+    packages = "".join(f"{name}=={found[name]}\n" for name in sorted(found, key=str.lower))
+    texts = {
+        "report.txt": "".join(f"{finding}\n" for finding in findings),
+        "config.toml": _dump_config().stdout,
+        "versions.txt": f"Python {sys.version}\n{platform.platform()}\n{packages}",
+        "log.txt": _end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else "",
+        "service-log.txt": _end(read_log_end(LOG_LINES)),
     }
-    try:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, text in logs.items():
-                archive.writestr(name, without_secrets(text()))
-    except OSError as error:
-        raise WeftError(f"{file} can not be written: {error.strerror}") from error
+    with writing(file), zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            archive.writestr(name, without_secrets(text))
 
 
 def without_secrets(text: str) -> str:
@@ -186,24 +232,118 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def _dumped() -> subprocess.CompletedProcess[str]:
-    """The settings as `weft serve` understands them, keys masked."""
-    command = [sys.executable, "-m", "weft", "serve", "--dump-config"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def _all_versions() -> str:
-    found = {each.metadata["Name"]: each.version for each in importlib.metadata.distributions()}
-    head = f"Python {sys.version}\n{platform.platform()}\n"
-    return head + "".join(f"{name}=={found[name]}\n" for name in sorted(found, key=str.lower))
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
 def _end(text: str) -> str:
     return "".join(line + "\n" for line in text.splitlines()[-LOG_LINES:])
+
+
+def check_server(log: Path) -> Iterator[Finding]:
+    """Start a server of our own and try what it does. Its log is written to `log`."""
+    try:
+        with own_server(log) as (client, seconds):
+            yield Finding("ok", "server", f"{MODEL} was served after {seconds:.1f} s")
+            for what, check in SERVER_CHECKS.items():
+                yield run_check(what, check, client)
+    except WeftError as error:
+        yield Finding("wrong", "server", str(error), "see the log in a --bundle, and run `weft serve tiny-hybrid` yourself")
+
+
+@contextmanager
+def own_server(log: Path) -> Iterator[tuple[ServerClient, float]]:
+    """A server on a free port with none of the user's settings, and the seconds until it was ready. Raises WeftError."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name == "WEFT_CACHE"}
+    with tempfile.TemporaryDirectory() as folder, log.open("wb") as errors:
+        settings = Path(folder, "empty.toml")
+        settings.touch()
+        options = ["--port", "0", "--store-responses", "0", "--config", str(settings)]
+        command = [sys.executable, "-m", "weft", "serve", MODEL, *options]
+        start = time.monotonic()
+        with subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, cwd=folder) as process:
+            try:
+                client = _until_ready(process, log, start + START_SECONDS)
+                yield client, time.monotonic() - start
+            finally:
+                process.terminate()
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+def _until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> ServerClient:
+    while time.monotonic() < deadline:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if process.poll() is not None:
+            last = text.strip().splitlines()[-1:] or ["without a word"]
+            raise WeftError(f"the server ended with status {process.returncode}: {last[0]}")
+        if found := re.search(r"listens at (http://\S+)", text):
+            client = ServerClient(found[1], key="none")
+            with suppress(WeftError):
+                client.fetch("/health", msgspec.Raw, ASK_SECONDS)  # says 503 while it loads
+                return client
+        time.sleep(0.05)
+    raise WeftError(f"the server was not ready after {START_SECONDS:.0f} s")
+
+
+def run_check(what: str, check: Callable[[ServerClient], Finding], client: ServerClient) -> Finding:
+    """The finding of a check on a server; an error and an answer of another shape are findings as well."""
+    try:
+        return check(client)
+    except (WeftError, ValueError, LookupError, TypeError) as error:
+        return Finding("wrong", what, f"{type(error).__name__}: {error}", RUN_AGAIN)
+
+
+def _check_generation(client: ServerClient) -> Finding:
+    body = {"model": MODEL, "prompt": STORY, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    answer = client.fetch("/v1/completions", dict[str, Any], ASK_SECONDS, body)
+    text, speed = answer["choices"][0]["text"], answer["timings"]["predicted_per_second"]
+    if not text.startswith(STORY_GOES_ON):
+        advice = "the numbers are not the model's; reinstall mlx, and look at the line `products`"
+        return Finding("wrong", "generation", f"{STORY!r} went on with {text[:40]!r}", advice)
+    found = f"{answer['usage']['completion_tokens']} tokens, {speed:.0f} tokens/s"
+    if speed < SLOW_TOKENS:
+        return Finding("slow", "generation", found, "look at the line `products`, and at what else runs on this machine")
+    return Finding("ok", "generation", found)
+
+
+def _check_schema(client: ServerClient) -> Finding:
+    schema = _strict_object(name={"type": "string", "maxLength": 12}, legs={"type": "integer", "minimum": 0, "maximum": 8})
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema, "strict": True}}
+    message = _chat(client, "Tell me of an animal.", response_format=form)["choices"][0]["message"]
+    animal = json.loads(message["content"])
+    if animal.keys() != {"name", "legs"} or type(animal["name"]) is not str or animal["legs"] not in range(9):
+        raise ValueError(f"{message['content']!r} does not fit the schema")
+    return Finding("ok", "schema", f"strict: {json.dumps(animal)}")
+
+
+def _check_cache(client: ServerClient) -> Finding:
+    question = " ".join(f"Number {number} is a dog." for number in range(60)) + " Which is a dog?"
+    first, second = (_chat(client, question, max_tokens=1)["usage"] for _ in range(2))
+    cached = second["prompt_tokens_details"]["cached_tokens"]
+    found = f"{cached} of {second['prompt_tokens']} prompt tokens were known the second time"
+    if first["prompt_tokens"] != second["prompt_tokens"] or not cached:
+        return Finding("wrong", "cache", found, RUN_AGAIN)
+    return Finding("ok", "cache", found)
+
+
+def _check_tool_call(client: ServerClient) -> Finding:
+    parameters = _strict_object(file={"type": "string", "enum": ["one", "two"]})
+    tool = {"type": "function", "function": {"name": "look", "parameters": parameters, "strict": True}}
+    choice = {"type": "function", "function": {"name": "look"}}
+    answer = _chat(client, "Look into a file.", tools=[tool], tool_choice=choice)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+    if name != "look" or arguments not in ({"file": "one"}, {"file": "two"}):
+        raise ValueError(f"{call['function']} is not the call that was forced")
+    return Finding("ok", "tool call", f"{name}({json.dumps(arguments)})")
+
+
+def _strict_object(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+def _chat(client: ServerClient, question: str, **more: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 200}
+    return client.fetch("/v1/chat/completions", dict[str, Any], ASK_SECONDS, {**body, "reasoning_effort": "none", **more})
+
+
+SERVER_CHECKS = {"generation": _check_generation, "schema": _check_schema, "cache": _check_cache, "tool call": _check_tool_call}

@@ -1,81 +1,140 @@
-"""`weft launch`: start an agent against a running server, or show how that is done.
+"""`weft launch`: start a coding agent against a running server, or show how that is done.
 
-The model's name and its context are asked from the server; how an agent is told is `agents`' table.
+Asks the server for the model and its context. How each agent is pointed at a server is data, in agents.toml.
 """
 
 from __future__ import annotations
 
-import difflib
+import json
 import os
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 
-from weft.cli.agents import AGENTS, KEY, Agent, Start, Target
-from weft.cli.client import ServerClient
+from weft.cli import ApiKey, ChosenModel, Show, Url, spelling_hint, writing
+from weft.cli.client import ServerClient, choose_model
 from weft.errors import WeftError
 
 ASK_SECONDS = 5.0
+KEY = "WEFT_API_KEY"
 NO_KEY = "none"  # agents want one, also for a server that does not
+MAX_OUTPUT = 32768  # tokens of one answer: what the agents' own makers take for large models
+PLACEHOLDER = re.compile(r'"\{(\w+)\}"|\{(\w+)\}')
 SHORT_CONTEXT = 32768  # tokens; what agents say first takes 10,000 to 25,000
 
-
-class _LaunchModel(msgspec.Struct):
-    id: str
-    context_length: int | None = None  # known once it is loaded
-    capabilities: list[str] = []
-
-
-class _LaunchModels(msgspec.Struct):
-    data: list[_LaunchModel]
+AgentName = Annotated[str, Parameter(name="AGENT", help="Its name.")]
+AgentWord = Annotated[str, Parameter(help="What the agent is told on its own command line.")]
+SHOWN = "Print environment, files and command as lines for a shell, without the key, and start nothing."
+Dry = Annotated[Show, Parameter(help=SHOWN)]
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
-    """What the command line said."""
+class Target:
+    """What an agent must know of its server."""
 
-    agent: str
-    model: str | None = None
-    url: str | None = None
-    api_key: str | None = None
-    show: bool = False
-    arguments: tuple[str, ...] = ()  # for the agent
+    url: str  # without /v1
+    key: str
+    model: str
+    context: int  # tokens
+    folder: Path  # the agent's own
+
+    @property
+    def output(self) -> int:
+        """The longest answer to ask for. Agents take it off the context and shorten their history to the rest."""
+        return min(MAX_OUTPUT, self.context // 4)
 
 
-def launch_command(options: LaunchOptions) -> None:
-    """Become the agent, or print what it would be started with."""
-    agent = _agent(options.agent)
-    client = ServerClient(options.url, options.api_key)
-    model = _model(client.get("/v1/models", _LaunchModels, ASK_SECONDS).data, options.model)
-    assert model.context_length is not None
-    target = Target(client.url, client.key or NO_KEY, model.id, model.context_length, data_folder() / "agents" / options.agent)
-    start = agent.start(target)
-    command = [agent.command, *start.arguments, *options.arguments]
-    if options.show:
-        sys.stdout.write(f"# {options.agent} speaks {agent.wire}\n" + script(start, target, command))
+class Agent(msgspec.Struct, frozen=True):
+    """One agent of agents.toml, which explains the fields."""
+
+    endpoint: str
+    install: str
+    environment: dict[str, Any]
+    files: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    arguments: list[str] = []
+
+    def pointed_at(self, target: Target) -> Agent:
+        """The agent with variables and files as texts for this server, and its settings among its arguments."""
+        values = {**vars(target), "folder": str(target.folder), "output": target.output, "input": target.context - target.output}
+
+        def value_of(found: re.Match[str]) -> str:  # all of a JSON string, or a part of one
+            return json.dumps(values[found[1]]) if found[1] else json.dumps(str(values[found[2]]))[1:-1]
+
+        filled = msgspec.json.decode(PLACEHOLDER.sub(value_of, msgspec.json.encode(self).decode()), type=Agent)
+        flags = [word for name, value in filled.settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
+        variables = {name: json.dumps(x) if isinstance(x, dict) else str(x) for name, x in filled.environment.items()}
+        texts = {name: json.dumps(document, indent=2) + "\n" for name, document in filled.files.items()}
+        return msgspec.structs.replace(filled, environment=variables, files=texts, arguments=[*flags, *filled.arguments])
+
+
+AGENTS = msgspec.toml.decode(Path(__file__).with_name("agents.toml").read_bytes(), type=dict[str, Agent])
+
+
+def launch_command(
+    name: AgentName,
+    /,
+    *arguments: AgentWord,
+    model: ChosenModel = None,
+    url: Url = None,
+    api_key: ApiKey = None,
+    show: Dry = False,
+) -> None:
+    """Start a coding agent against a running server: claude, codex, opencode, copilot, qwen, pi, goose, crush or aider.
+
+    The agent gets a folder of its own for what it keeps, the served model's name
+    and its true context; your own settings of it are not touched. What follows
+    -- is handed on to it.
+
+    For example:
+      weft launch claude
+      weft launch codex --model mlx-community/Qwen3-4B-4bit -- exec "What is this?"
+      weft launch opencode --print
+    """
+    if name not in AGENTS:
+        hint = spelling_hint(name, AGENTS, f"there are {', '.join(AGENTS)}")
+        raise WeftError(f"weft knows no agent {name!r}; {hint}")
+    client = ServerClient(url, api_key)
+    found = choose_model(client.models(ASK_SECONDS), model)
+    if found.context_length is None:
+        raise WeftError(f"{found.id} is still being loaded; try again when `weft ps` shows its context")
+    target = Target(client.url, client.key or NO_KEY, found.id, found.context_length, data_folder() / "agents" / name)
+    agent = AGENTS[name].pointed_at(target)
+    command = [name, *agent.arguments, *arguments]
+    if show:
+        sys.stdout.write(f"# {name} speaks {agent.endpoint}\n" + shell_script(agent, target, command))
         return
-    path = shutil.which(agent.command)
+    path = shutil.which(name)
     if path is None:
-        raise WeftError(f"{agent.command} is not installed, or not in PATH; install it with `{agent.install}`")
-    for note in _notes(model):
-        sys.stderr.write(f"weft: {note}\n")
-    _write(start, target.folder)
-    os.execve(path, command, {**os.environ, **start.environment})
+        raise WeftError(f"{name} is not installed, or not in PATH; install it with `{agent.install}`")
+    if "tools" not in found.capabilities:
+        sys.stderr.write(f"weft: the chat template of {found.id} has no place for tools, and agents live by them\n")
+    if target.context < SHORT_CONTEXT:
+        sys.stderr.write(f"weft: {found.id} has a context of {target.context} tokens; an agent's first prompt may be longer\n")
+    with writing(target.folder):
+        target.folder.mkdir(parents=True, exist_ok=True)
+        for file, text in agent.files.items():
+            (target.folder / file).write_text(text, encoding="utf-8")
+    os.execve(path, command, {**os.environ, **agent.environment})
 
 
-def script(start: Start, target: Target, command: Sequence[str]) -> str:
-    """The same as lines for a shell. The key is not among them: it is taken from WEFT_API_KEY."""
-    lines = [f"# the server's key is expected in {KEY}"] if target.key != NO_KEY else []
-    for name, value in start.environment.items():
-        if target.key == NO_KEY or name != KEY:
-            lines.append(f"export {name}={_quoted(value, target)}")
+def shell_script(agent: Agent, target: Target, command: Sequence[str]) -> str:
+    """Lines for a shell that start the agent. The server's key is not among them: it is taken from WEFT_API_KEY."""
+    has_key = target.key != NO_KEY
+    lines = [f"# the server's key is expected in {KEY}"] if has_key else []
+    for name, value in agent.environment.items():
+        if not has_key or name != KEY:
+            lines.append(f"export {name}=" + (f'"${KEY}"' if has_key and value == target.key else shlex.quote(value)))
     lines.append(f"mkdir -p {shlex.quote(str(target.folder))}")
-    for name, text in start.files.items():
+    for name, text in agent.files.items():
         lines += [f"cat > {shlex.quote(str(target.folder / name))} << 'END'", text.rstrip("\n"), "END"]
     return "\n".join([*lines, shlex.join(command)]) + "\n"
 
@@ -86,46 +145,3 @@ def data_folder() -> Path:
         return Path(base).expanduser().absolute() / "weft"
     home = Path.home()
     return home / "Library" / "Application Support" / "weft" if sys.platform == "darwin" else home / ".local" / "share" / "weft"
-
-
-def _agent(name: str) -> Agent:
-    if name not in AGENTS:
-        close = difflib.get_close_matches(name, AGENTS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(AGENTS)}"
-        raise WeftError(f"weft knows no agent {name!r}; {hint}")
-    return AGENTS[name]
-
-
-def _model(models: Sequence[_LaunchModel], asked: str | None) -> _LaunchModel:
-    names = ", ".join(model.id for model in models)
-    found = [model for model in models if asked in (None, model.id)]
-    if not found:
-        raise WeftError(f"no model {asked!r} is served; there is {names}")
-    if len(found) > 1:
-        raise WeftError(f"the server has several models ({names}); choose one with --model")
-    if found[0].context_length is None:
-        raise WeftError(f"{found[0].id} is still being loaded; try again when `weft ps` shows its context")
-    return found[0]
-
-
-def _notes(model: _LaunchModel) -> list[str]:
-    """What will go wrong, before it does."""
-    notes = []
-    if "tools" not in model.capabilities:
-        notes.append(f"the chat template of {model.id} has no place for tools, and agents live by them")
-    if (model.context_length or 0) < SHORT_CONTEXT:
-        notes.append(f"{model.id} has a context of {model.context_length} tokens; an agent's first prompt may be longer")
-    return notes
-
-
-def _write(start: Start, folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in start.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WeftError(f"{folder} can not be written: {error.strerror}") from error
-
-
-def _quoted(value: str, target: Target) -> str:
-    return f'"${KEY}"' if value == target.key != NO_KEY else shlex.quote(value)

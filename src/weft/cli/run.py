@@ -1,4 +1,4 @@
-"""`weft run`: one answer, or a chat, streamed to the terminal, by a running server or by the model loaded here.
+"""`weft run`: one answer, or a chat, streamed to the terminal from a running server or from a model loaded here.
 
 The answer goes to stdout, everything else to stderr. mlx is loaded only where the model is.
 """
@@ -13,103 +13,114 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
+from cyclopts import Parameter
 from rich.console import Console
 
-from weft.cli.client import DEFAULT_URL, ServerClient
+from weft.cli import Switch
+from weft.cli.client import DEFAULT_URL, ServerClient, read_delta
+from weft.cli.models import AnyModel
 from weft.errors import RequestError, WeftError
-from weft.text.codec import Codec
 from weft.text.types import Conversation, Delta, Finish, GenerationRequest, Message, Reasoning, Text, Usage
 
 STORYTELLERS = frozenset({"tiny-hybrid"})  # by its card no assistant: it continues a text better than it answers one
 
-Prompt = str | list[Message]  # a text to be continued, or a conversation
+ModelInput = str | list[Message]  # a text to be continued, or a conversation
+Prompt = Annotated[str | None, Parameter(help="What to ask. Without it a chat opens; Ctrl-D leaves it.")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What the command line said."""
+    """How `weft run` answers. The words under each field are its flag's help."""
 
-    model: str
-    prompt: str | None = None
     max_tokens: int | None = None
+    """The longest answer, in tokens. Default: the rest of the context."""
     temperature: float | None = None
+    """0 is greedy. Default: what the model's makers recommend."""
     top_p: float | None = None
+    """Sample from the likeliest tokens that make up this share."""
     top_k: int | None = None
+    """Sample from this many likeliest tokens; 0 for all."""
     seed: int | None = None
+    """The same seed gives the same answer."""
     think: bool | None = None
+    """Ask the model to think first, or not to; where its template can."""
     chat: bool | None = None
-    local: bool = False
+    """Ask through the model's chat template, or let it continue the text: the default without a template, and for tiny-hybrid."""
+    local: Switch = False
+    """Load the model here even if a server has it."""
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """How to sample, as far as it was said."""
         names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
-    def template(self) -> dict[str, Any]:
-        """What the chat template is told."""
+    def template_kwargs(self) -> dict[str, Any]:
         return {} if self.think is None else {"enable_thinking": self.think}
 
 
-def run_command(options: RunOptions) -> None:
-    """Find who answers, then answer once or chat."""
+Options = Annotated[RunOptions, Parameter(name="*")]
+
+
+def run_command(model: AnyModel, prompt: Prompt = None, /, *, options: Options = RunOptions()) -> None:  # noqa: B008 - frozen
+    """Answer a prompt in the terminal, or open a chat when there is none. Ctrl-C stops the answer, not the program.
+
+    A running server that serves the model is asked (at WEFT_URL, else on this
+    machine's port 8400); without one the model is loaded here. What is piped in
+    is the prompt, or follows the prompt that is given.
+
+    For example:
+      weft run smollm2 "Why is the sky blue?"
+      weft run tiny-hybrid "Once upon a time" --seed 7
+      weft run smollm2 "Sum this up:" < notes.txt
+    """
     notes = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    options = replace(options, prompt=_with_piped(options.prompt))
-    teller = None if options.local else find_server(options, notes)
-    chat = Chat(teller or Local(options, notes), options, notes)
-    if options.prompt is not None:
-        chat.answer(options.prompt)
+    prompt = _append_piped(prompt)
+    backend = (None if options.local else find_server(model, options, notes)) or InProcessModel(model, options, notes)
+    continues = not backend.has_template or (prompt is not None and model in STORYTELLERS)
+    chat = TerminalChat(backend, notes, continues if options.chat is None else not options.chat)
+    if prompt is not None:
+        chat.answer(prompt)
     else:
         chat.converse()
 
 
-def _with_piped(prompt: str | None) -> str | None:
-    """The prompt, followed by what is piped in. None: there is somebody at the terminal who will ask."""
+def _append_piped(prompt: str | None) -> str | None:
+    """The prompt, followed by what is piped in; None where there is no prompt and somebody sits at the terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
     try:
         piped = sys.stdin.buffer.read().decode().rstrip("\n")
     except UnicodeDecodeError as error:
         raise WeftError(f"what is piped in is no UTF-8 text: {error.reason} at byte {error.start}") from error
-    whole = "\n\n".join(part for part in (prompt, piped) if part)
-    if not whole:
+    joined = "\n\n".join(part for part in (prompt, piped) if part)
+    if not joined:
         raise WeftError("nothing is piped in and no prompt was given; give one, or chat in a terminal")
-    return whole
-
-
-class Teller(Protocol):
-    """Who answers. Ctrl-C ends what is being told."""
-
-    has_template: bool
-
-    def tell(self, prompt: Prompt) -> Iterator[Delta]:
-        """The answer, piece by piece, and last its Finish. Raises WeftError."""
+    return joined
 
 
 @dataclass
-class Chat:
+class TerminalChat:
     """A conversation in the terminal."""
 
-    teller: Teller
-    options: RunOptions
+    backend: RemoteModel | InProcessModel
     notes: Console
+    continues: bool  # whether the model continues the text it is given instead of answering
     messages: list[Message] = field(default_factory=list)
 
     def converse(self) -> None:
-        """Ask and answer until Ctrl-D."""
+        """Read questions and answer them until Ctrl-D."""
         self.notes.print("Ctrl-C stops an answer, Ctrl-D leaves.", style="dim")
         while True:
             try:
                 text = input("> ")
-            except EOFError:
+            except (EOFError, KeyboardInterrupt) as error:
                 sys.stdout.write("\n")
-                return
-            except KeyboardInterrupt:
-                sys.stdout.write("\n")
+                if isinstance(error, EOFError):
+                    return
                 continue
             if text.strip():
                 try:
@@ -119,42 +130,35 @@ class Chat:
                     self.notes.print(f"weft: {error}", style="red")
 
     def answer(self, text: str) -> None:
-        """Stream one answer; keep it in the conversation."""
+        """Stream one answer to stdout and add it to the conversation."""
         self.messages.append(Message("user", text))
-        continues = self._continues()
-        told, thought, summary, first, start = "", "", "", 0.0, time.perf_counter()
+        answer, has_reasoned, summary, first, start = "", False, "", 0.0, time.perf_counter()
         try:
-            for piece in self.teller.tell(text if continues else self.messages):
+            for delta in self.backend.stream(text if self.continues else self.messages):
                 if not first:
                     first = time.perf_counter()
-                    self._write(text if continues else "")
-                match piece:
+                    _write(text if self.continues else "")
+                match delta:
                     case Reasoning():
-                        self.notes.print(piece.text, style="dim", end="")
-                        thought += piece.text
+                        self.notes.print(delta.text, style="dim", end="")
+                        has_reasoned = True
                     case Text():
-                        if thought and not told:
+                        if has_reasoned and not answer:
                             self.notes.print("\n")
-                        self._write(piece.text)
-                        told += piece.text
+                        _write(delta.text)
+                        answer += delta.text
                     case Finish():
-                        summary = _summary(piece, start, first)
+                        summary = _summary(delta, start, first)
         finally:
             if first:
-                self._write("\n")
+                _write("\n")
         self.notes.print(summary, style="dim")
-        self.messages.append(Message("assistant", told))
+        self.messages.append(Message("assistant", answer))
 
-    def _continues(self) -> bool:
-        """Whether the text is continued as it is."""
-        if self.options.chat is not None:
-            return not self.options.chat
-        return not self.teller.has_template or (self.options.prompt is not None and self.options.model in STORYTELLERS)
 
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _summary(finish: Finish, start: float, first: float) -> str:
@@ -167,113 +171,100 @@ def _summary(finish: Finish, start: float, first: float) -> str:
     return f"[{tokens} tokens, {finish.reason}{rest}]"
 
 
-# --- by a server -----------------------------------------------------------------------------------------------------
-
-
-class _ServedName(msgspec.Struct):
-    id: str
-    root: str | None = None
-
-
-class _ServedNames(msgspec.Struct):
-    data: list[_ServedName]
-
-
-def find_server(options: RunOptions, notes: Console) -> Remote | None:
-    """The server that runs and serves the model, if there is one."""
+def find_server(model: str, options: RunOptions, notes: Console) -> RemoteModel | None:
+    """The model on the server that runs; None where no server is ready to serve it."""
     client = ServerClient()
-    names = {options.model, str(Path(options.model).expanduser().absolute())}
+    names = {model, str(Path(model).expanduser().absolute())}
     try:
-        client.get("/health", msgspec.Raw)  # says 503 while it loads
-        rows = client.get("/v1/models", _ServedNames).data
+        client.fetch("/health", msgspec.Raw)  # says 503 while it loads
+        listed = client.models()
     except RequestError as error:  # it is there and does not want us, for the lack of a key, say
         notes.print(f"[{client.url}: {error}]", style="yellow")
         return None
     except WeftError:
-        rows = []
-    for row in rows:
-        if names & {row.id, row.root}:
+        listed = []
+    for one in listed:
+        if names & {one.id, one.root}:
             notes.print(f"[answered by {client.url}]", style="dim")
-            return Remote(client, row.id, options)
+            return RemoteModel(client, one.id, options)
     if client.url != DEFAULT_URL:
-        notes.print(f"[no server at {client.url} is ready to serve {options.model}: loading it here]", style="dim")
+        notes.print(f"[no server at {client.url} is ready to serve {model}: loading it here]", style="dim")
     return None
 
 
 @dataclass
-class Remote:
-    """A model that a server has loaded."""
+class RemoteModel:
+    """A model on a running server, used over OpenAI's dialect."""
 
     client: ServerClient
     model: str
     options: RunOptions
     has_template: bool = True  # the server says so when there is none
 
-    def tell(self, prompt: Prompt) -> Iterator[Delta]:
-        """Ask over the OpenAI wire; hanging up is how an answer is cancelled."""
+    def stream(self, prompt: ModelInput) -> Iterator[Delta]:
+        """The answer delta by delta, and last its Finish; Ctrl-C hangs up, which cancels the request."""
         finish = Finish("cancelled")
         with interrupts(self.client.hang_up), closing(self.client.stream(*self._request(prompt))) as events:
             for event in events:
                 for choice in event.get("choices", ()):
-                    delta = choice.get("delta") or {"content": choice.get("text")}
-                    if thought := delta.get("reasoning_content"):
-                        yield Reasoning(thought)
-                    if text := delta.get("content"):
+                    reasoning, text = read_delta(choice)
+                    if reasoning:
+                        yield Reasoning(reasoning)
+                    if text:
                         yield Text(text)
                     finish = replace(finish, reason=choice.get("finish_reason") or finish.reason)
                 if usage := event.get("usage"):
                     finish = replace(finish, usage=Usage(usage["prompt_tokens"], usage["completion_tokens"]))
         yield finish
 
-    def _request(self, prompt: Prompt) -> tuple[str, dict[str, Any]]:
+    def _request(self, prompt: ModelInput) -> tuple[str, dict[str, Any]]:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **self.options.sampling}
         if isinstance(prompt, str):
             return "/v1/completions", {**body, "prompt": prompt}
         messages = [{"role": message.role, "content": message.content} for message in prompt]
-        return "/v1/chat/completions", {**body, "messages": messages, "chat_template_kwargs": self.options.template}
+        return "/v1/chat/completions", {**body, "messages": messages, "chat_template_kwargs": self.options.template_kwargs}
 
 
-# --- by the model loaded here ----------------------------------------------------------------------------------------
+class InProcessModel:
+    """A model loaded in this process."""
 
-
-class Local:
-    """A model in this process."""
-
-    def __init__(self, options: RunOptions, notes: Console) -> None:
+    def __init__(self, model: str, options: RunOptions, notes: Console) -> None:
         from weft.llm import BLAS, LLM
+        from weft.text.codec import Codec
 
         if BLAS.warning:
             notes.print(f"weft: {BLAS.warning}", style="yellow")
         self.options = options
-        self.llm = LLM(options.model, progress=True)
+        self.llm = LLM(model, progress=True)
         self.codec = Codec(self.llm.loaded.folder)
         self.has_template = self.codec.writer is not None
 
-    def tell(self, prompt: Prompt) -> Iterator[Delta]:
-        """Drive the engine until the answer is there."""
-        asked = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=self.options.template)
-        generation = GenerationRequest(model=None, prompts=(asked,), sampling=self.options.sampling)
-        written = self.codec.encode(asked)
-        reader, told = self.codec.reader(generation, written), 0
-        sequence = self.llm.submit(written.ids, self.codec.sampling(generation.sampling))
+    def stream(self, prompt: ModelInput) -> Iterator[Delta]:
+        """The answer delta by delta, and last its Finish; each step of the iteration runs the engine."""
+        kwargs = self.options.template_kwargs
+        content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=kwargs)
+        generation = GenerationRequest(model=None, prompts=(content,), sampling=self.options.sampling)
+        encoded = self.codec.encode(content)
+        reader, num_read = self.codec.reader(generation, encoded), 0
+        sequence = self.llm.submit(encoded.ids, self.codec.sampling(generation.sampling))
         # A KeyboardInterrupt inside a step would leave the engine between two states.
         with interrupts() as interrupted:
             while not sequence.is_finished:
                 self.llm.turn()
                 if interrupted:
                     self.llm.engine.cancel(sequence)
-                for token in sequence.output[told:]:
+                for token in sequence.output[num_read:]:
                     yield from reader.feed(token)
-                told = len(sequence.output)
+                num_read = len(sequence.output)
         if sequence.error:
             raise WeftError(sequence.error)
         yield from reader.finish()
-        yield Finish(sequence.finish or "cancelled", usage=Usage(len(written.ids), told))
+        yield Finish(sequence.finish or "cancelled", usage=Usage(len(encoded.ids), num_read))
 
 
 @contextmanager
 def interrupts(then: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """A list that Ctrl-C fills instead of raising; `then` is called as well."""
+    """Collect Ctrl-C in the returned list instead of raising KeyboardInterrupt; each one calls `then` as well."""
     seen: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal protocol

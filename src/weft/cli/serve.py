@@ -1,6 +1,7 @@
-"""`weft serve`: what the operator sees while a server starts. The server itself is `weft.serving.server`'s.
+"""`weft serve`: where a server's settings come from, and what its operator sees while it starts.
 
-Bars while models load, a line when each is ready, and at the end three lines to copy. All on stderr; stdout stays free.
+cyclopts reads flags and WEFT_* variables, this module the TOML files; what a setting means is `config.ServerConfig`'s. The
+operator's lines go to stderr. The server itself is `weft.serving.server`.
 """
 
 from __future__ import annotations
@@ -8,70 +9,143 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import ExitStack
+import tomllib
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any, get_origin
 
+from cyclopts import App, ArgumentCollection, Parameter
+from cyclopts.config import Dict, Env
 from rich.console import Console
 from rich.filesize import decimal
 
-from weft.cli.settings import dump
+from weft.cli import Switch, spelling_hint
 from weft.config import ServerConfig
+from weft.errors import WeftError
 from weft.model.download import Progress, shown
 
+FILES = ("weft.toml", "~/.config/weft/config.toml")  # the nearer one wins
+TABLE = "serve"
 
-def serve_command(config: ServerConfig, *, dump_config: bool) -> int:
-    """Check the settings, then show them or serve. Gives the exit status."""
-    config.check()
+
+def _key(field: str) -> str:
+    """The name of a field of ServerConfig in files."""
+    return "api_key" if field == "api_keys" else field
+
+
+def _flag(field: str) -> str:
+    return _key(field).replace("_", "-")
+
+
+def _values(hint: Any, text: str, **_: Any) -> list[str]:
+    """The values in a variable: several, separated by commas, where the setting has several."""
+    return [part.strip() for part in text.split(",") if part.strip()] if get_origin(hint) is tuple else [text]
+
+
+def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Fill settings that are still open from the file named by --config, else from those of FILES that are there."""
+    chosen = arguments.match("--config")[0].tokens
+    for name in [chosen[0].value] if chosen else FILES:
+        path = Path(name).expanduser()
+        if chosen or path.is_file():
+            Dict({TABLE: _read_table(path)}, source=str(path))(app, commands, arguments)
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeftError(f"{path} can not be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeftError(f"{path} is not TOML: {error}") from error
+    table = document.pop(TABLE, {})
+    if document or not isinstance(table, dict):
+        raise WeftError(f"{path} has {next(iter(document), TABLE)!r} outside of the table [{TABLE}], the only one weft knows")
+    keys = [_key(field.name) for field in fields(ServerConfig)]
+    for key in table:
+        if (name := key.replace("-", "_")) not in keys:
+            hint = spelling_hint(name, keys, "see `weft serve --help`")
+            raise WeftError(f"{path} has a setting {key!r} that weft does not know; {hint}")
+    return table
+
+
+def dump_settings(config: ServerConfig) -> str:
+    """The settings as the text of a file that `read_files` understands, with the API keys masked."""
+    values = asdict(config) | {"api_keys": ["********"] * len(config.api_keys)}
+    # JSON's strings, numbers, truths and lists are TOML's; None is not.
+    lines = [f"{_key(name)} = {json.dumps(value)}" for name, value in values.items() if value is not None]
+    return "\n".join([f"[{TABLE}]", *lines]) + "\n"
+
+
+serve_command = App(name="serve", config=[Env("WEFT_", command=False), read_files])
+
+Settings = Annotated[ServerConfig, Parameter(name="*", name_transform=_flag, env_var_split=_values, negative_iterable="")]
+SettingsFile = Annotated[Path | None, Parameter(help="Take the settings from this TOML file alone.")]
+Dump = Annotated[Switch, Parameter(help="Print the settings as they were understood, keys masked, and end.")]
+
+
+@serve_command.default
+def start_server(settings: Settings = ServerConfig(), *, config: SettingsFile = None, dump_config: Dump = False) -> int:  # noqa: ARG001, B008
+    """Serve models to OpenAI clients until Ctrl-C.
+
+    A flag wins over its variable, that over the table [serve] of ./weft.toml,
+    that over the same table of ~/.config/weft/config.toml. Flags with several
+    values are repeated; variables take commas.
+
+    For example:
+      weft serve
+      weft serve smollm2 mlx-community/Qwen3-4B-4bit
+      weft serve smollm2 --host 0.0.0.0 --api-key SECRET
+      WEFT_PORT=9000 weft serve --dump-config
+    """
+    settings.check()
     if dump_config:
-        sys.stdout.write(dump(config))
+        sys.stdout.write(dump_settings(settings))
         return 0
     from weft.api.app import make_app
     from weft.serving.server import serve
 
-    with Terminal(has_key=bool(config.api_keys)) as screen:
-        return serve(config, screen, make_app)
+    with Terminal(has_key=bool(settings.api_keys)) as screen:
+        return serve(settings, screen, make_app)
 
 
-class Terminal:
-    """The terminal of a server that starts. The server tells it what happens; nothing here waits."""
+class Terminal(AbstractContextManager["Terminal"]):
+    """The terminal of a server that starts: bars while models load, a line for each one, three lines to copy."""
 
     def __init__(self, *, has_key: bool = False) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._has_key = has_key
         self._bars = ExitStack()
         self._report: Progress | None = None
-        self._url: str | None = None
+        self._url: str | None = None  # None again once the lines to copy are printed
         self._model: str | None = None
-
-    def __enter__(self) -> Terminal:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._bars.close()
 
     def loading(self, model: str, what: str, done: int, total: int) -> None:
-        """`done` bytes of `total` (0: unknown) are fetched, converted or read."""
+        """Show that `done` bytes of `total` (0: unknown) are fetched, converted or read."""
         if self._report is None:
             self._report = self._bars.enter_context(shown(None))
         self._report(what if model in what else f"{model}: {what}", done, total or None)
 
     def ready(self, model: str, context: int, device: str, memory: dict[str, int], notice: str | None = None) -> None:
-        """The model answers from now on."""
         self._end_bars()
         plan = ", ".join(f"{name} {decimal(size)}" for name, size in memory.items())
-        self._print(f"{model}: context {context:,} tokens, on {device}; memory: {plan}", style="green")
+        self._console.print(f"{model}: context {context:,} tokens, on {device}; memory: {plan}", style="green")
         if notice:
-            self._print(f"{model}: {notice}", style="yellow")
+            self._console.print(f"{model}: {notice}", style="yellow")
         self._model = self._model or model
         self._invite()
 
     def failed(self, model: str, message: str) -> None:
-        """The model can not be served."""
         self._end_bars()
-        self._print(f"weft: {model}: {message}", style="red")
+        self._console.print(f"weft: {model}: {message}", style="red")
 
     def serving(self, url: str) -> None:
-        """The server answers at `url`, be it that models are still being loaded."""
-        self._print(f"weft listens at {url} (Ctrl-C ends it)", style="bold")
+        """Show that the server answers at `url`; models may still be loading."""
+        self._console.print(f"weft listens at {url} (Ctrl-C ends it)", style="bold")
         self._url = url
         self._invite()
 
@@ -80,7 +154,7 @@ class Terminal:
         self._report = None
 
     def _invite(self) -> None:
-        """Three lines to copy, once there is an address and a model."""
+        """Print three lines to copy, once there is an address and a model."""
         if self._url is None or self._model is None:
             return
         url, model, self._url = self._url, json.dumps(self._model), None
@@ -91,9 +165,7 @@ class Terminal:
             f'import openai, os; client = openai.OpenAI(base_url="{url}/v1", api_key=os.getenv("WEFT_API_KEY", "none")); '
             f"print(client.chat.completions.create(model={model}, messages={messages}).choices[0].message.content)"
         )
-        self._print(f"curl {url}/v1/chat/completions {header}-H 'content-type: application/json' -d {body}")
-        self._print(f"python -c {shlex.quote(code)}")
-        self._print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'$WEFT_API_KEY' if self._has_key else 'none'}")
-
-    def _print(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style)
+        self._console.print(f"curl {url}/v1/chat/completions {header}-H 'content-type: application/json' -d {body}")
+        self._console.print(f"python -c {shlex.quote(code)}")
+        key = "$WEFT_API_KEY" if self._has_key else "none"
+        self._console.print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}")

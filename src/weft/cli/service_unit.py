@@ -1,0 +1,224 @@
+"""`weft service`: the server as a service of the user's own session manager: launchd on macOS, systemd on Linux.
+
+Writes one file and has the manager start it; never as root. The server's arguments stand in that file, its secrets do not.
+"""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from weft.cli import Show, writing
+from weft.cli.client import ServerClient
+from weft.errors import WeftError
+
+NAME = "weft"
+LABEL = "dev.weft.serve"
+LAUNCHD_LOG = Path("~/Library/Logs/weft.log")
+HANDED_ON = ("WEFT_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE")  # a service does not see the shell's variables
+MANAGER_SECONDS = 60
+UNIT = """[Unit]
+Description=weft, an LLM inference server
+After=network.target
+
+[Service]
+ExecStart={command}
+{environment}WorkingDirectory=%h
+Restart=on-failure
+RestartSec=5
+TimeoutStopSec=30
+
+[Install]
+WantedBy=default.target
+"""  # it is stopped within --drain-seconds, and some
+
+service_command = App(
+    name="service", help="The server as a service of your own session: launchd on macOS, systemd on Linux. Never as root."
+)
+
+
+class Systemd:
+    """The user's own systemd. The service's file is a unit."""
+
+    @property
+    def file(self) -> Path:
+        base = os.environ.get("XDG_CONFIG_HOME")
+        return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"{NAME}.service"
+
+    def text(self, command: list[str], environment: dict[str, str]) -> str:
+        words = " ".join(_quote_for_unit(word).replace("$", "$$") for word in command)
+        variables = (f"Environment={_quote_for_unit(f'{name}={value}')}\n" for name, value in environment.items())
+        return UNIT.format(command=words, environment="".join(variables))
+
+    def start(self) -> None:
+        _call_manager("systemctl", "--user", "daemon-reload")
+        _call_manager("systemctl", "--user", "enable", NAME)
+        _call_manager("systemctl", "--user", "restart", NAME)
+
+    def stop(self) -> None:
+        _call_manager("systemctl", "--user", "disable", "--now", NAME, may_fail=True)
+
+    def state(self) -> str:
+        """What systemd calls the service: active, failed …"""
+        return _call_manager("systemctl", "--user", "is-active", NAME, may_fail=True)
+
+    def log_end(self, lines: int) -> str:
+        return _call_manager("journalctl", "--user", "--unit", NAME, "--lines", str(lines), "--no-pager", may_fail=True)
+
+
+class Launchd:
+    """The user's own launchd. The service's file is a property list."""
+
+    @property
+    def file(self) -> Path:
+        return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+    def text(self, command: list[str], environment: dict[str, str]) -> str:
+        facts = {
+            "Label": LABEL,
+            "ProgramArguments": command,
+            "EnvironmentVariables": environment,
+            "WorkingDirectory": str(Path.home()),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ProcessType": "Interactive",  # others are slowed down when the machine is busy
+            "ExitTimeOut": 30,
+            "StandardErrorPath": str(LAUNCHD_LOG.expanduser()),
+        }
+        return plistlib.dumps(facts, sort_keys=False).decode()
+
+    def start(self) -> None:
+        self.stop()  # an older one
+        _call_manager("launchctl", "bootstrap", f"gui/{os.getuid()}", str(self.file))
+
+    def stop(self) -> None:
+        _call_manager("launchctl", "bootout", f"gui/{os.getuid()}/{LABEL}", may_fail=True)
+
+    def state(self) -> str:
+        """The line in which launchd names the service's state."""
+        lines = _call_manager("launchctl", "print", f"gui/{os.getuid()}/{LABEL}", may_fail=True).splitlines()
+        return next((line.strip() for line in lines if line.strip().startswith("state =")), "not loaded")
+
+    def log_end(self, lines: int) -> str:
+        file = LAUNCHD_LOG.expanduser()
+        return "\n".join(file.read_text(errors="replace").splitlines()[-lines:]) if file.exists() else ""
+
+
+@service_command.command(name="install")
+def install_command(
+    *arguments: Annotated[str, Parameter(allow_leading_hyphen=True, help="What `weft serve` is told.")],
+    show: Annotated[Show, Parameter(help="Print the file that would be installed, and do nothing.")] = False,
+) -> None:
+    """Start `weft serve` now and at every login, and again when it dies. Installing again replaces it.
+
+    Its settings are what follows, and ~/.config/weft/config.toml; that is the
+    place for an API key.
+
+    For example:
+      weft service install
+      weft service install smollm2 --port 9000
+      weft service install --print
+    """
+    manager = _find_manager()
+    text = manager.text(_serve_command(arguments), {name: os.environ[name] for name in HANDED_ON if name in os.environ})
+    if show:
+        sys.stdout.write(text)
+        return
+    with writing(manager.file):
+        manager.file.parent.mkdir(parents=True, exist_ok=True)
+        manager.file.write_text(text, encoding="utf-8")
+    try:
+        manager.start()
+    except WeftError:
+        manager.file.unlink()
+        raise
+    sys.stdout.write(f"{manager.file} is written and weft started; it starts again at every login\n")
+    if isinstance(manager, Systemd):
+        sys.stdout.write("to have it without anybody logged in: loginctl enable-linger\n")
+
+
+@service_command.command(name="uninstall")
+def uninstall_command() -> None:
+    """Stop the service and take its file away.
+
+    For example:
+      weft service uninstall
+    """
+    manager = _find_manager()
+    if not manager.file.exists():
+        raise WeftError(f"there is no {manager.file}; nothing is installed")
+    manager.stop()
+    manager.file.unlink()
+    sys.stdout.write(f"{manager.file} is gone and weft is stopped; models and settings stay where they are\n")
+
+
+@service_command.command(name="status")
+def status_command() -> int:
+    """Say whether the service is installed, whether it runs, and whether its server answers. Status 1 where not.
+
+    For example:
+      weft service status
+    """
+    manager = _find_manager()
+    is_installed = manager.file.exists()
+    state = manager.state() if is_installed else "not installed"
+    try:
+        health = ServerClient().fetch("/health", dict[str, object], 5.0)["status"]
+    except (WeftError, KeyError) as error:
+        health = str(error)
+    sys.stdout.write(f"file    {manager.file}{'' if is_installed else ' (not there)'}\nstate   {state}\nhealth  {health}\n")
+    return 0 if is_installed and health == "ready" else 1
+
+
+def read_log_end(lines: int) -> str:
+    """The last lines of the service's log; empty where no service is installed."""
+    try:
+        manager = _find_manager()
+        return manager.log_end(lines) if manager.file.exists() else ""
+    except WeftError:
+        return ""
+
+
+def _find_manager() -> Systemd | Launchd:
+    if sys.platform in ("darwin", "linux"):
+        return Launchd() if sys.platform == "darwin" else Systemd()
+    raise WeftError(f"weft knows no service manager of {sys.platform}; run `weft serve` by what starts programs there")
+
+
+def _serve_command(arguments: tuple[str, ...]) -> list[str]:
+    """The command that the service runs. Raises WeftError for settings that can not be, before the next login finds them."""
+    if any(argument.split("=")[0] == "--api-key" for argument in arguments):
+        raise WeftError("--api-key would stand in a file that others may read; put api_key into ~/.config/weft/config.toml")
+    command = [sys.executable, "-m", "weft", "serve", *arguments]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name in HANDED_ON}
+    check = [*command, "--dump-config"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False, env=variables, cwd=Path.home())
+    if done.returncode:
+        raise WeftError(done.stderr.strip().removeprefix("weft: "))
+    return command
+
+
+def _quote_for_unit(word: str) -> str:
+    """A word as units spell it: quoted where it must be, and without specifiers."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return escaped if re.fullmatch(r"[\w@+=:,./%-]+", word) else f'"{escaped}"'
+
+
+def _call_manager(*command: str, may_fail: bool = False) -> str:
+    """Run a command of the service manager and return its output. Raises WeftError with its words where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MANAGER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"{command[0]} can not be asked ({error}); `weft service install --print` shows the file to install by hand"
+        raise WeftError(message) from error
+    if done.returncode and not may_fail:
+        raise WeftError(f"`{shlex.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout.strip()
