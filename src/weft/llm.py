@@ -22,7 +22,7 @@ from weft.errors import RequestError, WeftError  # noqa: E402
 from weft.ipc.limits import Sampling  # noqa: E402
 from weft.ipc.messages import FinishReason, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.fetch import shown  # noqa: E402
-from weft.text.sampling import recommended_sampling, sampling_for  # noqa: E402
+from weft.text.codec import recommended_sampling, sampling_for  # noqa: E402
 from weft.text.template import ChatTemplate, Message  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
 from weft.model.resolve import TINY_HYBRID
 from weft.text.normalise import PromptWriter, normalise
-from weft.text.template import ChatTemplate
-from weft.text.template_probe import Capabilities
+from weft.text.template import Capabilities, ChatTemplate
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}

@@ -6,22 +6,26 @@ dialects.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.errors import InvalidRequest, RequestError, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, TokenLogprob
 from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import ReasoningSplitter, effort_settings, find_markers, opens_in
-from weft.text.sampling import recommended_sampling, sampling_for
 from weft.text.stream import StreamReader, token_of
-from weft.text.template import ChatTemplate
+from weft.text.template import ChatTemplate, read_json_object
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
 from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, Token
+
+log = logging.getLogger("weft.text")
+
+RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,26 @@ class Codec:
     def tokens(self, ids: list[int], logprobs: list[TokenLogprob | None]) -> tuple[Token, ...]:
         """Token ids as replies show them."""
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))
+
+
+def sampling_for(given: dict[str, Any], recommended: dict[str, Any]) -> Sampling:
+    """The sampling of a request: its own fields, then the model's recommendation, then the defaults of `Sampling`."""
+    return Sampling(**{**recommended, **given})
+
+
+def recommended_sampling(folder: Path) -> dict[str, Any]:
+    """The sampling fields that a model's generation_config.json recommends; none where they can not be honoured.
+
+    Requests to the server, `weft run` and `weft.LLM` get them by default. Raises BadModel.
+    """
+    path = folder / "generation_config.json"
+    settings = read_json_object(path)
+    found = {name: settings[name] for name in RECOMMENDABLE if isinstance(settings.get(name), int | float)}
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))  # some say 50.0, or -1 for all
+    try:
+        Sampling(**found).check(1)
+    except RequestError as error:
+        log.warning("%s recommends sampling that can not be honoured, so none of it is used: %s", path, error)
+        return {}
+    return found

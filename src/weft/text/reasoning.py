@@ -90,7 +90,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, markers: Markers, opened: bool, tokenizer: Tokenizer | None = None) -> None:
-        self.thinking = opened
+        self.is_reasoning = opened
         self.held = ""  # may become a marker
         self.marker_tokens = {} if tokenizer is None else _marker_tokens(markers, tokenizer)
         self._open, self._close = markers.open, markers.close
@@ -104,14 +104,14 @@ class ReasoningSplitter:
             text = self._after_opening(text)
             if self._may_open:
                 return []
-        return self._reason(text) if self.thinking else self._answer(text)
+        return self._reason(text) if self.is_reasoning else self._answer(text)
 
     def mark(self, text: str) -> list[Delta]:
         """Take a token that is a marker or a part of one: reasoning may open again by it. A stray one is dropped."""
         pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
-        if self._may_open or (self.thinking and text in self._close):
+        if self._may_open or (self.is_reasoning and text in self._close):
             return pieces + self.feed(text)
-        if not self.thinking and self._open.startswith(text):
+        if not self.is_reasoning and self._open.startswith(text):
             self._may_open = True
             return pieces + self.feed(text)
         return pieces
@@ -133,7 +133,7 @@ class ReasoningSplitter:
             return ""
         self._may_open, self.held = False, ""
         if can_open and start.startswith(self._open):
-            self.thinking = self._is_fresh = True
+            self.is_reasoning = self._is_fresh = True
             return start[len(self._open) :]
         return text
 
@@ -157,7 +157,7 @@ class ReasoningSplitter:
             self._newlines, self._is_fresh = 0, False
         self._newlines += len(reasoning) - len(body)
         if closed:
-            self.thinking, self._is_fresh, self._newlines = False, True, 0
+            self.is_reasoning, self._is_fresh, self._newlines = False, True, 0
             pieces += self._answer(after)
         return pieces
 

@@ -1,92 +1,93 @@
-"""An answer's text → text and calls, as they come. Cut anywhere, the same comes out.
+"""The text of an answer is read as text and tool calls, as it comes; the result does not depend on where it is cut.
 
-What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. Once a call is open it stays
-so: when its arguments break it is never closed, and the rest is text; when the answer ends within them they end there
-too. White space before and after calls belongs to the markup. Knows families, no tokens; `Reader` has one per choice.
+What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. An open call stays open: when its
+arguments break it is never closed, and the rest is text; when the answer ends within them they end there too. White space before
+and after calls belongs to the markup. Knows families, no tokens; `StreamReader` has one reader per choice.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Sequence
 
 from weft.text.stop_strings import overlap
-from weft.text.tools.arguments import Arguments, JsonArguments, arguments_reader, decoded
+from weft.text.tools.arguments import Arguments, Json, JsonArguments, PairArguments, Pairs, TagArguments, Tags, decode_json
 from weft.text.tools.families import Family
 from weft.text.tools.pieces import piece
 from weft.text.tools.tool import Tool
-from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Text
+from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
+
+MESSAGE, END = "<|message|>", "<|end|>"
+RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
+HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
 
 
 def new_id() -> str:
-    """An id for a call that the model gave none."""
+    """An id for a call to which the model gave none."""
     return f"call_{secrets.token_hex(12)}"
 
 
-class Calls:
+class OpenCalls:
     """The calls of an answer, opened one after the other."""
 
     def __init__(self, tools: Sequence[Tool], make_id: Callable[[], str]) -> None:
         self.tools = {tool.name: tool for tool in tools}
-        self.num_opened = 0
         self._make_id = make_id
-        self._ids: set[str] = set()
-        self._said: list[str] = []
+        self._ids: list[str] = []  # of all calls
+        self._arguments: list[str] = []  # pieces of the last one's
 
     def open(self, name: str, given_id: str = "") -> ContentDelta:
-        """The next call. An id that the model gave is kept, but not twice."""
-        call_id = self._make_id() if not given_id or given_id in self._ids else given_id
-        self._ids.add(call_id)
-        self.num_opened += 1
-        self._said = []
-        return CallOpened(self.num_opened - 1, call_id, name)
+        """The beginning of the next call. An id that the model gave is kept, but not twice."""
+        self._ids.append(self._make_id() if not given_id or given_id in self._ids else given_id)
+        self._arguments = []
+        return CallOpened(len(self._ids) - 1, self._ids[-1], name)
 
-    def say(self, text: str) -> list[ContentDelta]:
-        """A piece of its arguments."""
-        self._said.append(text)
-        return [CallArguments(self.num_opened - 1, text)] if text else []
+    def extend(self, arguments: str) -> list[ContentDelta]:
+        self._arguments.append(arguments)
+        return [CallArguments(len(self._ids) - 1, arguments)] if arguments else []
 
     def close(self) -> list[ContentDelta]:
-        """Its end, if what was said is an object."""
-        return [CallClosed(self.num_opened - 1)] if isinstance(decoded("".join(self._said)), dict) else []
+        """The end of the call, if its arguments are an object; else nothing."""
+        return [CallClosed(len(self._ids) - 1)] if isinstance(decode_json("".join(self._arguments)), dict) else []
 
 
 class CallReader:
-    """Reads the calls of one family."""
+    """Reads answers with the calls of one family."""
 
-    thinking = False  # that is told apart before
+    is_reasoning = False  # the reasoning was split off before
 
     def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
-        self.held = ""  # what is not decided yet
+        self.held = ""  # undecided
         self._family = family
-        self._calls = Calls(tools, make_id)
+        self._calls = OpenCalls(tools, make_id)
         self._found: list[ContentDelta] = []
-        self._free = self._text if family.is_anchored else self._answer
-        self._state: Callable[[], bool] = self._head if family.is_anchored else self._answer
+        self._free = self._read_rest if family.is_anchored else self._read_text
+        self._state: Callable[[], bool] = self._read_head if family.is_anchored else self._read_text
         self._arguments: Arguments | None = None
         self._rest: JsonArguments | None = None  # of the object around the arguments
         self._follows_call = False
 
     def feed(self, text: str) -> list[ContentDelta]:
-        """What became certain with this piece."""
+        """The deltas that became certain with this piece."""
         self.held += text
-        while self.held and self._state():  # a state says whether it got anywhere
+        while self.held and self._state():  # a state returns whether it got anywhere
             pass
         found, self._found = self._found, []
         return found
 
     def finish(self) -> list[ContentDelta]:
-        """What was held back. Markup behind complete arguments is dropped; markup before them was none."""
+        """The deltas of what was held back. Markup behind complete arguments is dropped; markup before them is text."""
         if self._arguments is not None:
-            self._found += self._calls.say(self._arguments.cut(self.held))
-        elif self._state not in (self._tail, self._next):
-            self._tell(self.held)
+            self._found += self._calls.extend(self._arguments.finish(self.held))
+        elif self._state not in (self._read_tail, self._read_next):
+            self._emit_text(self.held)
         self.held = ""
         found, self._found = self._found, []
         return found
 
-    def _tell(self, text: str) -> bool:
-        """Text; the first of what is held."""
+    def _emit_text(self, text: str) -> bool:
+        """Emit the first part of what is held as text."""
         self.held = self.held[len(text) :]
         if self._follows_call:
             text = text.lstrip()
@@ -95,60 +96,64 @@ class CallReader:
             self._found.append(Text(text))
         return True
 
-    def _text(self) -> bool:
-        """Where no call can come."""
-        return self._tell(self.held)
+    def _read_rest(self) -> bool:
+        return self._emit_text(self.held)  # no call can come
 
-    def _answer(self) -> bool:
-        """Text, until a call is announced."""
+    def _read_text(self) -> bool:
+        """Read text, until a call is announced."""
         trigger = self._family.trigger
         found = self.held.find(trigger)
         certain = found if found >= 0 else len(self.held) - overlap(self.held, trigger)
         body = self.held[:certain].rstrip()
         if found >= 0:
-            self._state = self._head
-        return (bool(body) and self._tell(body)) or found >= 0
+            self._state = self._read_head
+        return (bool(body) and self._emit_text(body)) or found >= 0
 
-    def _head(self) -> bool:
-        """A call up to its arguments, behind white space. In some families it is not announced, but comes first."""
+    def _read_head(self) -> bool:
+        """Read a call up to its arguments, behind white space. In some families it is not announced, but comes first."""
         opening, blank = self._family.opening, len(self.held) - len(self.held.lstrip())
-        if self._opens(opening, blank):
+        if self._open_call(opening, blank):
             return True
         if piece(opening).may_come(self.held, blank):
             return False
         self._state = self._free
-        return self._family.is_anchored or self._tell(self.held[: blank + len(self._family.trigger)])
+        return self._family.is_anchored or self._emit_text(self.held[: blank + len(self._family.trigger)])
 
-    def _opens(self, opening: str, start: int = 0) -> bool:
-        """Open a call if this announces one that there is."""
+    def _open_call(self, opening: str, start: int = 0) -> bool:
+        """Open a call if this is the opening of one, with the name of a tool that exists."""
         match = piece(opening).match(self.held, start)
         if match is None or match["name"] not in self._calls.tools:
             return False
         words = match.groupdict()
         self._found.append(self._calls.open(words["name"], self._family.id_form.format(**words)))
-        self._arguments = arguments_reader(self._family.notation, self._calls.tools[words["name"]], self._family.tail)
+        match self._family.notation:
+            case Tags() as tags:
+                self._arguments = TagArguments(tags, self._calls.tools[words["name"]], self._family.tail)
+            case Pairs() as pairs:
+                self._arguments = PairArguments(pairs.quotes, self._family.tail[0])
+            case Json():
+                self._arguments = JsonArguments()
         self.held = self.held[match.end() - len(self._family.brace) :]
-        self._state = self._read
+        self._state = self._read_arguments
         return True
 
-    def _read(self) -> bool:
-        """Arguments."""
+    def _read_arguments(self) -> bool:
         arguments = self._arguments
         assert arguments is not None, "a call is open"
-        told, used = arguments.read(self.held)
-        self._found += self._calls.say(told)
+        made, used = arguments.read(self.held)
+        self._found += self._calls.extend(made)
         self.held = self.held[used:]
         if not arguments.is_done and not arguments.is_broken:
             return False
         closed = self._calls.close() if arguments.is_done else []
         self._found += closed
-        self._state = self._tail if closed else self._free
+        self._state = self._read_tail if closed else self._free
         self._arguments, self._follows_call = None, True
         return True
 
-    def _tail(self) -> bool:
-        """What closes a call. In an object more may follow the arguments, which says nothing to us."""
-        if self._rest is None and self._family.is_object:
+    def _read_tail(self) -> bool:
+        """Read what closes a call. In an object more fields may follow the arguments; they are dropped."""
+        if self._rest is None and self._family.brace and self._family.tail.startswith("}"):
             self.held = self.held.lstrip()
             self._rest = JsonArguments(depth=1) if self.held.startswith(",") else None
         if self._rest is not None:
@@ -161,17 +166,105 @@ class CallReader:
             self.held = self.held[match.end() :]
         elif tail.may_come(self.held):
             return False
-        self._state = self._next if match and self._family.end else self._free
+        self._state = self._read_next if match and self._family.end else self._free
         return True
 
-    def _next(self) -> bool:
-        """The next call of several, or what closes them all."""
+    def _read_next(self) -> bool:
+        """Read the opening of the next of several calls, or what closes them all."""
         end = piece(self._family.end)
         if match := end.match(self.held):
             self.held = self.held[match.end() :]
-        elif self._opens(self._family.following):
+        elif self._open_call(self._family.following):
             return True
         elif end.may_come(self.held) or piece(self._family.following).may_come(self.held):
             return False
         self._state = self._free
         return True
+
+
+class HarmonyReader:
+    """Reads answers of gpt-oss, whose reasoning, text and calls are messages of one stream, with or without tools.
+
+        <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+        <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
+
+    The prompt ends with <|start|>assistant; <|call|> and <|return|> end the answer. No ReasoningSplitter is needed.
+    """
+
+    def __init__(self, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
+        self.held = ""  # undecided
+        self.is_reasoning = False  # of the message that is open
+        self._calls = OpenCalls(tools, make_id)
+        self._in_header = True
+        self._arguments: JsonArguments | None = None  # of the call that is open
+        self._is_over = False  # they are complete: what follows up to the end of the message is dropped
+
+    def feed(self, text: str) -> list[ContentDelta]:
+        """The deltas that became certain with this piece."""
+        self.held += text
+        found: list[ContentDelta] = []
+        while self.held:
+            before = len(self.held), self._in_header
+            found += self._read_header() if self._in_header else self._read_body()
+            if before == (len(self.held), self._in_header):
+                break
+        return found
+
+    def finish(self) -> list[ContentDelta]:
+        """The deltas of what was held back. A header that was cut off is dropped."""
+        rest, self.held = self.held, ""
+        is_header = self._in_header and rest.lstrip().startswith("<|")
+        return [] if is_header else self._read_message(rest)[0]
+
+    def _read_header(self) -> list[ContentDelta]:
+        """Read a message's recipient and channel; a text without header is an answer."""
+        start = self.held.lstrip()
+        if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
+            self._enter_message("")
+            return []
+        header, found, rest = self.held.partition(MESSAGE)
+        if not found:
+            return []
+        self.held = rest
+        self._enter_message(header)
+        recipient = RECIPIENT.search(header)
+        if recipient is None:
+            return []
+        if recipient[1] not in self._calls.tools:
+            return [Text(header + MESSAGE)]
+        self._arguments = JsonArguments()
+        return [self._calls.open(recipient[1])]
+
+    def _enter_message(self, header: str) -> None:
+        self._in_header = self._is_over = False
+        self._arguments = None
+        self.is_reasoning = "<|channel|>analysis" in header and "to=" not in header
+
+    def _read_body(self) -> list[ContentDelta]:
+        if self._arguments is not None and not self._is_over:  # in their strings a marker is a text like any other
+            deltas, used = self._read_message(self.held)
+            self.held = self.held[used:]
+            return deltas
+        text, end, rest = self.held.partition(END)
+        certain = len(text) - (0 if end else overlap(text, END))
+        deltas, _ = self._read_message(text[:certain])
+        self.held = rest if end else text[certain:]
+        if end:
+            self._in_header, self.is_reasoning, self._arguments = True, False, None
+        return deltas
+
+    def _read_message(self, text: str) -> tuple[list[ContentDelta], int]:
+        """The deltas of a part of a message, and how many of its characters were used."""
+        if not text or self._is_over:
+            return [], len(text)
+        if self._arguments is None:
+            return [Reasoning(text) if self.is_reasoning else Text(text)], len(text)
+        made, used = self._arguments.read(text)
+        found = self._calls.extend(made)
+        if self._arguments.is_done:
+            closed = self._calls.close()
+            self._is_over = bool(closed)
+            found += closed
+        if self._arguments.is_broken or (self._arguments.is_done and not self._is_over):
+            self._arguments = None
+        return found, used

@@ -1,7 +1,7 @@
-"""How model families write tool calls: one row each. Readers and grammars are made of it.
+"""How model families write tool calls: one row each, from which readers and grammars are made.
 
-A model's family is found by trying: its chat template writes down a call, and the family whose reader gets the same call
-back is the one. Knows no model names; the names here are for logs.
+A model's family is found by trying: its chat template writes a call, and the family whose reader reads the same call is the one.
+Knows no model names; the names here are for logs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Family:
     begin: str = ""  # before the first of several calls
     between: str | None = ""  # None: there is only one call in an answer
     end: str = ""
-    is_anchored: bool = False  # a call is one only where the answer begins
+    is_anchored: bool = False  # a call must be at the beginning of the answer
     id_pattern: str = "[0-9]{1,3}"  # what the model writes at ⟨id⟩
-    id_form: str = ""  # the id of a call made of that; none: the id is made up
-    is_harmony: bool = False  # the whole answer is cut into channels
+    id_form: str = ""  # the id of a call, made from ⟨id⟩; "": a new id is made
+    is_harmony: bool = False  # the whole answer is divided into channels
     also: str = ""  # further markers
-    is_guess: bool = False  # the model's template does not say that it is this one
+    is_guess: bool = False  # the model's template does not show that it is this one
 
     @cached_property
     def head(self) -> str:
@@ -44,22 +44,17 @@ class Family:
 
     @property
     def brace(self) -> str:
-        """What arguments must begin with."""
+        """The first letter of arguments, where that is known."""
         return "{" if isinstance(self.notation, Json) else ""
-
-    @property
-    def is_object(self) -> bool:
-        """Whether a call is a JSON object of its own."""
-        return bool(self.brace) and self.tail.startswith("}")
 
     @cached_property
     def opening(self) -> str:
-        """The first call of several, up to the first letter of its arguments where that is known."""
+        """The first call of several, up to the known first letter of its arguments."""
         return (self.begin + self.head).lstrip() + self.brace
 
     @cached_property
     def following(self) -> str:
-        """The same of a later call."""
+        """A later call of several, up to the known first letter of its arguments."""
         return (self.between or "") + self.head + self.brace
 
     @cached_property
@@ -69,14 +64,13 @@ class Family:
 
     @cached_property
     def literals(self) -> str:
-        """All that is fixed, to look for tokens in."""
+        """All fixed texts, in which markers with a token of their own are searched."""
+        own: tuple[str, ...] = ()
         match self.notation:
             case Tags(opening, close):
-                own: tuple[str, ...] = (opening, close)
+                own = (opening, close)
             case Pairs(_, quotes):
                 own = quotes
-            case Json():
-                own = ()
         return "\0".join((self.begin, self.call, self.between or "", self.end, self.also, *own))
 
 
