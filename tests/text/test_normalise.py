@@ -272,7 +272,7 @@ def test_probing_finds_what_a_template_does(name: str) -> None:
 
 @pytest.mark.parametrize("source", ["", "{{ 1 / 0 }}", "{{ raise_exception('never') }}", "{{ messages[0].content.x.y }}"])
 def test_probing_never_raises(source: str) -> None:
-    capabilities = Capabilities.probe(ChatTemplate(source, {}))
+    capabilities = Capabilities(ChatTemplate(source, {}))
 
     assert capabilities.text == capabilities.parts == capabilities.arguments == frozenset()
     assert not capabilities.system

@@ -35,8 +35,8 @@ class PromptWriter:
     def __init__(self, template: ChatTemplate, late_system: LateSystem = "fold") -> None:
         self.template = template
         self.late_system = late_system
-        self.capabilities = Capabilities.probe(template)
-        self._with_tools = Capabilities.probe(template, with_tools=True)
+        self.capabilities = Capabilities(template)
+        self._with_tools = Capabilities(template, with_tools=True)
 
     def write(self, conversation: Conversation) -> str:
         """The prompt. Raises InvalidRequest naming what is wrong, or TemplateFailed with the template's own words."""
@@ -270,7 +270,7 @@ def _texts_to_show(message: Message) -> list[str]:
     """Texts that must be in the prompt. Past reasoning, and text beside tool calls, are the template's to keep or to drop."""
     if message.tool_calls:
         return [call.name for call in message.tool_calls]
-    reasons = any(mark in text for text in message.texts for markers in KNOWN for mark in (markers.open, markers.close))
+    reasons = any(mark in text for text in message.texts for markers in KNOWN for mark in markers)
     return [] if reasons and message.role == "assistant" else message.texts
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -85,162 +84,132 @@ class ChatTemplate:
             raise TemplateFailed(f"the model's chat template refuses these messages: {words}", "messages") from error
 
 
-@dataclass(frozen=True)
 class Capabilities:
-    """The message shapes that a template takes as they are."""
+    """The message shapes that a template takes as they are, found by rendering tiny conversations, with or without a tool.
 
-    system: bool  # a system message at the front, and it stays there
-    developer: bool  # a developer message at the front, as a role it knows
-    late_system: bool  # system messages further on, each in its place
-    text: frozenset[str]  # roles whose content may be a text
-    parts: frozenset[str]  # roles whose content may be a list of text parts
-    repeats: frozenset[str]  # roles that may have two turns in a row
-    user_after_tool: bool  # a user's turn may follow a tool's result, and does not change what is before it
-    tools: bool  # tools are written down
-    bare_tools: bool  # also those without description and parameters
-    arguments: frozenset[ArgumentsForm]  # forms of a call's arguments that come out right; none: no calls
-    several_calls: bool  # in one turn
-    any_call_id: bool  # else nine letters or digits
-    no_content: NoContent  # the content of a turn of nothing but calls
-    text_and_reasoning: bool  # beside calls
-    reasoning_key: str  # the key under which the reasoning of past turns is read
-    thinking_switch: bool  # `enable_thinking` changes the prompt
+    Never raises: a failure is an answer. The forms of contents and calls are learnt first; the other probes build on them.
+    """
 
-    @staticmethod
-    def probe(template: ChatTemplate, *, with_tools: bool = False) -> Capabilities:
-        """Try the template with tiny conversations, with or without a tool. Never raises: a failure is an answer."""
-        trial = _Trial(template, with_tools)
-        system = trial.keeps_system()
-        question, calls = trial.question, trial.call(_ONE, _TWO)
-        text_and_reasoning = {**trial.message("assistant", _TWO), trial.reasoning_key: _FIVE}
-        return Capabilities(
-            system=system,
-            developer=trial.knows_developer(),
-            late_system=system and trial.keeps_late_system(),
-            text=frozenset(trial.text),
-            parts=frozenset(trial.parts),
-            repeats=trial.repeating_roles(),
-            user_after_tool=trial.lets_user_follow_tool(),
-            tools=_TOOL in trial.render(question, tools=[_FULL_TOOL]),
-            bare_tools=_TOOL in trial.render(question, tools=[_BARE_TOOL]),
-            arguments=frozenset(trial.arguments),
-            several_calls=_ONE in (text := trial.render(calls)) and _TWO in text,
-            any_call_id=trial.call_id != _NINE_ID,
-            no_content=trial.no_content,
-            text_and_reasoning=trial.render(trial.call(also=text_and_reasoning)) != "",
-            reasoning_key=trial.reasoning_key,
-            thinking_switch=trial.render(question, enable_thinking=True) != trial.render(question, enable_thinking=False),
-        )
-
-
-class _Trial:
-    """One template under test. The forms of contents and calls are learnt first; the other questions build on them."""
-
-    def __init__(self, template: ChatTemplate, with_tools: bool) -> None:
-        self.template = template
-        self.tools = [_FULL_TOOL] if with_tools else None
-        self.text: set[str] = set()
-        self.parts: set[str] = set()
-        self.arguments: list[ArgumentsForm] = []
-        self.learn_content("user", [], [])
-        self.learn_content("system", [], self.question)
-        self.learn_content("assistant", self.question, [self.message("user", _FIVE)])
-        self.learn_calls()
-        self.reasoning_key = self.find_reasoning_key()
+    def __init__(self, template: ChatTemplate, *, with_tools: bool = False) -> None:
+        self._template = template
+        self._tools = [_FULL_TOOL] if with_tools else None
+        self.text: set[str] = set()  # roles whose content may be a text
+        self.parts: set[str] = set()  # roles whose content may be a list of text parts
+        self._learn_content("user", [], [])
+        self._learn_content("system", [], self._question)
+        self._learn_content("assistant", self._question, self._talk(("user", _FIVE)))
+        self.arguments: frozenset[ArgumentsForm] = frozenset()  # forms of a call's arguments that come out right; none: no calls
+        self.no_content: NoContent  # the content of a turn of nothing but calls
+        self._learn_calls()
+        question, calls = self._question, self._render(self._call(_ONE, _TWO))
+        self.several_calls = _ONE in calls and _TWO in calls  # in one turn
+        self.any_call_id = self._call_id != _NINE_ID  # else nine letters or digits
+        self.reasoning_key = self._find_reasoning_key()  # the key under which the reasoning of past turns is read
+        text_and_reasoning = {"content": self._message("assistant", _TWO)["content"], self.reasoning_key: _FIVE}
+        self.text_and_reasoning = self._render(self._call(also=text_and_reasoning)) != ""  # beside calls
+        self.system = self._keeps_system()  # a system message at the front, and it stays there
+        self.developer = self._knows_developer()  # a developer message at the front, as a role it knows
+        self.late_system = self.system and self._keeps_late_system()  # system messages further on, each in its place
+        users = self._talk(("user", _THREE), ("assistant", _ONE), ("user", _TWO), ("user", _FOUR))
+        assistants = self._talk(("user", _THREE), ("assistant", _TWO), ("assistant", _FOUR), ("user", _ONE))
+        talks = {"user": users, "assistant": assistants}
+        self.repeats = {role for role in talks if self._shows(talks[role], _TWO, _FOUR)}  # roles that may have two turns in a row
+        self.user_after_tool = self._lets_user_follow_tool()
+        self.tools = _TOOL in self._render(question, tools=[_FULL_TOOL])  # tools are written down
+        self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
+        switched = {self._render(question, enable_thinking=switch) for switch in (True, False)}
+        self.thinking_switch = len(switched) == 2  # `enable_thinking` changes the prompt
 
     @property
-    def question(self) -> list[dict[str, Any]]:
-        return [self.message("user", _THREE)]
+    def _question(self) -> list[dict[str, Any]]:
+        return self._talk(("user", _THREE))
 
-    def message(self, role: str, word: str) -> dict[str, Any]:
+    def _talk(self, *turns: tuple[str, str]) -> list[dict[str, Any]]:
+        return [self._message(role, word) for role, word in turns]
+
+    def _message(self, role: str, word: str) -> dict[str, Any]:
         """A message with its content in a form that the template takes."""
         return {"role": role, "content": _parts(word) if role in self.parts - self.text else word}
 
-    def call(self, *names: str, form: ArgumentsForm | None = None, also: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def _call(self, *names: str, form: ArgumentsForm | None = None, also: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """A question, an assistant's turn that calls these functions, and a result; `also` is added to the turn."""
         names = names or (_ONE,)
-        arguments = _ARGUMENTS[form or (self.arguments or ["object"])[0]]
-        ids = [self.call_id.format(name=name) for name in names]
+        arguments = _ARGUMENTS[form or ("text" if self.arguments == {"text"} else "object")]
+        ids = [self._call_id.format(name=name) for name in names]
         functions = [{"name": name, "arguments": arguments} for name in names]
         calls = [{"id": one, "type": "function", "function": function} for one, function in zip(ids, functions, strict=True)]
-        content = {"empty": self.message("assistant", ""), "null": {"content": None}, "absent": {}}[self.no_content]
+        content = {"empty": self._message("assistant", ""), "null": {"content": None}, "absent": {}}[self.no_content]
         result = {"role": "tool", "content": _FOUR, "tool_call_id": ids[0]}
-        return [*self.question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
+        return [*self._question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
 
-    def render(self, messages: list[dict[str, Any]], **more: Any) -> str:
+    def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
         """The prompt; "" where the template refuses."""
         try:
-            return self.template.render(messages, **{"tools": self.tools, **more})
+            return self._template.render(messages, **{"tools": self._tools, **more})
         except TemplateFailed:
             return ""
 
-    def shows(self, messages: list[dict[str, Any]], *words: str) -> bool:
+    def _shows(self, messages: list[dict[str, Any]], *words: str) -> bool:
         """Whether the prompt has each word once, in this order, and no slips."""
-        text = self.render(messages)
+        text = self._render(messages)
         places = [text.find(word) for word in words]
         once = all(text.count(word) == 1 for word in words)
         return once and places == sorted(places) and not any(slip in text for slip in _SLIPS)
 
-    def learn_content(self, role: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
-        if self.shows([*before, {"role": role, "content": _ONE}, *after], _ONE):
+    def _learn_content(self, role: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+        if self._shows([*before, {"role": role, "content": _ONE}, *after], _ONE):
             self.text.add(role)
-        if self.shows([*before, {"role": role, "content": _parts(_ONE, _TWO)}, *after], _ONE, _TWO):
+        if self._shows([*before, {"role": role, "content": _parts(_ONE, _TWO)}, *after], _ONE, _TWO):
             self.parts.add(role)
 
-    def learn_calls(self) -> None:
+    def _learn_calls(self) -> None:
         """Find the simplest form of calls that the template writes correctly."""
         for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), _NO_CONTENTS):
-            self.call_id, self.no_content = call_id, no_content
-            self.arguments = [form for form in _ARGUMENTS if self.writes_call(form)]
+            self._call_id, self.no_content = call_id, no_content
+            self.arguments = frozenset(form for form in _ARGUMENTS if self._writes_call(form))
             if self.arguments:
                 self.text.add("tool")
                 return
 
-    def writes_call(self, form: ArgumentsForm) -> bool:
-        called = self.call(form=form)
-        after_question = self.render(called).partition(_THREE)[2]
+    def _writes_call(self, form: ArgumentsForm) -> bool:
+        called = self._call(form=form)
+        after_question = self._render(called).partition(_THREE)[2]
         # Name and key may be there more than once: with the result, with a closing tag.
         is_named = _ONE in after_question and _KEY in after_question
-        return is_named and "None" not in after_question and self.shows(called, _VALUE, _FOUR)
+        return is_named and "None" not in after_question and self._shows(called, _VALUE, _FOUR)
 
-    def keeps_system(self) -> bool:
-        """Whether a system message stays. Some templates write it into the last question, and lose it after a tool's result."""
-        system = self.message("system", _FIVE)
-        talk = [system, *self.question, self.message("assistant", _ONE), self.message("user", _TWO)]
-        in_tool_loop = not self.arguments or self.shows([system, *self.call()], _FIVE, _FOUR)
-        return in_tool_loop and self.shows(talk, _FIVE, _THREE, _TWO)
-
-    def find_reasoning_key(self) -> str:
+    def _find_reasoning_key(self) -> str:
         for key in ("reasoning_content", "thinking", "reasoning"):
-            answered = [*self.question, {**self.message("assistant", _ONE), key: _TWO}]
-            if any(_TWO in self.render(messages) for messages in (self.call(also={key: _TWO}), answered)):
+            answered = [*self._question, {**self._message("assistant", _ONE), key: _TWO}]
+            if any(_TWO in self._render(messages) for messages in (self._call(also={key: _TWO}), answered)):
                 return key
         return "reasoning_content"
 
-    def knows_developer(self) -> bool:
-        """Whether the role is known. A template that prints any role's name prints this one too; its model has not seen it."""
-        system = self.message("system", _ONE)
-        echo = self.render([{**system, "role": _STRAY}, *self.question]).lower()
-        return _STRAY not in echo and self.shows([{**system, "role": "developer"}, *self.question], _ONE, _THREE)
+    def _keeps_system(self) -> bool:
+        # Some templates write it into the last question, and lose it after a tool's result.
+        system = self._message("system", _FIVE)
+        talk = [system, *self._talk(("user", _THREE), ("assistant", _ONE), ("user", _TWO))]
+        in_tool_loop = not self.arguments or self._shows([system, *self._call()], _FIVE, _FOUR)
+        return in_tool_loop and self._shows(talk, _FIVE, _THREE, _TWO)
 
-    def keeps_late_system(self) -> bool:
-        late = [self.message("system", _FOUR), self.message("system", _FIVE)]
-        between = [self.message("user", _ONE), self.message("assistant", _TWO), *late, *self.question]
-        after_tool = not self.arguments or self.shows([*self.call(), self.message("system", _FIVE)], _FOUR, _FIVE)
-        return after_tool and self.shows(between, _ONE, _TWO, _FOUR, _FIVE, _THREE)
+    def _keeps_late_system(self) -> bool:
+        between = self._talk(("user", _ONE), ("assistant", _TWO), ("system", _FOUR), ("system", _FIVE), ("user", _THREE))
+        after_tool = not self.arguments or self._shows([*self._call(), self._message("system", _FIVE)], _FOUR, _FIVE)
+        return after_tool and self._shows(between, _ONE, _TWO, _FOUR, _FIVE, _THREE)
 
-    def repeating_roles(self) -> frozenset[str]:
-        users = [("user", _THREE), ("assistant", _ONE), ("user", _TWO), ("user", _FOUR)]
-        assistants = [("user", _THREE), ("assistant", _TWO), ("assistant", _FOUR), ("user", _ONE)]
-        talks = {"user": users, "assistant": assistants}
-        return frozenset(role for role in talks if self.shows([self.message(*turn) for turn in talks[role]], _TWO, _FOUR))
+    def _knows_developer(self) -> bool:
+        # A template that prints any role's name prints this one too, though its model has not seen it.
+        system = self._message("system", _ONE)
+        echo = self._render([{**system, "role": _STRAY}, *self._question]).lower()
+        return _STRAY not in echo and self._shows([{**system, "role": "developer"}, *self._question], _ONE, _THREE)
 
-    def lets_user_follow_tool(self) -> bool:
-        """Whether a user's turn may follow. Some templates take it for a new question, and drop the reasoning since the last."""
-        called = self.call(also={self.reasoning_key: _TWO})
-        followed = [*called, self.message("user", _FIVE)]
-        before = self.render(called, add_generation_prompt=False)
-        return self.shows(followed, _FOUR, _FIVE) and self.render(followed).startswith(before)
+    def _lets_user_follow_tool(self) -> bool:
+        """Whether a user's turn may follow a tool's result, and does not change the prompt before it."""
+        # Some templates take it for a new question, and drop the reasoning since the last one.
+        called = self._call(also={self.reasoning_key: _TWO})
+        followed = [*called, self._message("user", _FIVE)]
+        before = self._render(called, add_generation_prompt=False)
+        return self._shows(followed, _FOUR, _FIVE) and self._render(followed).startswith(before)
 
 
 def _parts(*words: str) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 
-from weft.text.stop_strings import overlap
+from weft.text.stop_strings import split_at
 from weft.text.tools.arguments import Arguments, Json, JsonArguments, PairArguments, Pairs, TagArguments, Tags, decode_json
 from weft.text.tools.families import Family
 from weft.text.tools.pieces import piece
@@ -101,13 +101,10 @@ class CallReader:
 
     def _read_text(self) -> bool:
         """Read text, until a call is announced."""
-        trigger = self._family.trigger
-        found = self.held.find(trigger)
-        certain = found if found >= 0 else len(self.held) - overlap(self.held, trigger)
-        body = self.held[:certain].rstrip()
-        if found >= 0:
+        text, trigger, _ = split_at(self.held, self._family.trigger)
+        if trigger:
             self._state = self._read_head
-        return (bool(body) and self._emit_text(body)) or found >= 0
+        return (bool(text.rstrip()) and self._emit_text(text.rstrip())) or bool(trigger)
 
     def _read_head(self) -> bool:
         """Read a call up to its arguments, behind white space. In some families it is not announced, but comes first."""
@@ -245,10 +242,8 @@ class HarmonyReader:
             deltas, used = self._read_message(self.held)
             self.held = self.held[used:]
             return deltas
-        text, end, rest = self.held.partition(END)
-        certain = len(text) - (0 if end else overlap(text, END))
-        deltas, _ = self._read_message(text[:certain])
-        self.held = rest if end else text[certain:]
+        text, end, self.held = split_at(self.held, END)
+        deltas, _ = self._read_message(text)
         if end:
             self._in_header, self.is_reasoning, self._arguments = True, False, None
         return deltas

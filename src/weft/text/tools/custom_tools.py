@@ -1,8 +1,7 @@
-"""Custom tools, whose one argument is a text: a grammar for the text inside a model's calls, and the text out of their JSON.
+"""Custom tools, whose one argument is a text: the text's grammar inside of calls, and the text out of calls in JSON.
 
 A model is shown a custom tool as a function that takes `input`. Within JSON the text is escaped, so every literal and pattern
-of its grammar is too; where the text is written as it is, it must not contain the mark that closes it. Knows Lark as llguidance
-reads it, and no families; `grammar` and the dialects use it.
+of its grammar is too; elsewhere it must not contain the mark that closes it. Knows llguidance's Lark, and no families.
 """
 
 from __future__ import annotations
@@ -43,7 +42,8 @@ ATOM = re.compile(
     |(?P<sign>[*+?|]|\{\d*,?\d*\})
     |(?P<set>\.|\\[dDsSwW]|\[\^?\]?(?:\\.|[^\]\\])*\])
     |\\(?:(?P<code>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4})|(?P<escape>[^a-zA-Z0-9]|[nrtfva]))
-    |(?P<letter>[^\\^$\[\]{}()])""",
+    |(?P<letter>[^\\^$\[\]{}()])
+    |(?P<unknown>.)""",
     re.VERBOSE | re.DOTALL,
 )
 TERMINAL = ("string", "pattern", "range")
@@ -108,7 +108,12 @@ def escaped_grammar(spec: GrammarSpec, place: str) -> str:
         raise _refusal(place, texts[0])
     if lark.is_regular:
         return _nest("start: RULE_START", *lark.as_terminals(write))
-    _check_borders({name: [(kind, write(kind, text)) for kind, text in part] for name, part in lark.terminals().items()}, place)
+    parts = {name: [write(*token) for token in part] for name, part in lark.terminals().items()}
+    begins = {name for name, part in parts.items() if any(ESCAPES in text or text.startswith('"\\\\') for text in part)}
+    for name, part in parts.items():
+        # A terminal that may go on with a backslash where another may begin with one: the lexer would not find the border.
+        if begins - {name} and any(ESCAPES in text for text in part):
+            raise _refusal(place, f"{name} beside {min(begins - {name})}, in rules that lead back to themselves,")
     return _nest(*lark.rewrite(write))
 
 
@@ -159,7 +164,12 @@ class _Lark:
                 case "foreign":
                     raise _refusal(place, found[0])
                 case "import":
-                    self._import(found[0])
+                    names, _, alias = found[0].partition("->")
+                    for word in re.findall(r"\w+", names)[2:]:
+                        if word in COMMON:
+                            self.bodies[alias.strip() or word] = [("pattern", f"/{COMMON[word]}/")]
+                        else:
+                            self.imports.append(f"%import common.{word} -> {alias.strip() or word}")
                 case "ignore":
                     body = self.bodies[f"%ignore {len(self.bodies)}"] = []
                 case "definition":
@@ -168,14 +178,6 @@ class _Lark:
                     body = self.bodies[name.strip()] = []
                 case str(kind) if kind != "nothing":
                     body.append((kind, found[0]))
-
-    def _import(self, text: str) -> None:
-        names, _, alias = text.partition("->")
-        for word in re.findall(r"\w+", names)[2:]:
-            if word in COMMON:
-                self.bodies[alias.strip() or word] = [("pattern", f"/{COMMON[word]}/")]
-            else:
-                self.imports.append(f"%import common.{word} -> {alias.strip() or word}")
 
     @cached_property
     def is_regular(self) -> bool:
@@ -224,14 +226,6 @@ class _Lark:
         yield f"IGNORED: ({' | '.join(ignored)})*" if ignored else 'IGNORED: ""'
 
 
-def _check_borders(terminals: dict[str, list[LarkToken]], place: str) -> None:
-    """Refuse a terminal that may go on with a backslash where another may begin with one: the lexer would not find the border."""
-    begins = {name for name, part in terminals.items() if any(ESCAPES in text or text.startswith('"\\\\') for _, text in part)}
-    for name, part in terminals.items():
-        if begins - {name} and any(ESCAPES in text for _, text in part):
-            raise _refusal(place, f"{name} beside {min(begins - {name})}, in rules that lead back to themselves,")
-
-
 def _escape(kind: str, text: str, place: str) -> str:
     """A token of a grammar, as it is for escaped texts."""
     match kind:
@@ -252,39 +246,35 @@ def _escape(kind: str, text: str, place: str) -> str:
 def _escape_pattern(text: str, place: str) -> str:
     """A pattern, slashes and flags included, for escaped texts."""
     pattern, _, flags = text[1:].rpartition("/")
-    written: list[str] = []
     dots = ["s" in flags]  # whether a dot is also a line break, for each group that is open
-    at = 0
-    while at < len(pattern):
-        found = ATOM.match(pattern, at)
-        if found is None or "x" in flags:
-            raise _refusal(place, text)
-        written.append(_escape_atom(found, dots, place))
-        at = found.end()
-    return f"/{''.join(written)}/{flags}"
 
+    def escape_atom(found: re.Match[str]) -> str:
+        atom = found[0]
+        own = re.match(r"\(\?([a-z]*)-?([a-z]*)[:)]", atom)
+        is_dot_all = dots[-1] if own is None else "s" in own[1] or (dots[-1] and "s" not in own[2])
+        match found.lastgroup:
+            case "group":
+                dots.append(is_dot_all)
+            case "flags":
+                dots[-1] = is_dot_all
+            case "end":
+                dots[:] = dots[:-1] or dots
+            case "set":
+                named = {".": r"[\s\S]" if dots[-1] else r"[^\n]", "\\": f"[{atom}]"}
+                return _set(named.get(atom[0], atom), place)
+            case "code":
+                return _letter(chr(int(found["code"].strip("xu"), 16)))
+            case "escape":
+                return _letter(ESCAPED.get(found["escape"], found["escape"]))
+            case "letter":
+                return _letter(atom)
+            case "unknown":
+                raise _refusal(place, text)
+        return atom
 
-def _escape_atom(found: re.Match[str], dots: list[bool], place: str) -> str:
-    atom = found[0]
-    flags = re.match(r"\(\?([a-z]*)-?([a-z]*)[:)]", atom)
-    is_dot_all = dots[-1] if flags is None else "s" in flags[1] or (dots[-1] and "s" not in flags[2])
-    match found.lastgroup:
-        case "group":
-            dots.append(is_dot_all)
-        case "flags":
-            dots[-1] = is_dot_all
-        case "end":
-            dots[:] = dots[:-1] or dots
-        case "set":
-            named = {".": r"[\s\S]" if dots[-1] else r"[^\n]", "\\": f"[{atom}]"}
-            return _set(named.get(atom[0], atom), place)
-        case "code":
-            return _letter(chr(int(found["code"].strip("xu"), 16)))
-        case "escape":
-            return _letter(ESCAPED.get(found["escape"], found["escape"]))
-        case "letter":
-            return _letter(atom)
-    return atom
+    if "x" in flags:
+        raise _refusal(place, text)
+    return f"/{ATOM.sub(escape_atom, pattern)}/{flags}"
 
 
 def _set(text: str, place: str) -> str:
