@@ -1,17 +1,10 @@
 """Required forms of an answer: schemas, patterns, choices and grammars become `GrammarSpec`s, and answers are checked.
 
 The engine enforces JSON Schemas with llguidance, which knows less than JSON Schema. Under strict, what it can not enforce exactly
-is refused with keyword and path: `not`, `if`, `contains`, `uniqueItems`, `propertyNames`, `dependent…`, `unevaluated…`, dynamic
-references; `oneOf` whose branches are not evidently disjoint; formats it does not know; patterns with look-around,
-back-references, word borders or nested classes; `minProperties` beyond what `required` gives plus one (keys may repeat), it and
-`maxProperties` beside optional properties; a nested `$id`; control characters in constants and names; `contentEncoding` where
-the draft checks it. Where llguidance is only loose the schema is narrowed: leap days and seconds, hosts, ECMA's white space,
-bounds that no float holds, and under strict numbers that would overflow (they are written without exponent). Without strict it
-enforces what it can, and the answer is checked afterwards.
-
-Always refused: what is no JSON Schema, references out of the document (nothing is ever fetched), and numbers on which llguidance
-1.9.1 errs, crashes or does not return: constants beyond 2^53, bounds beyond 9.2e18, a `multipleOf` of many digits. Errors are
-InvalidRequests naming the place. Knows no dialect, no token and no grammar engine.
+is refused; without strict it enforces what it can, and the answer is checked afterwards. Where it is only loose (leap days and
+seconds, hosts, ECMA's white space, bounds that no float holds, numbers that would overflow) the schema is narrowed. References
+out of the document (nothing is ever fetched), and numbers on which llguidance 1.9.1 errs, crashes or does not return, are always
+refused. Errors are InvalidRequests naming the place. Knows no dialect, no token and no grammar engine.
 """
 
 from __future__ import annotations
@@ -145,8 +138,12 @@ class SchemaCheck:
 def examine_schema(text: str, strict: bool) -> tuple[str, Problem | None]:
     """The schema as llguidance should get it, or the first problem that makes it unusable."""
     schema = _Schema(msgspec.json.decode(text))
-    problem = next(schema.problems(text, strict), None)
-    return (schema.narrow(strict), None) if problem is None else (text, problem)
+    if problem := next(schema.problems(text, strict), None):
+        return text, problem
+    schema.document.pop("x-guidance", None)  # llguidance's settings are ours
+    for _, node in schema.nodes:
+        _narrow(node, strict)
+    return msgspec.json.encode(schema.document).decode(), None
 
 
 def levels_of(value: Any) -> list[list[Any]]:
@@ -176,15 +173,13 @@ class _Schema:
 
     def __init__(self, document: Node) -> None:
         self.document = document
-        levels = levels_of(document)
-        self.is_deep = len(levels) > MAX_DEPTH
-        dicts = (value for level in levels for value in level if isinstance(value, dict))
+        dicts = (value for level in levels_of(document) for value in level if isinstance(value, dict))
         self._anchors = {f"#{node['$anchor']}": node for node in dicts if "$anchor" in node}
         self.nodes = list(self._reachable())
 
     def problems(self, text: str, strict: bool) -> Iterator[Problem]:
         """Why the schema is refused. Ask for the first only: each check relies on those before it."""
-        if self.is_deep:
+        if len(levels_of(self.document)) > MAX_DEPTH:
             yield "", f"the schema is nested more than {MAX_DEPTH} levels deep"
         for path, node in self.nodes:
             reference = node.get("$ref")
@@ -202,13 +197,6 @@ class _Schema:
             yield from (
                 (path, f"{words} can not be enforced; leave it out or set strict to false") for path, words in unenforceable
             )
-
-    def narrow(self, strict: bool) -> str:
-        """Tighten in the document all that llguidance enforces loosely; returns its text."""
-        self.document.pop("x-guidance", None)  # llguidance's settings are ours
-        for _, node in self.nodes:
-            _narrow(node, strict)
-        return msgspec.json.encode(self.document).decode()
 
     def _reachable(self) -> Iterator[tuple[str, Node]]:
         """Each node once. Properties' names and constants are no schemas; definitions count when they are used."""
@@ -268,7 +256,7 @@ class _Schema:
         yield from (keyword for keyword in node if keyword in UNENFORCED and (keyword != "uniqueItems" or node[keyword]))
         if node is not self.document and not str(node.get("$id", "#")).startswith("#"):  # below it "#/" means another place
             yield "$id"
-        if "format" in node and _may_be("string", node) and node["format"] not in FORMATS:
+        if "format" in node and "string" in node.get("type", "string") and node["format"] not in FORMATS:
             yield f"format {node['format']}"
         if "pattern" in node and _exact_regex(node["pattern"]) is None:
             yield "pattern"
@@ -277,8 +265,16 @@ class _Schema:
         if "oneOf" in node and not self._is_disjoint(node):
             yield "oneOf"
         for keyword in node.keys() & {"const", "enum", "properties"}:
-            # Only a \u escape could write it, and the engine lets none through, lest a key hides in one.
-            if any(map(UNWRITABLE.search, node[keyword] if keyword == "properties" else _texts(node[keyword]))):
+            levels = [[node[keyword]]] if keyword == "properties" else levels_of(node[keyword])
+            texts = (
+                text
+                for level in levels
+                for one in level
+                for text in ([one] if isinstance(one, str) else one if isinstance(one, dict) else ())
+            )
+            if any(
+                map(UNWRITABLE.search, texts)
+            ):  # only a \u escape could write it; the engine allows none, lest a key hides in it
                 yield f"a control character in {keyword}"
         if re.search("draft-0[67]", self.document.get("$schema", "")):  # in later drafts they only describe
             yield from (keyword for keyword in ("contentEncoding", "contentMediaType") if keyword in node)
@@ -360,7 +356,7 @@ def _narrow(node: Node, strict: bool) -> None:
     more += _narrow_patterns(node)
     if strict and "oneOf" in node:
         more.append({"anyOf": node.pop("oneOf")})
-    if strict and "type" in node and _may_be("number", node):
+    if strict and "number" in node.get("type", ()):
         # Bounds keep exponents away, and the fractions of a multipleOf within a float's digits.
         step = node.get("multipleOf", 1)
         far = LARGEST if step % 1 == 0 else min(LARGEST, step * 1e15)
@@ -390,7 +386,10 @@ def _narrow_patterns(node: Node) -> list[Node]:
 
 
 def _exact_regex(pattern: str) -> str | None:
-    """The pattern that means to llguidance what this one means in ECMA's dialect; None where there is none."""
+    """The pattern that means to llguidance what this one means in ECMA's dialect.
+
+    None for look-around, back-references, word borders and nested classes, which llguidance does not know.
+    """
     written: list[str] = []
     in_class, end = False, 0
     for found in REGEX_TOKEN.finditer(pattern):
@@ -422,22 +421,9 @@ def _is_feasible(factor: int) -> bool:
 
 
 def _without_twos_and_fives(factor: int) -> int:
-    while factor and factor % 10 in (0, 2, 4, 5, 6, 8):  # they cost nothing in decimal
+    while factor and (factor % 2 == 0 or factor % 5 == 0):  # they cost nothing in decimal
         factor //= 2 if factor % 2 == 0 else 5
     return factor
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The strings and keys in a value."""
-    for item in (item for level in levels_of(value) for item in level):
-        if isinstance(item, str):
-            yield item
-        elif isinstance(item, dict):
-            yield from item
-
-
-def _may_be(kind: str, node: Node) -> bool:
-    return kind in node.get("type", kind)
 
 
 def _is_closed(node: Node) -> bool:

@@ -25,21 +25,8 @@ from weft.text.tools.grammar import tool_grammar
 from weft.text.tools.tool import Tool, ToolSelection, read_tool_selection, read_tools, template_tools
 from weft.text.types import CallArguments, CallClosed, Conversation, Message, Text, ToolCall
 
-__all__ = [
-    "CallFormat",
-    "CallReader",
-    "CustomInputReader",
-    "Family",
-    "HarmonyReader",
-    "Tool",
-    "ToolSelection",
-    "custom_input",
-    "find_family",
-    "read_tool_selection",
-    "read_tools",
-    "template_tools",
-    "wrap_custom_input",
-]
+__all__ = ["CallFormat", "CallReader", "CustomInputReader", "Family", "HarmonyReader", "Tool", "ToolSelection"]
+__all__ += ["custom_input", "find_family", "read_tool_selection", "read_tools", "template_tools", "wrap_custom_input"]
 
 log = logging.getLogger("weft.text")
 
@@ -85,7 +72,6 @@ class CallFormat:
         return "" if self.family.is_anchored or self.family.is_harmony else self.family.trigger
 
     def reader(self, tools: Sequence[Tool]) -> CallReader | HarmonyReader:
-        """A reader for one answer."""
         return HarmonyReader(tools) if self.family.is_harmony else CallReader(self.family, tools)
 
     def grammar(self, selection: ToolSelection, answer: GrammarSpec | None = None) -> GrammarSpec:
@@ -94,10 +80,7 @@ class CallFormat:
 
 
 def find_family(writer: PromptWriter) -> Family | None:
-    """The family whose reader understands the calls that the template writes; None for a template without tools.
-
-    A family of several calls is limited to one where the template writes no more.
-    """
+    """The family whose reader understands the calls that the template writes; None for a template without tools."""
     one = _write_calls(writer, ARGUMENTS[:1])
     if one is None:
         return None
@@ -105,7 +88,7 @@ def find_family(writer: PromptWriter) -> Family | None:
     if scores:
         family = min(scores, key=lambda family: scores[family])
         is_several = _count_unread(family, _write_calls(writer, ARGUMENTS) or (), ARGUMENTS) is not None
-        return family if is_several else replace(family, between=None)
+        return family if is_several else replace(family, between=None)  # one call at a time
     source = writer.template.with_tools.source
     guess = next((family for family in FAMILIES if not family.is_anchored and family.trigger in source), GENERIC)
     return replace(guess, is_guess=True)
@@ -117,14 +100,12 @@ def _write_calls(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> t
     calls = tuple(ToolCall(NAME, json.dumps(one), f"functions.{NAME}:{index}") for index, one in enumerate(arguments))
     results = (Message("tool", f"zq{index}", tool_call_id=call.id) for index, call in enumerate(calls))
     answered = (Message("assistant", None, tool_calls=calls), *results)
+    prompt = None
     try:
         prompt = writer.write(Conversation((question,), (PROBE,)))
-    except InvalidRequest:
-        return None
-    try:
         whole = writer.write(Conversation((question, *answered), (PROBE,), add_generation_prompt=False))
     except InvalidRequest:
-        return ()
+        return None if prompt is None else ()
     answer = whole[len(commonprefix([prompt, whole])) :]  # noqa: RUF071 - texts, not paths
     for markers in KNOWN:
         answer = answer.rpartition(markers.close)[2]

@@ -83,8 +83,7 @@ class CallReader:
         elif self._state not in (self._read_tail, self._read_next):
             self._emit_text(self.held)
         self.held = ""
-        found, self._found = self._found, []
-        return found
+        return self.feed("")
 
     def _emit_text(self, text: str) -> bool:
         """Emit the first part of what is held as text."""
@@ -100,7 +99,6 @@ class CallReader:
         return self._emit_text(self.held)  # no call can come
 
     def _read_text(self) -> bool:
-        """Read text, until a call is announced."""
         text, trigger, _ = split_at(self.held, self._family.trigger)
         if trigger:
             self._state = self._read_head
@@ -193,8 +191,7 @@ class HarmonyReader:
         self.is_reasoning = False  # of the message that is open
         self._calls = OpenCalls(tools, make_id)
         self._in_header = True
-        self._arguments: JsonArguments | None = None  # of the call that is open
-        self._is_over = False  # they are complete: what follows up to the end of the message is dropped
+        self._arguments: JsonArguments | None = None  # when they are done, what follows in the message is dropped
 
     def feed(self, text: str) -> list[ContentDelta]:
         """The deltas that became certain with this piece."""
@@ -217,13 +214,13 @@ class HarmonyReader:
         """Read a message's recipient and channel; a text without header is an answer."""
         start = self.held.lstrip()
         if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
-            self._enter_message("")
+            self._in_header = False
             return []
         header, found, rest = self.held.partition(MESSAGE)
         if not found:
             return []
-        self.held = rest
-        self._enter_message(header)
+        self.held, self._in_header = rest, False
+        self.is_reasoning = "<|channel|>analysis" in header and "to=" not in header
         recipient = RECIPIENT.search(header)
         if recipient is None:
             return []
@@ -232,13 +229,8 @@ class HarmonyReader:
         self._arguments = JsonArguments()
         return [self._calls.open(recipient[1])]
 
-    def _enter_message(self, header: str) -> None:
-        self._in_header = self._is_over = False
-        self._arguments = None
-        self.is_reasoning = "<|channel|>analysis" in header and "to=" not in header
-
     def _read_body(self) -> list[ContentDelta]:
-        if self._arguments is not None and not self._is_over:  # in their strings a marker is a text like any other
+        if self._arguments is not None and not self._arguments.is_done:  # in their strings a marker is a text like any other
             deltas, used = self._read_message(self.held)
             self.held = self.held[used:]
             return deltas
@@ -250,16 +242,13 @@ class HarmonyReader:
 
     def _read_message(self, text: str) -> tuple[list[ContentDelta], int]:
         """The deltas of a part of a message, and how many of its characters were used."""
-        if not text or self._is_over:
+        arguments = self._arguments
+        if not text or (arguments is not None and arguments.is_done):
             return [], len(text)
-        if self._arguments is None:
+        if arguments is None:
             return [Reasoning(text) if self.is_reasoning else Text(text)], len(text)
-        made, used = self._arguments.read(text)
-        found = self._calls.extend(made)
-        if self._arguments.is_done:
-            closed = self._calls.close()
-            self._is_over = bool(closed)
-            found += closed
-        if self._arguments.is_broken or (self._arguments.is_done and not self._is_over):
+        made, used = arguments.read(text)
+        found, closed = self._calls.extend(made), self._calls.close() if arguments.is_done else []
+        if arguments.is_broken or (arguments.is_done and not closed):
             self._arguments = None
-        return found, used
+        return found + closed, used

@@ -34,12 +34,10 @@ class Family:
 
     @cached_property
     def head(self) -> str:
-        """A call up to its arguments."""
         return self.call.partition("⟨arguments⟩")[0]
 
     @cached_property
     def tail(self) -> str:
-        """A call behind its arguments."""
         return self.call.partition("⟨arguments⟩")[2]
 
     @property
@@ -49,12 +47,12 @@ class Family:
 
     @cached_property
     def opening(self) -> str:
-        """The first call of several, up to the known first letter of its arguments."""
+        """The first of several calls, up to the brace of its arguments."""
         return (self.begin + self.head).lstrip() + self.brace
 
     @cached_property
     def following(self) -> str:
-        """A later call of several, up to the known first letter of its arguments."""
+        """A later one of several calls, up to the brace of its arguments."""
         return (self.between or "") + self.head + self.brace
 
     @cached_property
@@ -65,12 +63,8 @@ class Family:
     @cached_property
     def literals(self) -> str:
         """All fixed texts, in which markers with a token of their own are searched."""
-        own: tuple[str, ...] = ()
-        match self.notation:
-            case Tags(opening, close):
-                own = (opening, close)
-            case Pairs(_, quotes):
-                own = quotes
+        own: tuple[str, ...] = self.notation.quotes if isinstance(self.notation, Pairs) else ()
+        own = (self.notation.open, self.notation.close) if isinstance(self.notation, Tags) else own
         return "\0".join((self.begin, self.call, self.between or "", self.end, self.also, *own))
 
 

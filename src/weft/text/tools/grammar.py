@@ -1,8 +1,7 @@
 """Tools and the selection among them become a grammar for the engine, in which every call that comes is valid.
 
-Where a call must come the answer is calls and nothing else; otherwise it is free text, and the grammar takes over at the trigger.
-It is written in llguidance's Lark, where a vocabulary's own token for a marker never matches the marker's letters, so such tokens
-are named by their ids. Knows families and schemas; the engine compiles.
+Where a call must come the answer is calls only; otherwise it is free text, and the grammar takes over at the trigger. In
+llguidance's Lark a token for a marker never matches the marker's letters, so tokens are named by their ids.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from weft.text.tools.families import Family
 from weft.text.tools.pieces import PLACES
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
 
-BLANK = "[ \n]"
 ANY_TEXT = "(?s:.*)"
 ANY_KEY = "[A-Za-z_][A-Za-z0-9_]{0,30}"
 SHARED = ("$schema", "$defs", "definitions")
 DESCRIBING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id", *SHARED}
-# Keywords that are enforced where arguments are written one by one, and those where values have a notation of their own.
+# What can be enforced where arguments are written one by one, and where values have a notation of their own.
 DIVIDED = {*DESCRIBING, "type", "properties", "required", "additionalProperties"}
-SPELLED = DIVIDED | {"items", "minItems", "maxItems", "anyOf", "oneOf", "enum", "const"}
+SPELLED = {*DIVIDED, "items", "minItems", "maxItems", "anyOf", "oneOf", "enum", "const"}
 NUMERIC = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 OUTSIDE_REFERENCE = re.compile(r'"\$ref":"#(?!/(?:\$defs|definitions)/)')
 KEYS = {Tags: re.compile(r'[^<>"\n]+'), Pairs: re.compile(r"[A-Za-z_][\w-]*")}  # that can be written
@@ -68,7 +66,6 @@ class _Grammar:
         return "%llguidance {}\n" + "".join(f"{name}: {body}\n" for name, body in self.rules.items())
 
     def start(self, free: str) -> str:
-        """Calls, or free text and calls."""
         if self.mode == "required":
             return f'("\\n" "\\n"?)? {self.calls()}'  # as some templates write it
         if free != "TEXT":
@@ -77,26 +74,23 @@ class _Grammar:
             return self.anchored()
         trigger = self.family.trigger
         if self.mode == "none":
-            return self.text_not_beginning_with(ANY_TEXT + _pattern(trigger))
+            self.rules["PLAIN"] = f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{_pattern(trigger)}{ANY_TEXT}/"
+            return "PLAIN"
         section = f"{self.until(trigger)} {self.calls(len(trigger))}"
         return f"({section})* TEXT" if self.is_parallel else f"TEXT | {section}"
 
     def anchored(self) -> str:
-        """Free text, unless it begins as a call does up to its arguments. That is one terminal: free text would match more."""
+        """Free text, unless it begins as a call. A call's head is one terminal, or free text would match more of it."""
         heads = [(self.family.begin + self.family.head).strip().replace("⟨name⟩", tool.name) for tool in self.tools]
-        plain = self.text_not_beginning_with(rf"\s*({'|'.join(map(_pattern, heads))})")
+        self.rules["PLAIN"] = rf"/{ANY_TEXT}/ & ~/\s*({'|'.join(map(_pattern, heads))}){ANY_TEXT}/"
         if self.mode == "none":
-            return plain
+            return "PLAIN"
         blank, tail = self.literal(" " * self.family.head.endswith(" ")), self.literal(self.family.tail)
         firsts = []
         for index, (tool, head) in enumerate(zip(self.tools, heads, strict=True)):
             self.rules[f"FIRST_{index}"] = rf"/\s*{_pattern(head)}/"
             firsts.append(f"FIRST_{index} {blank} {self.arguments(tool)} {tail}")
-        return f"{plain} | ({' | '.join(firsts)}) {self.more_calls()}"
-
-    def text_not_beginning_with(self, forbidden: str) -> str:
-        self.rules["PLAIN"] = f"/{ANY_TEXT}/ & ~/{forbidden}{ANY_TEXT}/"
-        return "PLAIN"
+        return f"PLAIN | ({' | '.join(firsts)}) {self.more_calls()}"
 
     def channels(self, free: str) -> str:
         """Harmony: reasoning and announcements, then an answer or a call."""
@@ -116,7 +110,6 @@ class _Grammar:
         return f"{begun} {self.call()} {self.more_calls(is_framed=bool(self.family.end) or not num_read)}"
 
     def call(self) -> str:
-        """A call from its name on."""
         after, tail = self.literal(self.family.head.partition("⟨name⟩")[2]), self.literal(self.family.tail)
         self.rules["call"] = " | ".join(f"{quoted(tool.name)} {after} {self.arguments(tool)} {tail}" for tool in self.tools)
         return "call"
@@ -136,7 +129,7 @@ class _Grammar:
             case Pairs() as pairs:
                 body = self.paired(tool, tool, pairs, tool.place)
             case Json() if tool.grammar is not None:
-                body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {_custom_string(tool.grammar, tool.place)} " "? "}}"'
+                body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? "\\"" {escaped_grammar(tool.grammar, tool.place)} "\\"" " "? "}}"'
             case Json():
                 body = _json_value(tool, tool.parameters, tool.place)
         self.by_tool[tool.name] = self.rule("arguments", body)
@@ -168,8 +161,6 @@ class _Grammar:
         """Arguments, or the properties of an object, in their order with commas between."""
         comma = self.literal(", ")
         parts = self.divided(tool, node, place)
-        if pairs.is_sorted:
-            parts.sort(key=lambda part: (part[2] == "*", part[0]))
         values = (f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}" for key, schema, _, where in parts)
         bodies = [self.rule("pair", value) for value in values]
         repeats = [repeat for _, _, repeat, _ in parts]
@@ -196,13 +187,16 @@ class _Grammar:
             known = "|".join(map(_pattern, node.properties))
             name = self.rule("KEY", f"/{ANY_KEY}/" + (f" & ~/{known}/" if known else ""))
             parts.append((name, node.schema_of(""), "*", f"{place}.additionalProperties"))
+        if isinstance(self.family.notation, Pairs) and self.family.notation.is_sorted:
+            parts.sort(key=lambda part: (part[2] == "*", part[0]))
         return parts
 
     def value(self, tool: Tool, schema: Any, pairs: Pairs, place: str) -> str:
         """A value as JSON where that is understood, else in the family's own notation."""
         if tool.grammar is not None:
-            plain = f"{self.literal(pairs.quotes[0])} {self.custom_text(tool.grammar, pairs.quotes[0], tool.place)}"
-            return _custom_string(tool.grammar, tool.place) if pairs.is_json else plain
+            if pairs.is_json:
+                return f'"\\"" {escaped_grammar(tool.grammar, tool.place)} "\\""'
+            return f"{self.literal(pairs.quotes[0])} {self.custom_text(tool.grammar, pairs.quotes[0], tool.place)}"
         if pairs.is_json:
             return self.loose_json(tool, schema, place)
         known_as = tool.name + msgspec.json.encode(schema).decode()
@@ -211,8 +205,8 @@ class _Grammar:
         node = tool.resolve(schema)
         name = self.by_schema[known_as] = self.rule("value", "")  # before its body: it may refer to itself
         _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
-        quote = self.literal(pairs.quotes[0])
         if choices := tool.choices(node):
+            quote = self.literal(pairs.quotes[0])
             texts = [f"{quote} {quoted(one)} {quote}" if isinstance(one, str) else quoted(json.dumps(one)) for one in choices]
         elif branches := alternatives(node):
             texts = [self.value(tool, branch, pairs, place) for branch in branches]
@@ -267,7 +261,8 @@ class _Grammar:
     def literal(self, text: str) -> str:
         """A text as it must come, except for line breaks, and blanks beside signs; any id will do."""
         marks = [re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True) if mark in text]
-        parts = [part for part in re.split(f"({'|'.join([*marks, BLANK, '⟨id⟩'])})", text) if part]
+        seams = "|".join([*marks, "[ \n]", "⟨id⟩"])
+        parts = [part for part in re.split(f"({seams})", text) if part]
         atoms = []
         for part, before in zip(parts, ["", *parts], strict=False):
             may_miss = part == "\n" or (part == " " and before[-1:] in ("", *",:[]> \n"))
@@ -308,10 +303,6 @@ def _json_value(tool: Tool, schema: Any, place: str) -> str:
 def _json(schema: str, lenient: bool) -> str:
     options = json.dumps({"x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
     return f"%json {options[:-1]}{',' * (schema != '{}')}{schema[1:]}"
-
-
-def _custom_string(grammar: GrammarSpec, place: str) -> str:
-    return f'"\\"" {escaped_grammar(grammar, place)} "\\""'
 
 
 def _check_keywords(tool: Tool, node: dict[str, Any], enforced: set[str], place: str) -> None:

@@ -43,8 +43,7 @@ class Tool:
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = msgspec.json.decode(self.schema)
-        return parameters
+        return msgspec.json.decode(self.schema, type=dict[str, Any])
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -63,7 +62,6 @@ class Tool:
         return bool(self.parameters.get("additionalProperties", not self.properties))
 
     def schema_of(self, key: str) -> Any:
-        """The schema of an argument."""
         return self.properties.get(key, self.parameters.get("additionalProperties", {}))
 
     def resolve(self, schema: Any) -> dict[str, Any]:
@@ -134,12 +132,11 @@ def read_tools(tools: Sequence[Any] | None, places: Sequence[str] = (), schema_f
         raise InvalidRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are taken", "tools")
     read: dict[str, Tool] = {}
     for index, given in enumerate(tools):
-        match given:
-            case {"type": "function" | "custom" as kind} if isinstance(given.get(kind), dict):
-                place = places[index] if places else f"tools[{index}].{kind}"
-            case _:
-                shapes = '{"type": "function", "function": {…}} or {"type": "custom", "custom": {…}}'
-                raise InvalidRequest(f"tools[{index}] must be {shapes}", f"tools[{index}]")
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in ("function", "custom") or not isinstance(given.get(kind), dict):
+            shapes = '{"type": "function", "function": {…}} or {"type": "custom", "custom": {…}}'
+            raise InvalidRequest(f"tools[{index}] must be {shapes}", f"tools[{index}]")
+        place = places[index] if places else f"tools[{index}].{kind}"
         tool = _read_custom(given[kind], place) if kind == "custom" else _read_function(given[kind], place, schema_field)
         if tool.name in read:
             message = f"{place}.name {tool.name!r} is the name of an earlier tool too; names must differ"
@@ -159,9 +156,7 @@ def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | No
     match given:
         case None:
             return ToolSelection("auto" if tools else "none", tools, is_parallel)
-        case "none":
-            return ToolSelection("none", tools)
-        case "auto" if not tools:
+        case "none" | "auto" if given == "none" or not tools:
             return ToolSelection("none", tools)
         case "auto" | "required":
             selection = ToolSelection(given, tools, is_parallel)
@@ -177,8 +172,8 @@ def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | No
             "tools": list(allowed),
         }:
             names = [_name_of(one, f"{place}.tools[{index}]") for index, one in enumerate(allowed)]
-            chosen = {_find(name, tools, place).name for name in names}
-            selection = ToolSelection(mode, tuple(tool for tool in tools if tool.name in chosen), is_parallel)
+            chosen = [_find(name, tools, place) for name in names]
+            selection = ToolSelection(mode, tuple(tool for tool in tools if tool in chosen), is_parallel)
         case _:
             message = f"{place} must be auto, none, required, a tool by its name, or allowed_tools with mode and tools"
             raise InvalidRequest(message, place)
@@ -223,11 +218,11 @@ def _read_custom(custom: dict[str, Any], place: str) -> Tool:
     if not isinstance(custom.get("description"), str | None):
         raise InvalidRequest(f"{place}.description must be a text", f"{place}.description")
     syntax, definition = _read_format(custom, where)
-    make = {"lark": lark_grammar, "regex": regex_grammar}.get(syntax)
-    grammar = None if make is None else make(definition, where)
+    grammars = {"lark": lark_grammar, "regex": regex_grammar}
+    grammar = grammars[syntax](definition, where) if syntax else None
     if syntax == "lark" and not START_RULE.search(definition):
         raise InvalidRequest(f"{where}: the grammar needs a rule that is called start", where)
-    return Tool(name, msgspec.json.encode(_custom_parameters()).decode(), place=where, is_custom=True, grammar=grammar)
+    return Tool(name, msgspec.json.encode(_custom_parameters({})).decode(), place=where, is_custom=True, grammar=grammar)
 
 
 def _read_format(custom: dict[str, Any], place: str) -> tuple[str, str]:
@@ -247,15 +242,14 @@ def _read_format(custom: dict[str, Any], place: str) -> tuple[str, str]:
 
 def _as_function(custom: dict[str, Any]) -> dict[str, Any]:
     syntax, definition = _read_format(custom, "format")
-    input_description = {"description": f"{syntax.capitalize()} it must follow:\n{definition}"} if syntax else {}
+    parameters = _custom_parameters({"description": f"{syntax.capitalize()} it must follow:\n{definition}"} if syntax else {})
     description = {"description": custom["description"]} if custom.get("description") else {}
-    function = {"name": custom["name"], **description, "parameters": _custom_parameters(**input_description)}
-    return {"type": "function", "function": function}
+    return {"type": "function", "function": {"name": custom["name"], **description, "parameters": parameters}}
 
 
-def _custom_parameters(**more: str) -> dict[str, Any]:
-    text = {"type": "string", **more}
-    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+def _custom_parameters(more: dict[str, str]) -> dict[str, Any]:
+    properties = {INPUT: {"type": "string", **more}}
+    return {"type": "object", "properties": properties, "required": [INPUT], "additionalProperties": False}
 
 
 def _read_name(given: dict[str, Any], place: str) -> str:
