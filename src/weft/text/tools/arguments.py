@@ -53,13 +53,22 @@ Notation = Json | Tags | Pairs
 
 
 class Arguments:
-    """The interface of the readers of arguments."""
+    """Reads the arguments of one call step by step; each notation has its own step."""
 
     is_done = False  # the arguments ended; what follows them was not used
     is_broken = False  # the text can not belong to arguments
 
     def read(self, text: str) -> tuple[str, int]:
         """A piece of JSON, and how many characters of the text it was made of."""
+        made: list[str] = []
+        at, used = 0, 1
+        while used and at < len(text) and not self.is_done and not self.is_broken:
+            used = self._step(text[at:], made)
+            at += used
+        return "".join(made), at
+
+    def _step(self, text: str, made: list[str]) -> int:
+        """Add JSON to `made`; returns how many characters it was made of, 0 where more must come or none belong here."""
         raise NotImplementedError
 
     def finish(self, text: str) -> str:
@@ -74,7 +83,7 @@ class JsonArguments(Arguments):
         self.in_string = False
         self._depth = depth
 
-    def read(self, text: str) -> tuple[str, int]:
+    def _step(self, text: str, made: list[str]) -> int:
         used = len(text)
         if not self._depth and not text.startswith("{"):
             self.is_broken, used = True, 0
@@ -89,7 +98,8 @@ class JsonArguments(Arguments):
                 if self.is_done:
                     used = mark.end()
                     break
-        return text[:used], used
+        made.append(text[:used])
+        return used
 
 
 class TagArguments(Arguments):
@@ -103,20 +113,15 @@ class TagArguments(Arguments):
         self._quote = ""  # still to be written before a text
         self._glue = "{"
 
-    def read(self, text: str) -> tuple[str, int]:
-        made: list[str] = []
-        at, used = 0, 0
-        while used >= 0 and not self.is_done and not self.is_broken:
-            at += used
-            used = self._read_value(text[at:], made) if self._kind else self._read_tag(text[at:], made)
-        return "".join(made), at
+    def _step(self, text: str, made: list[str]) -> int:
+        return self._read_value(text, made) if self._kind else self._read_tag(text, made)
 
     def finish(self, text: str) -> str:
         """The part of the value received so far; partial tags are withheld."""
         return text.strip() if self._kind == "json" else self._quote + escape(text) if self._kind else ""
 
     def _read_tag(self, text: str, made: list[str]) -> int:
-        """The length of the tag that opens an argument; -1: none comes, or that is not known yet."""
+        """Read the tag that opens an argument, or find that none comes."""
         if self._closing.match(text):
             self.is_done = True
             made.append("{}" if self._glue == "{" else "}")
@@ -129,10 +134,10 @@ class TagArguments(Arguments):
             return found.end()
         else:
             self.is_broken = not self._open.may_come(text) and not self._closing.may_come(text)
-        return -1
+        return 0
 
     def _read_value(self, text: str, made: list[str]) -> int:
-        """The length of the value and its closing tag, or of the part of a text that is certain; -1: not known yet."""
+        """Read a value and its closing tag, or the certain part of a text."""
         close = self._close.lstrip("\n")
         end = text.find(close)
         while self._kind == "json" and end >= 0 and _ends_in_string(text[:end]):
@@ -143,7 +148,7 @@ class TagArguments(Arguments):
         may_be_null = self._kind == "nullable" and self._quote == '"'
         if end < 0:
             if not value or self._kind == "json" or (may_be_null and "null".startswith(value)):
-                return -1
+                return 0
             made.append(self._quote + escape(value))
             self._quote = ""
             return len(value)
@@ -163,16 +168,9 @@ class PairArguments(Arguments):
         self._wants_key = True
         self._begin = "{"
 
-    def read(self, text: str) -> tuple[str, int]:
-        made: list[str] = []
-        at, used = 0, 1
-        while at < len(text) and used:
-            used = self._read_text(text[at:], made) if self._quote else self._read_next(text[at:], made)
-            at += used
-        return "".join(made), at
-
-    def _read_next(self, text: str, made: list[str]) -> int:
-        """The length of the next word or sign; 0: none of it belongs here, or it is not known yet."""
+    def _step(self, text: str, made: list[str]) -> int:
+        if self._quote:
+            return self._read_text(text, made)
         if text[0].isspace():
             return 1
         if not self._open and text[0] == self._closer:
@@ -218,7 +216,6 @@ class PairArguments(Arguments):
         return SIGNS.get(sign, sign)
 
     def _read_text(self, text: str, made: list[str]) -> int:
-        """The length of the certain part of a text; 0: nothing is yet."""
         quote = self._quote
         if text.startswith(quote):
             self._quote = ""
