@@ -60,7 +60,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = T
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, BYTE_LEVEL.vocab_size + 2), max_size=30), st.booleans())
+@given(st.lists(st.integers(0, BYTE_LEVEL.inner.get_vocab_size() + 2), max_size=30), st.booleans())
 def test_any_byte_level_ids_come_out_as_the_library_decodes_them_up_to_an_unfinished_end(ids: list[int], skip: bool) -> None:
     text = "".join(streamed(BYTE_LEVEL, ids, skip))
 

@@ -44,8 +44,6 @@ class BoundaryFinder:
         return ids, tuple(sorted({place for place in places if 0 < place < len(ids)}))
 
     def _learn(self, writer: PromptWriter) -> None:
-        """Find the tokens that open turns in what the template writes."""
-
         def write(*messages: Message, add_generation_prompt: bool = False) -> str:
             return writer.write(Conversation(messages, add_generation_prompt=add_generation_prompt))
 

@@ -88,9 +88,9 @@ def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
         turn["tool_calls"] = _calls(message.tool_calls, f"{place}.tool_calls", capabilities)
         if message.reasoning and turn["content"] and not capabilities.text_and_reasoning:
             turn["content"] = _join(turn.pop(capabilities.reasoning_key), turn["content"])
-        if not turn["content"] and capabilities.no_content == "null":
+        if not turn["content"] and capabilities.no_content != "empty":
             turn["content"] = None
-        if not turn["content"] and capabilities.no_content == "absent":
+        if turn["content"] is None and capabilities.no_content == "absent":
             del turn["content"]
     if message.tool_call_id is not None:
         turn["tool_call_id"] = _call_id(message.tool_call_id, capabilities)
@@ -134,11 +134,9 @@ def _arguments(call: ToolCall, place: str, capabilities: Capabilities) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict):
-        return value
-    if "text" in capabilities.arguments:
-        return call.arguments
-    raise InvalidRequest(f"{place} is not a JSON object; this model's chat template can write nothing else", place)
+    if not isinstance(value, dict) and "text" not in capabilities.arguments:
+        raise InvalidRequest(f"{place} is not a JSON object; this model's chat template can write nothing else", place)
+    return value if isinstance(value, dict) else call.arguments
 
 
 def _call_id(given: str, capabilities: Capabilities) -> str:
@@ -190,12 +188,12 @@ def _fold(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> 
 
 
 def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Turn]:
-    """The turns with neighbours of one role made one, where the template would refuse them."""
     merged: list[Turn] = []
     for turn in turns:
         last = merged[-1] if merged else {}
         alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
-        if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
+        is_refused = turn["role"] in {"user", "assistant"} - capabilities.repeats
+        if alike and is_refused and "tool_calls" not in last:
             merged[-1] = _merge(last, turn)
         else:
             merged.append(turn)
@@ -203,7 +201,6 @@ def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Tur
 
 
 def _merge(first: Turn, second: Turn) -> Turn:
-    """Two turns as one: values that both have are joined, the others are kept."""
     joined = {key: _join(first[key], second[key]) for key in first.keys() & second.keys() - {"role", "name"}}
     return {**second, **first, **joined}
 

@@ -89,7 +89,6 @@ class StreamReader:
         return deltas
 
     def _read_calls(self, calls: CallReader | HarmonyReader, pieces: list[Delta]) -> list[Delta]:
-        """Split calls off the texts among these pieces."""
         return [one for piece in pieces for one in (calls.feed(piece.text) if isinstance(piece, Text) else [piece])]
 
     def _settle(self, pieces: list[Delta], num_held: int) -> None:

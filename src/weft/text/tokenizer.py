@@ -40,7 +40,6 @@ class Tokenizer:
         self.inner.no_padding()
         added = self.inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, fact in added.items() if fact.special)
-        self.vocab_size: int = self.inner.get_vocab_size(with_added_tokens=True)
         self.bytes_of = TokenBytes(self.inner, frozenset(added), path)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -68,7 +67,6 @@ class Tokenizer:
         return "".join(map(Detokenizer(self, skip_special_tokens).feed, ids))
 
     def id_of(self, text: str) -> int | None:
-        """The id of the token that the vocabulary writes like this."""
         token: int | None = self.inner.token_to_id(text)
         return token
 

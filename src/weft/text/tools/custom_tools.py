@@ -101,27 +101,24 @@ def wrap_custom_input(text: str) -> str:
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
-def escaped_grammar(spec: GrammarSpec, place: str) -> str:
-    """The grammar of its texts as JSON writes them between quotes. Raises InvalidRequest for a part that has no such form."""
+def string_grammar(spec: GrammarSpec, place: str) -> str:
+    """The grammar of a custom tool's texts as JSON strings. Raises InvalidRequest for a part that has no such form."""
     lark, write = _Lark(spec, place), partial(_escape, place=place)
     if texts := [given for given in lark.attributes.values() if '"' in given or "/" in given]:
         raise _refusal(place, texts[0])
     if lark.is_regular:
-        return _nest("start: RULE_START", *lark.as_terminals(write))
+        return f'"\\"" {_nest("start: RULE_START", *lark.as_terminals(write))} "\\""'
     parts = {name: [write(*token) for token in part] for name, part in lark.terminals().items()}
     begins = {name for name, part in parts.items() if any(ESCAPES in text or text.startswith('"\\\\') for text in part)}
     for name, part in parts.items():
         # A terminal that may go on with a backslash where another may begin with one: the lexer would not find the border.
         if begins - {name} and any(ESCAPES in text for text in part):
             raise _refusal(place, f"{name} beside {min(begins - {name})}, in rules that lead back to themselves,")
-    return _nest(*lark.rewrite(write))
+    return f'"\\"" {_nest(*lark.rewrite(write))} "\\""'
 
 
 def plain_grammar(spec: GrammarSpec, close: str, end: str, place: str, *, is_lazy: bool) -> str | None:
-    """The grammar of its texts without `close` in them, each followed by `end`; lazy: by the first `end`.
-
-    None for rules that lead back to themselves.
-    """
+    """The grammar of a custom tool's texts without `close`, followed by `end` (lazy: the first); None for recursive rules."""
     lark = _Lark(spec, place)
     if not lark.is_regular:
         return None
@@ -130,7 +127,7 @@ def plain_grammar(spec: GrammarSpec, close: str, end: str, place: str, *, is_laz
 
 
 def recursive_grammar(spec: GrammarSpec, close: str, place: str) -> str:
-    """The grammar of its texts for any rules: each pattern by itself must not contain `close`, and must end before it."""
+    """The grammar of a custom tool's texts by recursive rules: each pattern by itself must not contain `close`."""
     patterns: dict[str, str] = {}
 
     def write(kind: str, text: str) -> str:
@@ -227,7 +224,7 @@ class _Lark:
 
 
 def _escape(kind: str, text: str, place: str) -> str:
-    """A token of a grammar, as it is for escaped texts."""
+    """A token of a grammar, rewritten for escaped texts."""
     match kind:
         case "string" if text.endswith("i"):
             return f"/(?i:{''.join(map(_letter, _unquote(text[:-1], place)))})/"
@@ -244,7 +241,6 @@ def _escape(kind: str, text: str, place: str) -> str:
 
 
 def _escape_pattern(text: str, place: str) -> str:
-    """A pattern, slashes and flags included, for escaped texts."""
     pattern, _, flags = text[1:].rpartition("/")
     dots = ["s" in flags]  # whether a dot is also a line break, for each group that is open
 

@@ -75,12 +75,10 @@ KIMI_TYPES = ("string", "number|integer|boolean|object|array|null")
 
 
 def _listed(name: str, begin: str, end: str) -> Family:
-    """Calls in a JSON list."""
     return Family(name, OBJECT, begin=f"{begin} [", between=", ", end=f"]{end}")
 
 
 def _keywords(name: str, begin: str, end: str, is_anchored: bool = False) -> Family:
-    """Calls as Python writes them, in a list."""
     return Family(name, KEYWORDS, PYTHON, f"{begin} [", ", ", f"]{end}", is_anchored)
 
 

@@ -17,7 +17,7 @@ from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
 from weft.text.tools.arguments import Json, Pairs, Tags
-from weft.text.tools.custom_tools import INPUT, escaped_grammar, plain_grammar, quoted, recursive_grammar
+from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
 from weft.text.tools.pieces import PLACES
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
@@ -93,7 +93,6 @@ class _Grammar:
         return f"PLAIN | ({' | '.join(firsts)}) {self.more_calls()}"
 
     def channels(self, free: str) -> str:
-        """Harmony: reasoning and announcements, then an answer or a call."""
         start = f"({self.literal('<|start|>assistant')})?"
         channels = '"analysis"' if self.mode == "required" else '("analysis" | "commentary")'
         aside = f"{start} {self.literal('<|channel|>')} {channels} {self.literal('<|message|>')}"
@@ -115,7 +114,6 @@ class _Grammar:
         return "call"
 
     def more_calls(self, is_framed: bool = True) -> str:
-        """Further calls and what closes them all."""
         head = (self.family.between or "") + self.family.head.partition("⟨name⟩")[0]
         more = f"({self.literal(head)} {self.call()})*" if self.is_parallel and is_framed else ""
         return f"{more} {self.literal(self.family.end)}"
@@ -129,7 +127,7 @@ class _Grammar:
             case Pairs() as pairs:
                 body = self.paired(tool, tool, pairs, tool.place)
             case Json() if tool.grammar is not None:
-                body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? "\\"" {escaped_grammar(tool.grammar, tool.place)} "\\"" " "? "}}"'
+                body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
             case Json():
                 body = _json_value(tool, tool.parameters, tool.place)
         self.by_tool[tool.name] = self.rule("arguments", body)
@@ -195,7 +193,7 @@ class _Grammar:
         """A value as JSON where that is understood, else in the family's own notation."""
         if tool.grammar is not None:
             if pairs.is_json:
-                return f'"\\"" {escaped_grammar(tool.grammar, tool.place)} "\\""'
+                return string_grammar(tool.grammar, tool.place)
             return f"{self.literal(pairs.quotes[0])} {self.custom_text(tool.grammar, pairs.quotes[0], tool.place)}"
         if pairs.is_json:
             return self.loose_json(tool, schema, place)
@@ -230,7 +228,6 @@ class _Grammar:
         return f"({' | '.join(texts)})"
 
     def typed(self, kind: str, tool: Tool, node: dict[str, Any], pairs: Pairs, place: str) -> str:
-        """A value of one type, in the family's own notation."""
         match kind:
             case "string":
                 return f"{self.literal(pairs.quotes[0])} {self.until(pairs.quotes[0])}"
@@ -278,7 +275,6 @@ class _Grammar:
         return f"(TEXT <[{self.tokens[mark]}]> {self.literal(text[len(mark) :])} | {spelled})" if mark else spelled
 
     def rule(self, kind: str, body: str) -> str:
-        """Add a rule; returns its name."""
         name = f"{kind}_{len(self.rules)}"
         self.rules[name] = body
         return name
@@ -306,7 +302,6 @@ def _json(schema: str, lenient: bool) -> str:
 
 
 def _check_keywords(tool: Tool, node: dict[str, Any], enforced: set[str], place: str) -> None:
-    """Refuse a keyword of a strict tool that is not enforced."""
     if tool.strict and (unknown := sorted(node.keys() - enforced)):
         advice = "can not be enforced in the way this model writes calls; leave it out or set strict to false"
         raise InvalidRequest(f"{place}: {unknown[0]} {advice}", place)
