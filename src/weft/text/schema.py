@@ -68,7 +68,7 @@ UNWRITABLE = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")
 WHITE = r" \f\n\r\t\v\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # ECMA's, which is not quite Unicode's
 REGEX_TOKEN = re.compile(
     r"\\(?:[dDwWsSnrtfv]|[pP]\{[^}]*\}|u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^0-9A-Za-z])"
-    r"|\((?!\?)|\(\?(?:[ims-]*:|P?<(?=[A-Za-z]))|[^\\(]",
+    r"|\((?!\?)|\(\?(?:[ims-]*:|P?<(?=[A-Za-z]))|[^\\(]|(?P<unknown>.)",
     re.DOTALL,
 )
 
@@ -157,6 +157,10 @@ def levels_of(value: Any) -> list[list[Any]]:
     return levels
 
 
+def _values(value: Any) -> list[Any]:
+    return [one for level in levels_of(value) for one in level]
+
+
 @lru_cache(maxsize=32)
 def _validator(text: str) -> jsonschema_rs.Validator:
     # Without `offline`, and always in jsonschema_rs.meta, references would be fetched.
@@ -173,8 +177,7 @@ class _Schema:
 
     def __init__(self, document: Node) -> None:
         self.document = document
-        dicts = (value for level in levels_of(document) for value in level if isinstance(value, dict))
-        self._anchors = {f"#{node['$anchor']}": node for node in dicts if "$anchor" in node}
+        self._anchors = {f"#{one['$anchor']}": one for one in _values(document) if isinstance(one, dict) and "$anchor" in one}
         self.nodes = list(self._reachable())
 
     def problems(self, text: str, strict: bool) -> Iterator[Problem]:
@@ -192,11 +195,9 @@ class _Schema:
         yield from self._reference_loops()
         yield from ((path, words) for path, node in self.nodes for words in _infeasible(node))
         yield from self._infeasible_multiples()
-        if strict:
-            unenforceable = ((path, keyword) for path, node in self.nodes for keyword in self._unenforceable(node))
-            yield from (
-                (path, f"{words} can not be enforced; leave it out or set strict to false") for path, words in unenforceable
-            )
+        advice = "can not be enforced; leave it out or set strict to false"
+        for path, node in self.nodes if strict else ():
+            yield from ((path, f"{keyword} {advice}") for keyword in self._unenforceable(node))
 
     def _reachable(self) -> Iterator[tuple[str, Node]]:
         """Each node once. Properties' names and constants are no schemas; definitions count when they are used."""
@@ -252,7 +253,6 @@ class _Schema:
                 yield path, f"multipleOf {step} and others together have too many digits to be enforced"
 
     def _unenforceable(self, node: Node) -> Iterator[str]:
-        """Keywords of a node that llguidance can not enforce exactly."""
         yield from (keyword for keyword in node if keyword in UNENFORCED and (keyword != "uniqueItems" or node[keyword]))
         if node is not self.document and not str(node.get("$id", "#")).startswith("#"):  # below it "#/" means another place
             yield "$id"
@@ -265,16 +265,13 @@ class _Schema:
         if "oneOf" in node and not self._is_disjoint(node):
             yield "oneOf"
         for keyword in node.keys() & {"const", "enum", "properties"}:
-            levels = [[node[keyword]]] if keyword == "properties" else levels_of(node[keyword])
-            texts = (
-                text
-                for level in levels
-                for one in level
-                for text in ([one] if isinstance(one, str) else one if isinstance(one, dict) else ())
-            )
-            if any(
-                map(UNWRITABLE.search, texts)
-            ):  # only a \u escape could write it; the engine allows none, lest a key hides in it
+            values = [node[keyword]] if keyword == "properties" else _values(node[keyword])
+            texts = [
+                *(one for one in values if isinstance(one, str)),
+                *(key for one in values if isinstance(one, dict) for key in one),
+            ]
+            # Only a \u escape could write it, and the engine lets none through, lest a key hides in one.
+            if UNWRITABLE.search("".join(texts)):
                 yield f"a control character in {keyword}"
         if re.search("draft-0[67]", self.document.get("$schema", "")):  # in later drafts they only describe
             yield from (keyword for keyword in ("contentEncoding", "contentMediaType") if keyword in node)
@@ -290,10 +287,9 @@ class _Schema:
         """Whether surely no value fits two branches of a oneOf."""
         if len(node["oneOf"]) > MAX_BRANCHES:
             return False
-        given = {"$schema": self.document.get("$schema"), "type": node.get("type")}
-        given = {keyword: value for keyword, value in given.items() if value is not None}
-        sketches = [self._sketch(branch) for branch in node["oneOf"]]
-        sketches = [{**given, **sketch} if isinstance(sketch, dict) else sketch for sketch in sketches]
+        given = (("$schema", self.document.get("$schema")), ("type", node.get("type")))
+        shared = {keyword: value for keyword, value in given if value is not None}
+        sketches = [shared | sketch if isinstance(sketch, dict) else sketch for sketch in map(self._sketch, node["oneOf"])]
         shapes = [jsonschema_rs.canonicalize(sketch, offline=True) for sketch in sketches]
         never = jsonschema_rs.canonical.Satisfiability.NO
         return all(one.intersect(other).satisfiability() == never for one, other in combinations(shapes, 2))
@@ -328,8 +324,7 @@ def _children(node: Node) -> Iterator[tuple[str, Any]]:
 def _infeasible(node: Node) -> Iterator[str]:
     """Values that llguidance computes wrongly, or that would keep it busy for seconds."""
     for keyword in node.keys() & {"const", "enum"}:
-        values = (value for level in levels_of(node[keyword]) for value in level)
-        if any(isinstance(value, int | float) and abs(value) > EXACT for value in values):
+        if any(isinstance(value, int | float) and abs(value) > EXACT for value in _values(node[keyword])):
             yield f"{keyword} has a number beyond 2^53, which can not be enforced"
     for keyword in node.keys() & BOUNDS.keys():
         if node[keyword] > LARGEST if BOUNDS[keyword] else node[keyword] < -LARGEST:
@@ -391,21 +386,20 @@ def _exact_regex(pattern: str) -> str | None:
     None for look-around, back-references, word borders and nested classes, which llguidance does not know.
     """
     written: list[str] = []
-    in_class, end = False, 0
+    in_class = False
     for found in REGEX_TOKEN.finditer(pattern):
         token = found[0]
         is_empty = token == "]" and (written[-1:] == ["["] or written[-2:] == ["[", "^"])
         is_odd = in_class and (token == "[" or is_empty or (token in "&-~" and written[-1] == token))
-        if found.start() != end or is_odd:
+        if found.lastgroup or is_odd:
             return None
-        end = found.end()
         in_class = token != "]" if in_class else token == "["
         if token == r"\s":
             token = WHITE if in_class else f"[{WHITE}]"
         elif token == r"\S" and not in_class:
             token = f"[^{WHITE}]"
         written.append(token)
-    return "".join(written) if end == len(pattern) else None
+    return "".join(written)
 
 
 def _decimal(step: float) -> tuple[int, int]:

@@ -40,6 +40,7 @@ class Tool:
     place: str = field(default="tools", compare=False)  # of the schema in the request
     is_custom: bool = False
     grammar: GrammarSpec | None = None  # what a custom tool's text must be
+    _known: dict[bytes, Facts] = field(default_factory=dict, init=False, repr=False, compare=False)  # by schemas
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
@@ -86,10 +87,6 @@ class Tool:
     def choices(self, schema: Any) -> list[Any] | None:
         """The values of which an argument must be one; None where the schema has no such list."""
         return self._facts(schema)[1]
-
-    @cached_property
-    def _known(self) -> dict[bytes, Facts]:
-        return {}
 
     def _facts(self, schema: Any) -> Facts:
         node = self.resolve(schema)
