@@ -200,7 +200,7 @@ class _Schema:
             yield from ((path, f"{keyword} {advice}") for keyword in self._unenforceable(node))
 
     def _reachable(self) -> Iterator[tuple[str, Node]]:
-        """Each node once. Properties' names and constants are no schemas; definitions count when they are used."""
+        """Yield each node once, with its place. Names and constants are no schemas; definitions count when they are used."""
         seen: set[int] = set()
         found: list[tuple[str, Any]] = [("", self.document)]
         for path, node in found:  # grows while it is walked
@@ -266,10 +266,7 @@ class _Schema:
             yield "oneOf"
         for keyword in node.keys() & {"const", "enum", "properties"}:
             values = [node[keyword]] if keyword == "properties" else _values(node[keyword])
-            texts = [
-                *(one for one in values if isinstance(one, str)),
-                *(key for one in values if isinstance(one, dict) for key in one),
-            ]
+            texts = ["".join(one) for one in values if isinstance(one, str | dict)]  # strings, and the keys of objects
             # Only a \u escape could write it, and the engine lets none through, lest a key hides in one.
             if UNWRITABLE.search("".join(texts)):
                 yield f"a control character in {keyword}"

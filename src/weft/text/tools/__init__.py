@@ -21,7 +21,7 @@ from weft.text.tools.arguments import decode_json
 from weft.text.tools.call_reader import CallReader, HarmonyReader
 from weft.text.tools.custom_tools import CustomInputReader, custom_input, wrap_custom_input
 from weft.text.tools.families import FAMILIES, GENERIC, Family
-from weft.text.tools.grammar import tool_grammar
+from weft.text.tools.grammar import MarkerTokens, tool_grammar
 from weft.text.tools.tool import Tool, ToolSelection, read_tool_selection, read_tools, template_tools
 from weft.text.types import CallArguments, CallClosed, Conversation, Message, Text, ToolCall
 
@@ -41,7 +41,7 @@ class CallFormat:
     """How one model writes calls."""
 
     family: Family
-    tokens: frozenset[tuple[str, int]]  # that its vocabulary has for markers of calls
+    tokens: MarkerTokens
 
     @staticmethod
     def of(writer: PromptWriter, tokenizer: Tokenizer) -> CallFormat | None:

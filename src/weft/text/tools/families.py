@@ -83,26 +83,26 @@ def _keywords(name: str, begin: str, end: str, is_anchored: bool = False) -> Fam
 
 
 def _functions(name: str, tag: str, gap: str) -> Family:
-    """A function with parameters, in a tag; values have line breaks around them or not."""
+    """A family that writes a function with parameters in a tag; `gap` is the line break around values, if any."""
     call = f"<{tag}>\n<function=⟨name⟩>⟨arguments⟩\n</function>\n</{tag}>"
     return Family(name, call, Tags(f"\n<parameter=⟨key⟩>{gap}", f"{gap}</parameter>"), between="\n")
 
 
 def _keyed(name: str, prefix: str) -> Family:
-    """Keys and values in tags of their own."""
+    """A family that writes each key and each value in tags of their own."""
     tags = Tags(f"\n<{prefix}arg_key>⟨key⟩</{prefix}arg_key>\n<{prefix}arg_value>", f"</{prefix}arg_value>")
     return Family(name, f"<{prefix}tool_call>⟨name⟩⟨arguments⟩\n</{prefix}tool_call>", tags, between="\n")
 
 
 def _invoked(name: str, frame: str, prefix: str = "", typed: str = "") -> Family:
-    """Several invocations with parameters in one frame."""
+    """A family that writes several invocations with parameters in one frame."""
     call = f'\n<{prefix}invoke name="⟨name⟩">⟨arguments⟩\n</{prefix}invoke>'
     tags = Tags(f'\n<{prefix}parameter name="⟨key⟩"{typed}>', f"</{prefix}parameter>", ("true", "false") if typed else ("", ""))
     return Family(name, call, tags, f"<{frame}>", "", f"\n</{frame}>")
 
 
 def _braced(name: str, begin: str, end: str, quote: str) -> Family:
-    """Keys without quotes, texts in quotes of their own."""
+    """A family that writes keys without quotes, and texts in quotes of its own."""
     return Family(name, f"{begin}call:⟨name⟩{{⟨arguments⟩}}{end}", Pairs(":", (quote, '"'), is_json=False, is_sorted=True))
 
 

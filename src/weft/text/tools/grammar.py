@@ -33,15 +33,12 @@ NUMERIC = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 OUTSIDE_REFERENCE = re.compile(r'"\$ref":"#(?!/(?:\$defs|definitions)/)')
 KEYS = {Tags: re.compile(r'[^<>"\n]+'), Pairs: re.compile(r"[A-Za-z_][\w-]*")}  # that can be written
 
+MarkerTokens = frozenset[tuple[str, int]]  # the markers of calls for which a vocabulary has a token
+
 
 @lru_cache(maxsize=32)
-def tool_grammar(
-    family: Family, selection: ToolSelection, tokens: frozenset[tuple[str, int]], answer: GrammarSpec | None = None
-) -> GrammarSpec:
-    """The grammar of an answer; where it is no call it must be `answer`. `tokens` are those the vocabulary has for markers.
-
-    Raises InvalidRequest naming what of a strict tool can not be enforced in this family's notation.
-    """
+def tool_grammar(family: Family, selection: ToolSelection, tokens: MarkerTokens, answer: GrammarSpec | None) -> GrammarSpec:
+    """The grammar of an answer of calls, or of `answer`. Raises InvalidRequest naming what this family can not enforce."""
     if selection.mode == "none" and answer is not None and not family.is_harmony:
         return answer
     if answer is not None and answer.kind != "json_schema":
@@ -102,7 +99,7 @@ class _Grammar:
         return f"({aside} {self.until('<|end|>')})* ({last})"
 
     def calls(self, num_read: int = 0) -> str:
-        """A call, or several; so many letters of the first were read before."""
+        """One call or several; `num_read` letters of the first were already read."""
         before_name = self.family.head.partition("⟨name⟩")[0]
         begun = self.literal((self.family.begin + before_name).lstrip()[num_read:])
         # Behind free text a further call is announced like the first, unless the calls are in a frame.
@@ -256,7 +253,7 @@ class _Grammar:
         return max((mark for mark in self.tokens if text.startswith(mark)), key=len, default="")
 
     def literal(self, text: str) -> str:
-        """A text as it must come, except for line breaks, and blanks beside signs; any id will do."""
+        """A fixed text, in which line breaks, and blanks beside signs, may be missing; ⟨id⟩ is any id."""
         marks = [re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True) if mark in text]
         seams = "|".join([*marks, "[ \n]", "⟨id⟩"])
         parts = [part for part in re.split(f"({seams})", text) if part]
@@ -268,7 +265,7 @@ class _Grammar:
         return " ".join(atoms)
 
     def until(self, text: str) -> str:
-        """Free text up to this text, and the text itself: by its tokens, or letter by letter."""
+        """Free text up to and including this text, which comes by its tokens or letter by letter."""
         spelled = f"until_{len(self.rules)}"
         self.rules[f"{spelled}[lazy]"] = f"/{ANY_TEXT}{_pattern(text)}/"
         mark = self.longest_mark(text)

@@ -59,7 +59,7 @@ class Tool:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call may have arguments without a name here: only where the schema says so, or says nothing at all."""
+        """Whether a call may have arguments that the schema does not name: only where it allows them, or names none."""
         return bool(self.parameters.get("additionalProperties", not self.properties))
 
     def schema_of(self, key: str) -> Any:
