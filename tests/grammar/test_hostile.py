@@ -23,7 +23,7 @@ from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.text import schema
-from weft.text.enforcement import MAX_TEXT
+from weft.text.schema import MAX_TEXT
 
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))

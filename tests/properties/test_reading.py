@@ -58,7 +58,7 @@ WRITTEN = st.one_of(
     st.sampled_from(["<think>", "</think>", "STOP", "🙂"]).map(letter_by_letter),
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=6).map(encode),
 )
-ANY = st.one_of(WRITTEN, st.integers(0, TOKENIZER.vocab_size + 1).map(lambda token: [token]))
+ANY = st.one_of(WRITTEN, st.integers(0, TOKENIZER.inner.get_vocab_size() + 1).map(lambda token: [token]))
 
 
 def joined(parts: list[list[int]]) -> list[int]:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
 from weft.model.resolve import TINY_HYBRID
 from weft.text.normalise import PromptWriter, normalise
-from weft.text.template import ChatTemplate
-from weft.text.template_probe import Capabilities
+from weft.text.template import Capabilities, ChatTemplate
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -273,7 +272,7 @@ def test_probing_finds_what_a_template_does(name: str) -> None:
 
 @pytest.mark.parametrize("source", ["", "{{ 1 / 0 }}", "{{ raise_exception('never') }}", "{{ messages[0].content.x.y }}"])
 def test_probing_never_raises(source: str) -> None:
-    capabilities = Capabilities.probe(ChatTemplate(source, {}))
+    capabilities = Capabilities(ChatTemplate(source, {}))
 
     assert capabilities.text == capabilities.parts == capabilities.arguments == frozenset()
     assert not capabilities.system

@@ -1,8 +1,7 @@
-"""Where a later prompt may part from this one, as token positions: where the assistant's turns begin, where the instructions
-end and the first user speaks, and where the client says so. The engine ends its chunks there.
+"""Positions in a prompt where later prompts may diverge from it; the engine ends its chunks there.
 
-The places are looked for in the written prompt; nothing is written or tokenised a second time. Knows a tokenizer and what a
-template writes around texts. `Codec` uses it.
+These are where an assistant's turn begins, where the instructions end and the first user's turn begins, and where the client
+says so. They are searched in the written prompt; nothing is written or tokenised twice. `Codec` uses this.
 """
 
 from __future__ import annotations
@@ -16,51 +15,52 @@ from weft.text.normalise import INSTRUCTING, PromptWriter
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation, Message
 
-REACH = 1 << 18  # characters that a template may write between two texts: tools, calls with a file in their arguments
-SHORT = 16  # tokens of instructions that are not worth a cut
+MAX_BETWEEN = 1 << 18  # characters that a template may write between two texts: tools, calls with a file in their arguments
+MIN_INSTRUCTIONS = 16  # tokens; shorter instructions are not worth a cut
 QUESTION, ANSWER, INSTRUCTION = Message("user", "Hello"), Message("assistant", "Hi"), Message("system", "Be brief")
 
 
 class BoundaryFinder:
-    """How one model's prompts are cut."""
+    """Finds the boundaries of one model's prompts."""
 
     def __init__(self, writer: PromptWriter | None, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._assistant: list[int] = []  # the tokens that open an assistant's turn, in the history as for a new one
-        self._user: list[int] = []  # and a user's
-        self._is_folded = False  # instructions stand inside the user's turn
+        self._user: list[int] = []  # the tokens that open a user's turn
+        self._is_folded = False  # instructions are inside the user's turn
         if writer is not None:
-            with suppress(InvalidRequest):  # a template that refuses the simplest talk has no turns to speak of
+            with suppress(InvalidRequest):  # a template that refuses the simplest conversation has no known turns
                 self._learn(writer)
 
     def encode(self, conversation: Conversation, prompt: str) -> tuple[list[int], tuple[int, ...]]:
-        """The written prompt as ids, and the places inside it. A place is found again when the conversation has grown."""
+        """The written prompt as ids, and its boundaries. They are found again when the conversation has grown."""
         marks = {(index, part) for index, message in enumerate(conversation.messages) for part in message.breakpoints}
-        if self._is_folded and (leading := list(takewhile(_instructs, conversation.messages))):
-            marks.add((len(leading) - 1, len(_texts(leading[-1])) - 1))
-        ids, places = self._tokenizer.encode_placed(prompt, _ends(conversation, prompt, marks))
-        places += _places(ids, self._assistant)
-        places += [place for place in islice(_places(ids, self._user), 1) if place >= SHORT and not self._is_folded]
+        if self._is_folded and (leading := list(takewhile(lambda one: one.role in INSTRUCTING, conversation.messages))):
+            marks.add((len(leading) - 1, len(leading[-1].texts) - 1))
+        ids, places = self._tokenizer.encode_with_offsets(prompt, _ends_of_marked(conversation, prompt, marks))
+        places += _occurrences(ids, self._assistant)
+        first_user = islice(_occurrences(ids, self._user), 1)
+        places += [place for place in first_user if place >= MIN_INSTRUCTIONS and not self._is_folded]
         return ids, tuple(sorted({place for place in places if 0 < place < len(ids)}))
 
     def _learn(self, writer: PromptWriter) -> None:
-        def write(*messages: Message, asks: bool = False) -> str:
-            return writer.write(Conversation(messages, add_generation_prompt=asks))
+        def write(*messages: Message, add_generation_prompt: bool = False) -> str:
+            return writer.write(Conversation(messages, add_generation_prompt=add_generation_prompt))
 
         plain, past = write(QUESTION), write(QUESTION, ANSWER, QUESTION)
-        opening, history = self._ids(write(QUESTION, asks=True).removeprefix(plain)), self._ids(past)
-        while not _has(history, opening):
+        opening = self._ids(write(QUESTION, add_generation_prompt=True).removeprefix(plain))
+        while not _has(self._ids(past), opening):
             opening.pop()
-        self._assistant = self._bare(opening)
-        first, later = (self._ids(text.rpartition("Hello")[0]) for text in (plain, past))
-        self._user = self._bare(_common_end(first, later))
+        self._assistant = self._without_blanks(opening)
+        ends = zip(*(reversed(self._ids(text.rpartition("Hello")[0])) for text in (plain, past)), strict=False)
+        self._user = self._without_blanks([one for one, _ in takewhile(lambda pair: pair[0] == pair[1], ends)][::-1])
         instructed = write(INSTRUCTION, QUESTION)
         while not _has(self._ids(instructed), self._user):
             self._user.pop(0)
         self._is_folded = bool(self._user) and _has(self._ids(instructed.partition("Be brief")[0]), self._user)
 
-    def _bare(self, opening: list[int]) -> list[int]:
-        """Without white space at its end: that may become one token with the text after it."""
+    def _without_blanks(self, opening: list[int]) -> list[int]:
+        """The tokens without white space at their end, which may become one token with the text after it."""
         while opening and not self._tokenizer.token_bytes(opening[-1]).strip():
             opening.pop()
         return opening
@@ -69,46 +69,31 @@ class BoundaryFinder:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _ends(conversation: Conversation, prompt: str, marks: set[tuple[int, int]]) -> list[int]:
-    """Where in the prompt the marked parts end; those that the template wrote otherwise are not found.
+def _ends_of_marked(conversation: Conversation, prompt: str, marks: set[tuple[int, int]]) -> list[int]:
+    """Where in the prompt the marked parts end; parts that the template changed are not found.
 
-    All parts before a marked one are looked for in their order, because a text may be there more than once.
+    All parts before a marked one are searched in their order, because a text may be there more than once.
     """
     ends: list[int] = []
     end = 0
     for index, message in enumerate(conversation.messages[: max(marks)[0] + 1] if marks else ()):
-        for part, text in enumerate(_texts(message)):
-            said = text.strip()  # templates trim
-            found = prompt.find(said, end, end + len(said) + REACH) if said else -1
+        for part, text in enumerate(map(str.strip, message.texts)):  # templates trim
+            found = prompt.find(text, end, end + len(text) + MAX_BETWEEN) if text else -1
             if found >= 0:
-                end = found + len(said)
+                end = found + len(text)
                 ends += [end] if (index, part) in marks else []
     return ends
 
 
-def _texts(message: Message) -> list[str]:
-    content = message.content or ""
-    return [content] if isinstance(content, str) else [part["text"] for part in content]
-
-
-def _instructs(message: Message) -> bool:
-    return message.role in INSTRUCTING
-
-
-def _common_end(first: list[int], second: list[int]) -> list[int]:
-    pairs = zip(reversed(first), reversed(second), strict=False)
-    return [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][::-1]
-
-
 def _has(ids: list[int], part: list[int]) -> bool:
-    return not part or any(True for _ in _places(ids, part))
+    return not part or any(True for _ in _occurrences(ids, part))
 
 
-def _places(ids: list[int], part: list[int]) -> Iterator[int]:
-    """Where `part` begins in `ids`."""
-    place = -1
+def _occurrences(ids: list[int], part: list[int]) -> Iterator[int]:
+    """The positions at which `part` begins in `ids`."""
+    position = -1
     with suppress(ValueError):
         while part:
-            place = ids.index(part[0], place + 1)
-            if ids[place : place + len(part)] == part:
-                yield place
+            position = ids.index(part[0], position + 1)
+            if ids[position : position + len(part)] == part:
+                yield position

@@ -1,7 +1,6 @@
 """A model's text codec: conversations become encoded prompts with their constraints, token ids become deltas.
 
-Made from the model's own files (tokenizer, template, recommended sampling), one per served model. Knows neither engines nor
-dialects.
+Made from the model's own files (tokenizer, template, recommended sampling). Knows neither engines nor dialects.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from typing import Any
 
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, TokenLogprob
+from weft.ipc.messages import ConstraintSpec, ReasoningSpec, TokenLogprob
 from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
-from weft.text.reasoning import ReasoningSplitter, effort_settings, find_markers, opens_in
+from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
 from weft.text.sampling import recommended_sampling, sampling_for
 from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate
@@ -50,7 +49,7 @@ class Codec:
         self.recommended = recommended_sampling(folder)
 
     def fitted(self, generation: GenerationRequest) -> GenerationRequest:
-        """The request without reasoning parameters, where those are only a wish and the model does not reason."""
+        """The request without reasoning parameters, where it is flexible about them and the model does not reason."""
         if not generation.is_flexible or self.markers is not None or self.writer is None:
             return generation
         has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
@@ -75,15 +74,8 @@ class Codec:
         if self.writer is None:
             message = "this model has no chat template, so it can not take messages; use /v1/completions with a prompt"
             raise InvalidRequest(message, "messages")
-        budget = None
-        if effort is not None:
-            variables, budget = effort_settings(
-                effort,
-                reads_effort="reasoning_effort" in self.writer.template.variables,
-                has_switch=self.writer.capabilities.thinking_switch,
-                reasons=self.markers is not None,
-            )
-            conversation = replace(conversation, template_kwargs=variables | conversation.template_kwargs)
+        variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
+        conversation = replace(conversation, template_kwargs=variables | conversation.template_kwargs)
         text = self.writer.write(conversation)
         ids, boundaries = self.boundaries.encode(conversation, text)
         if self.markers is None:
@@ -91,8 +83,19 @@ class Codec:
         closed = text.rstrip().endswith(self.markers.close)
         return EncodedPrompt(ids, opens_in(text, self.markers), closed, budget, boundaries)
 
+    def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
+        """The template variables and the reasoning budget for an effort. Raises UnsupportedParameter when it can not act."""
+        if "reasoning_effort" in writer.template.variables and effort != "none":
+            return {"reasoning_effort": TEMPLATE_WORDS.get(effort, effort)}, None
+        if writer.capabilities.thinking_switch:
+            return {"enable_thinking": effort != "none"}, None if effort == "none" else BUDGETS[effort]
+        if self.markers is not None or effort == "none":
+            return {}, None if self.markers is None else BUDGETS[effort]
+        message = f"reasoning_effort {effort}: this model does not think before it answers; leave it out or set it to none"
+        raise UnsupportedParameter(message, "reasoning_effort")
+
     def _find_gap(self) -> str:
-        """What the template writes after an empty reasoning: the model was trained to write the same before its answer."""
+        """The white space that the template writes after an empty reasoning, as the model was trained to before its answer."""
         if self.writer is None or self.markers is None or not self.writer.capabilities.thinking_switch:
             return ""
         question = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
@@ -100,39 +103,28 @@ class Codec:
         return after if not after.strip() else ""
 
     def constraint(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ConstraintSpec | None:
-        """What restricts the answer's tokens; slow for many tools.
-
-        Raises UnsupportedParameter for a reasoning budget that has nothing to act on, InvalidRequest for tools that can not be
-        enforced.
-        """
+        """What restricts the answer's tokens; slow for many tools. Raises UnsupportedParameter or InvalidRequest."""
         budget = generation.thinking_budget if generation.thinking_budget is not None else prompt.budget
         if self.markers is None and generation.thinking_budget is not None:
             message = "thinking_token_budget: this model does not think before it answers; leave it out"
             raise UnsupportedParameter(message, "thinking_token_budget")
-        grammar, reasoning = self._grammar(generation), None
+        grammar, selection, reasoning = generation.grammar, generation.tool_choice, None
+        if self.calls is not None and (selection is not None or (grammar is not None and self._has_channels(generation))):
+            grammar = self.calls.grammar(selection or ToolSelection("none", ()), grammar)
         if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
             may_open = not prompt.opened and not prompt.closed
-            trigger = self.calls.trigger if self.calls is not None and generation.tool_choice is not None else ""
+            trigger = self.calls.trigger if self.calls is not None and selection is not None else ""
             reasoning = ReasoningSpec(self.markers.open, self.markers.close, prompt.opened, may_open, budget, self.gap, trigger)
         return None if grammar is None and reasoning is None else ConstraintSpec(grammar, reasoning)
-
-    def _grammar(self, generation: GenerationRequest) -> GrammarSpec | None:
-        """What the answer must look like, tool calls included; where answers have channels, inside of one."""
-        selection, answer = generation.tool_choice, generation.grammar
-        if self.calls is None or (selection is None and (answer is None or not self._has_channels(generation))):
-            return answer
-        return self.calls.grammar(selection or ToolSelection("none", ()), answer)
 
     def _has_channels(self, generation: GenerationRequest) -> bool:
         """Whether reasoning and answer are messages of their own, as gpt-oss writes them."""
         return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
     def sampling(self, given: dict[str, Any]) -> Sampling:
-        """The sampling of a request that gave these fields."""
         return sampling_for(given, self.recommended)
 
     def reader(self, generation: GenerationRequest, prompt: EncodedPrompt) -> StreamReader:
-        """A reader for the tokens of one choice."""
         selection = generation.tool_choice
         tools = selection.tools if selection is not None and selection.mode != "none" else ()
         calls = self.calls if tools or self._has_channels(generation) else None
@@ -147,5 +139,4 @@ class Codec:
         )
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprob | None]) -> tuple[Token, ...]:
-        """Token ids as replies show them."""
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))

@@ -1,7 +1,7 @@
-"""Why no more of a prompt was cached, in words for people.
+"""Why no more of a prompt was cached, as a sentence for people.
 
-Of a prompt only a few characters around its first token that was not cached are shown. Knows a tokenizer and what the engine
-reported.
+Only a few characters of the prompt, around its first token that was not cached, are shown. Knows a tokenizer and what the engine
+reported; the service uses it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from weft.log import escape_unprintable
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import ReuseExplanation
 
-CONTEXT = 40  # characters shown in front of the first unknown token, and tokens that surely have as many
+CONTEXT = 40  # characters shown in front of the first token that was not cached; so many tokens surely have as many
 
 LIMITS = {
     "whole": "that is all that can be taken over",
@@ -27,18 +27,17 @@ LIMITS = {
 
 
 def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
-    """What the engine reported about a prompt, as a sentence with the texts it is about; under a salt without texts."""
-    place = reuse.position
-    if place is None or is_salted:
-        return ReuseExplanation(reuse.cause, reuse.matched, _why(reuse, len(ids), None, None), place)
-    before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
-    token, instead = (None if one is None else _text(one, tokenizer) for one in (reuse.token, reuse.instead))
-    return ReuseExplanation(reuse.cause, reuse.matched, _why(reuse, len(ids), token, instead), place, before, token, instead)
-
-
-def _why(reuse: PrefixReuse, num_tokens: int, token: str | None, instead: str | None) -> str:
-    known = f"the first {reuse.matched} of {num_tokens}" if reuse.matched else f"none of the {num_tokens}"
-    return f"{known} tokens were there; {LIMITS.get(reuse.cause) or _difference(reuse, token, instead)}"
+    """The engine's report about a prompt as a sentence, with the texts it is about; without texts under a salt."""
+    place, before, token, instead = reuse.position, "", None, None
+    if place is not None and not is_salted:
+        before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
+        token, instead = (  # bytes of half a character are written as \xe6\xbc
+            None if one is None else tokenizer.token_bytes(one).decode(errors="backslashreplace")
+            for one in (reuse.token, reuse.instead)
+        )
+    known = f"the first {reuse.matched} of {len(ids)}" if reuse.matched else f"none of the {len(ids)}"
+    why = f"{known} tokens were there; {LIMITS.get(reuse.cause) or _difference(reuse, token, instead)}"
+    return ReuseExplanation(reuse.cause, reuse.matched, why, place, before, token, instead)
 
 
 def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> str:
@@ -47,13 +46,5 @@ def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> s
         return f"from token {place} on nothing like it was asked before"
     if token is None or instead is None:
         return f"at token {place} this prompt differs from the nearest known one"
-    return f"at token {place} this prompt has {_quoted(token)}, the nearest known one {_quoted(instead)}"
-
-
-def _text(token: int, tokenizer: Tokenizer) -> str:
-    r"""A token's text; bytes of half a character are written as \xe6\xbc."""
-    return tokenizer.token_bytes(token).decode(errors="backslashreplace")
-
-
-def _quoted(text: str) -> str:
-    return f'"{escape_unprintable(text)}"'
+    ours, theirs = escape_unprintable(token), escape_unprintable(instead)
+    return f'at token {place} this prompt has "{ours}", the nearest known one "{theirs}"'

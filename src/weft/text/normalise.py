@@ -1,8 +1,8 @@
-"""What clients send → what the model's chat template takes, with nothing lost on the way.
+"""Messages as clients send them become turns that the model's chat template takes, and a prompt with nothing lost.
 
-`normalise` reshapes messages as far as the template needs it and no further, and what comes later never moves what came
-before: a prompt that grows keeps its prefix. `PromptWriter` renders them and sees to it that all that was said is in the
-prompt: it is right, or the request is refused. Knows no model names and no wires; `Codec` uses it.
+`normalise` reshapes messages only as far as the template needs it, and later messages never move earlier ones: a prompt that
+grows keeps its prefix. `PromptWriter` renders the turns and refuses a prompt that lacks a text. Knows no model names and no
+dialects; `Codec` uses it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any
 
 from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
 from weft.text.reasoning import KNOWN
-from weft.text.template import ChatTemplate
-from weft.text.template_probe import Capabilities
+from weft.text.template import Capabilities, ChatTemplate
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
 
 Turn = dict[str, Any]  # a message as templates read it
@@ -25,20 +24,19 @@ Content = str | list[dict[str, Any]]
 INSTRUCTING = ("system", "developer")
 BLANK_LINE = "\n\n"
 CUT = "⟦the answer goes on here⟧"
-OURS = ("messages", "tools", "add_generation_prompt")  # what a client's own template variables may not replace
-# What templates trim, escape or take out of a text: white space and controls, as they are or in JSON, switches for thinking.
+# What templates trim, escape or take out of a text: white space and controls, as they are or in JSON, switches for reasoning.
 _LOST = re.compile(rb"\\(?:[nrtbf]|u00[01][0-9a-f])|/(?:no_)?think")
 _LOST_BYTES = bytes(range(33)) + b"\\"
 
 
 class PromptWriter:
-    """Writes conversations down for one model."""
+    """Writes conversations as prompts for one model."""
 
     def __init__(self, template: ChatTemplate, late_system: LateSystem = "fold") -> None:
         self.template = template
         self.late_system = late_system
-        self.capabilities = Capabilities.probe(template)
-        self._with_tools = Capabilities.probe(template, with_tools=True)
+        self.capabilities = Capabilities(template)
+        self._with_tools = Capabilities(template, with_tools=True)
 
     def write(self, conversation: Conversation) -> str:
         """The prompt. Raises InvalidRequest naming what is wrong, or TemplateFailed with the template's own words."""
@@ -46,7 +44,11 @@ class PromptWriter:
         capabilities = self._with_tools if conversation.tools else self.capabilities
         turns = normalise(conversation, capabilities, self.late_system)
         if conversation.continue_final_message:
-            turns[-1] = _with_cut(turns[-1])
+            last = turns[-1]
+            if isinstance(last["content"], str):
+                last["content"] += CUT
+            else:
+                last["content"][-1]["text"] += CUT
         prompt = self.template.render(
             turns,
             tools=_tools(conversation, capabilities),
@@ -58,7 +60,7 @@ class PromptWriter:
             if not found:
                 raise TemplateFailed("the model's chat template leaves out the message that is to be continued", "messages")
         try:
-            _check_said(conversation, prompt)
+            _check_nothing_lost(conversation, prompt)
         except UnicodeEncodeError as error:
             message = "messages have half a character in them (a lone surrogate); send valid Unicode"
             raise InvalidRequest(message, "messages") from error
@@ -66,19 +68,15 @@ class PromptWriter:
 
 
 def normalise(conversation: Conversation, capabilities: Capabilities, late_system: LateSystem = "fold") -> list[Turn]:
-    """The messages as turns that the template takes. Raises InvalidRequest naming the one that has no such form."""
+    """The messages as turns that the template takes. Raises InvalidRequest naming a message that has no such form."""
     if not conversation.messages:
         raise InvalidRequest("messages is empty; send at least one", "messages")
-    turns = [_turn(message, _place(message, index), capabilities) for index, message in enumerate(conversation.messages)]
-    turns = _merged(_instructed(turns, capabilities, late_system), capabilities)
+    turns = [_turn(message, message.place or f"messages[{i}]", capabilities) for i, message in enumerate(conversation.messages)]
+    turns = _merge_neighbours(_place_instructions(turns, capabilities, late_system), capabilities)
     for turn in turns:
         if turn["role"] in capabilities.parts - capabilities.text and isinstance(turn.get("content"), str):
             turn["content"] = _as_parts(turn["content"])
     return turns
-
-
-def _place(message: Message, index: int) -> str:
-    return message.place or f"messages[{index}]"
 
 
 def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
@@ -89,10 +87,10 @@ def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
     if message.tool_calls:
         turn["tool_calls"] = _calls(message.tool_calls, f"{place}.tool_calls", capabilities)
         if message.reasoning and turn["content"] and not capabilities.text_and_reasoning:
-            turn["content"] = _joined(turn.pop(capabilities.reasoning_key), turn["content"])
-        if not turn["content"] and capabilities.no_content == "null":
+            turn["content"] = _join(turn.pop(capabilities.reasoning_key), turn["content"])
+        if not turn["content"] and capabilities.no_content != "empty":
             turn["content"] = None
-        if not turn["content"] and capabilities.no_content == "absent":
+        if turn["content"] is None and capabilities.no_content == "absent":
             del turn["content"]
     if message.tool_call_id is not None:
         turn["tool_call_id"] = _call_id(message.tool_call_id, capabilities)
@@ -110,8 +108,7 @@ def _content(message: Message, place: str, capabilities: Capabilities) -> Conten
             where, kind = f"{place}.content[{index}]", part.get("type")
             raise UnsupportedParameter(f"{where} is of type {kind!r}; this server takes parts of type 'text' only", where)
     role = "system" if message.role == "developer" else message.role
-    parts = [{"type": "text", "text": part["text"]} for part in message.content]
-    return parts if role in capabilities.parts else _as_text(parts)
+    return [{"type": "text", "text": text} for text in message.texts] if role in capabilities.parts else "\n".join(message.texts)
 
 
 def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) -> list[dict[str, Any]]:
@@ -129,7 +126,7 @@ def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) 
 
 
 def _arguments(call: ToolCall, place: str, capabilities: Capabilities) -> Any:
-    """As an object where the template can write one, so that the prompt has the spacing its model was trained with."""
+    """The arguments as an object where the template can write one: it then writes the spacing its model was trained with."""
     text = call.arguments.strip() or "{}"
     if "object" not in capabilities.arguments:
         return text
@@ -137,11 +134,9 @@ def _arguments(call: ToolCall, place: str, capabilities: Capabilities) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
-    if isinstance(value, dict):
-        return value
-    if "text" in capabilities.arguments:
-        return call.arguments
-    raise InvalidRequest(f"{place} is not a JSON object; this model's chat template can write nothing else", place)
+    if not isinstance(value, dict) and "text" not in capabilities.arguments:
+        raise InvalidRequest(f"{place} is not a JSON object; this model's chat template can write nothing else", place)
+    return value if isinstance(value, dict) else call.arguments
 
 
 def _call_id(given: str, capabilities: Capabilities) -> str:
@@ -150,74 +145,67 @@ def _call_id(given: str, capabilities: Capabilities) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def _instructed(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
-    """System turns at the front made one, the later ones put where the template takes them."""
+def _place_instructions(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
+    """The turns with the leading system turns made one, and the later ones moved to where the template takes them."""
     first = next((index for index, turn in enumerate(turns) if turn["role"] not in INSTRUCTING), len(turns))
     leading, rest = turns[:first], turns[first:]
     if late_system == "hoist":
         leading += [turn for turn in rest if turn["role"] in INSTRUCTING]
         rest = [turn for turn in rest if turn["role"] not in INSTRUCTING]
-    front = [reduce(_both, leading)] if leading else []
+    front = [reduce(_merge, leading)] if leading else []
     for turn in rest:
         turn["role"] = "system" if turn["role"] in INSTRUCTING else turn["role"]
     if not any(turn["role"] == "user" for turn in rest):
-        return [*front, *rest]  # a user's turn is never made up: the template takes this as it is or says why not
+        return [*front, *rest]  # a user's turn is never invented: the template takes this as it is or says why not
     if not capabilities.system:
-        return _folded(rest, [text for turn in front if (text := _as_text(turn["content"]))], capabilities)
-    return [*front, *(rest if capabilities.late_system else _folded(rest, [], capabilities))]
+        return _fold(rest, [text for turn in front if (text := _as_text(turn["content"]))], capabilities)
+    return [*front, *(rest if capabilities.late_system else _fold(rest, [], capabilities))]
 
 
-def _folded(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
-    """System texts that begin the user's turn right after them; where an answer or nothing follows, a turn of their own.
+def _fold(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
+    """The turns with system texts at the beginning of the user's turn that follows them; else in a turn of their own.
 
-    They do not wait for a user who speaks later: he may not have been there the last time, and the prompt would change
-    in its middle. Only a tool's result goes before them, because it belongs to its call.
+    They do not wait beyond an answer for a later user's turn: it may have been missing in the previous request, and the prompt
+    would change in its middle. Only a tool's result goes before them, because it belongs to its call.
     """
     folded: list[Turn] = []
-    for turn in turns:
-        if turn["role"] == "system":
-            waiting += [f"<system-reminder>\n{text}\n</system-reminder>"] if (text := _as_text(turn["content"])) else []
-            continue
-        if turn["role"] == "user" and waiting:
-            turn["content"] = _joined(BLANK_LINE.join(waiting), turn["content"])
-            waiting = []
-        if turn["role"] == "assistant":
-            waiting = _settle(waiting, folded, capabilities)
+    for turn in [*turns, {"role": "end"}]:
+        text = BLANK_LINE.join(waiting)
+        match turn["role"]:
+            case "system":
+                reminder = _as_text(turn["content"])
+                waiting = [*waiting, f"<system-reminder>\n{reminder}\n</system-reminder>"] if reminder else waiting
+                continue
+            case "user" if waiting:
+                turn["content"] = _join(text, turn["content"])
+            case "assistant" | "end" if waiting and folded and folded[-1]["role"] == "tool" and not capabilities.user_after_tool:
+                folded[-1]["content"] = _join(folded[-1]["content"], text)
+            case "assistant" | "end" if waiting:
+                folded.append({"role": "user", "content": text})
+        waiting = waiting if turn["role"] == "tool" else []
         folded.append(turn)
-    _settle(waiting, folded, capabilities)
-    return folded
+    return folded[:-1]
 
 
-def _settle(waiting: list[str], turns: list[Turn], capabilities: Capabilities) -> list[str]:
-    """Add what waits as a user's turn, or to a tool's result where no user should speak. Then nothing waits."""
-    text = BLANK_LINE.join(waiting)
-    if waiting and turns and turns[-1]["role"] == "tool" and not capabilities.user_after_tool:
-        turns[-1]["content"] = _joined(turns[-1]["content"], text)
-    elif waiting:
-        turns.append({"role": "user", "content": text})
-    return []
-
-
-def _merged(turns: list[Turn], capabilities: Capabilities) -> list[Turn]:
-    """Neighbours of one role made one turn, where the template would refuse them."""
+def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Turn]:
     merged: list[Turn] = []
     for turn in turns:
         last = merged[-1] if merged else {}
         alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
-        if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
-            merged[-1] = _both(last, turn)
+        is_refused = turn["role"] in {"user", "assistant"} - capabilities.repeats
+        if alike and is_refused and "tool_calls" not in last:
+            merged[-1] = _merge(last, turn)
         else:
             merged.append(turn)
     return merged
 
 
-def _both(first: Turn, second: Turn) -> Turn:
-    """Two turns as one: what both have is joined, the rest is as it is."""
-    said = {key: _joined(first[key], second[key]) for key in first.keys() & second.keys() - {"role", "name"}}
-    return {**second, **first, **said}
+def _merge(first: Turn, second: Turn) -> Turn:
+    joined = {key: _join(first[key], second[key]) for key in first.keys() & second.keys() - {"role", "name"}}
+    return {**second, **first, **joined}
 
 
-def _joined(first: Content, second: Content) -> Content:
+def _join(first: Content, second: Content) -> Content:
     if not first or not second:
         return first or second
     if isinstance(first, str) and isinstance(second, str):
@@ -233,27 +221,19 @@ def _as_text(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-def _with_cut(turn: Turn) -> Turn:
-    """The turn with a mark at the end of its text, to find the place in the prompt."""
-    if isinstance(turn["content"], str):
-        return {**turn, "content": turn["content"] + CUT}
-    *before, last = turn["content"]
-    return {**turn, "content": [*before, {**last, "text": last["text"] + CUT}]}
-
-
 def _tools(conversation: Conversation, capabilities: Capabilities) -> list[dict[str, Any]] | None:
     if conversation.tools and not capabilities.tools:
         raise UnsupportedParameter("this model's chat template has no place for tools; send none", "tools")
-    missing = {} if capabilities.bare_tools else {"description": "", "parameters": {"type": "object", "properties": {}}}
+    defaults = {} if capabilities.bare_tools else {"description": "", "parameters": {"type": "object", "properties": {}}}
     tools = []
     for tool in conversation.tools:
-        function = {key: value for key, value in tool["function"].items() if value is not None}
-        tools.append({**tool, "function": {**function, **{key: missing[key] for key in missing if key not in function}}})
+        given = {key: value for key, value in tool["function"].items() if value is not None}
+        tools.append({**tool, "function": given | {key: defaults[key] for key in defaults if key not in given}})
     return tools or None
 
 
 def _check_options(conversation: Conversation) -> None:
-    for name in OURS:
+    for name in ("messages", "tools", "add_generation_prompt"):
         if name in conversation.template_kwargs:
             message = f"chat_template_kwargs may not set {name}; the request has a field for it"
             raise InvalidRequest(message, "chat_template_kwargs")
@@ -267,33 +247,30 @@ def _check_options(conversation: Conversation) -> None:
         raise InvalidRequest(message, "continue_final_message")
 
 
-def _check_said(conversation: Conversation, prompt: str) -> None:
-    """Refuse a prompt that lacks what somebody said. One pass: texts are looked for in their order."""
-    written = _bare(prompt)
-    starts = {True: 0, False: 0}  # instructions may have a place of their own, so they are looked for by themselves
+def _check_nothing_lost(conversation: Conversation, prompt: str) -> None:
+    """Raise TemplateFailed for a prompt that lacks a text. One pass: texts are searched in their order."""
+    written = _comparable(prompt)
+    starts = {True: 0, False: 0}  # instructions may have a place of their own, so they are searched separately
     for index, message in enumerate(conversation.messages):
         instructs = message.role in INSTRUCTING
-        for text in _must_show(message):
-            said = _bare(text)
-            found = written.find(said, starts[instructs])
+        for text in map(_comparable, _texts_to_show(message)):
+            found = written.find(text, starts[instructs])
             if found < 0 and message.role == "tool":
-                found = written.find(said)  # results may come in the order of their calls
+                found = written.find(text)  # results may come in the order of their calls
             if found < 0:
-                place = _place(message, index)
+                place = message.place or f"messages[{index}]"
                 raise TemplateFailed(f"the model's chat template leaves out what {place} (role {message.role}) says", place)
-            starts[instructs] = max(starts[instructs], found + len(said))
+            starts[instructs] = max(starts[instructs], found + len(text))
 
 
-def _must_show(message: Message) -> list[str]:
-    """What a message says. Past thinking, and words beside tool calls, are the template's to keep or to drop."""
+def _texts_to_show(message: Message) -> list[str]:
+    """Texts that must be in the prompt. Past reasoning, and text beside tool calls, are the template's to keep or to drop."""
     if message.tool_calls:
         return [call.name for call in message.tool_calls]
-    content = message.content or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
-    thinks = any(mark in text for text in texts for markers in KNOWN for mark in (markers.open, markers.close))
-    return [] if thinks and message.role == "assistant" else texts
+    reasons = any(mark in text for text in message.texts for markers in KNOWN for mark in markers)
+    return [] if reasons and message.role == "assistant" else message.texts
 
 
-def _bare(text: str) -> bytes:
-    """What is left of a text whichever way a template writes it."""
+def _comparable(text: str) -> bytes:
+    """The part of a text that every template keeps."""
     return _LOST.sub(b"", text.strip().encode()).translate(None, _LOST_BYTES)

@@ -1,37 +1,28 @@
-"""Reasoning before the answer: which markers a model writes around it, how much it is asked for, and splitting it off.
+"""Reasoning before the answer: the markers that a model writes around it, and splitting it off from pieces of text.
 
-What a model does is found from its template and vocabulary, not from its name. `ReasoningSplitter` works on text pieces that
-may be cut anywhere. The budget of reasoning tokens is enforced in the engine (`grammar/constraint.py`).
+Markers are found from a model's template and vocabulary, not from its name. The budget of reasoning tokens is enforced in the
+engine (`grammar/constraint.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import NamedTuple
 
-from weft.errors import UnsupportedParameter
-from weft.text.stop_strings import overlap
+from weft.text.stop_strings import split_at
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Delta, Effort, Reasoning, Text
 
 MAX_BLANKS = 32  # more white space than this before an open marker, and it is an answer
 
 # Reasoning tokens by effort, where the template has no words of its own for it. None: no limit.
-BUDGETS: dict[Effort, int | None] = {
-    "none": 0,
-    "minimal": 256,
-    "low": 1024,
-    "medium": 4096,
-    "high": 16384,
-    "xhigh": None,
-    "max": None,
-}
+BUDGETS: dict[Effort, int | None] = {"none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384}
+BUDGETS |= {"xhigh": None, "max": None}
 # gpt-oss and its kin read `reasoning_effort` and know three words.
 TEMPLATE_WORDS: dict[Effort, str] = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
-@dataclass(frozen=True)
-class Markers:
+class Markers(NamedTuple):
     """The texts before and after the reasoning."""
 
     open: str
@@ -54,32 +45,14 @@ KNOWN = (
 
 def find_markers(template_source: str, tokenizer: Tokenizer) -> Markers | None:
     """The markers the chat template mentions, else those the vocabulary has a token for; None for a model without."""
-    for markers in KNOWN:
-        if markers.open in template_source or markers.close in template_source:
-            return markers
-    return next((markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None), None)
+    mentioned = (markers for markers in KNOWN if any(mark in template_source for mark in markers))
+    has_token = (markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None)
+    return next(chain(mentioned, has_token), None)
 
 
 def opens_in(prompt_text: str, markers: Markers) -> bool:
     """Whether the prompt ends with an open marker, so that the answer begins inside the reasoning."""
     return prompt_text.rstrip().endswith(markers.open)
-
-
-def effort_settings(effort: Effort, *, reads_effort: bool, has_switch: bool, reasons: bool) -> tuple[dict[str, Any], int | None]:
-    """The template variables and the reasoning budget for an effort. Raises UnsupportedParameter when it can not act.
-
-    `reads_effort`: the template reads `reasoning_effort`. `has_switch`: it reads `enable_thinking`.
-    """
-    if reads_effort and effort != "none":
-        return {"reasoning_effort": TEMPLATE_WORDS.get(effort, effort)}, None
-    if has_switch:
-        return {"enable_thinking": effort != "none"}, None if effort == "none" else BUDGETS[effort]
-    if reasons:
-        return {}, BUDGETS[effort]
-    if effort == "none":
-        return {}, None
-    message = f"reasoning_effort {effort}: this model does not think before it answers; leave it out or set it to none"
-    raise UnsupportedParameter(message, "reasoning_effort")
 
 
 class ReasoningSplitter:
@@ -90,9 +63,9 @@ class ReasoningSplitter:
     """
 
     def __init__(self, markers: Markers, opened: bool, tokenizer: Tokenizer | None = None) -> None:
-        self.thinking = opened
+        self.is_reasoning = opened
         self.held = ""  # may become a marker
-        self.marker_tokens = {} if tokenizer is None else _marker_tokens(markers, tokenizer)
+        self.marker_tokens = {} if tokenizer is None else _marker_tokens(markers, tokenizer)  # with their texts
         self._open, self._close = markers.open, markers.close
         self._may_open = True  # an open marker may come
         self._is_fresh = opened  # line breaks are dropped until something else came
@@ -104,14 +77,14 @@ class ReasoningSplitter:
             text = self._after_opening(text)
             if self._may_open:
                 return []
-        return self._reason(text) if self.thinking else self._answer(text)
+        return self._reason(text) if self.is_reasoning else self._answer(text)
 
     def mark(self, text: str) -> list[Delta]:
         """Take a token that is a marker or a part of one: reasoning may open again by it. A stray one is dropped."""
         pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
-        if self._may_open or (self.thinking and text in self._close):
+        if self._may_open or (self.is_reasoning and text in self._close):
             return pieces + self.feed(text)
-        if not self.thinking and self._open.startswith(text):
+        if not self.is_reasoning and self._open.startswith(text):
             self._may_open = True
             return pieces + self.feed(text)
         return pieces
@@ -133,7 +106,7 @@ class ReasoningSplitter:
             return ""
         self._may_open, self.held = False, ""
         if can_open and start.startswith(self._open):
-            self.thinking = self._is_fresh = True
+            self.is_reasoning = self._is_fresh = True
             return start[len(self._open) :]
         return text
 
@@ -145,11 +118,9 @@ class ReasoningSplitter:
         return self.feed(text)
 
     def _reason(self, text: str) -> list[Delta]:
-        reasoning, closed, after = (self.held + text).partition(self._close)
-        certain = len(reasoning) - (0 if closed else overlap(reasoning, self._close))
-        reasoning, self.held = reasoning[:certain], reasoning[certain:]
-        if self._is_fresh:
-            reasoning = reasoning.lstrip("\n")
+        reasoning, closed, rest = split_at(self.held + text, self._close)
+        self.held = "" if closed else rest
+        reasoning = reasoning.lstrip("\n") if self._is_fresh else reasoning
         body = reasoning.rstrip("\n")
         pieces: list[Delta] = []
         if body:
@@ -157,8 +128,8 @@ class ReasoningSplitter:
             self._newlines, self._is_fresh = 0, False
         self._newlines += len(reasoning) - len(body)
         if closed:
-            self.thinking, self._is_fresh, self._newlines = False, True, 0
-            pieces += self._answer(after)
+            self.is_reasoning, self._is_fresh, self._newlines = False, True, 0
+            pieces += self._answer(rest)
         return pieces
 
     def _answer(self, text: str) -> list[Delta]:
@@ -169,8 +140,7 @@ class ReasoningSplitter:
 
 
 def _marker_tokens(markers: Markers, tokenizer: Tokenizer) -> dict[int, str]:
-    """Tokens that are a marker, and special ones that are a part of one, with their text: decoding might swallow them."""
-    ids = [token for marker in (markers.open, markers.close) for token in tokenizer.encode(marker, add_special_tokens=False)]
+    """Tokens that are a marker, and special ones that are a part of one: a detokenizer might skip them."""
+    ids = [token for marker in markers for token in tokenizer.encode(marker, add_special_tokens=False)]
     texts = {token: tokenizer.token_text(token) for token in ids}
-    whole = (markers.open, markers.close)
-    return {token: text for token, text in texts.items() if text in whole or token in tokenizer.special_ids}
+    return {token: text for token, text in texts.items() if text in markers or token in tokenizer.special_ids}

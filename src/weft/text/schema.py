@@ -1,33 +1,87 @@
-"""What an answer must look like: schemas, patterns, choices and grammars become `GrammarSpec`s, and answers are checked.
+"""Required forms of an answer: schemas, patterns, choices and grammars become `GrammarSpec`s, and answers are checked.
 
-Raises InvalidRequest naming the place that can not be honoured; what a schema may ask for is `enforcement`'s business. Knows
-no wire, no token and no grammar engine: the wires make specs here, the service checks answers.
+The engine enforces JSON Schemas with llguidance, which knows less than JSON Schema. Under strict, what it can not enforce exactly
+is refused; without strict it enforces what it can, and the answer is checked afterwards. Where it is only loose (leap days and
+seconds, hosts, ECMA's white space, bounds that no float holds, numbers that would overflow) the schema is narrowed. References
+out of the document (nothing is ever fetched), and numbers on which llguidance 1.9.1 errs, crashes or does not return, are always
+refused. Errors are InvalidRequests naming the place. Knows no dialect, no token and no grammar engine.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+import math
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import combinations, islice
 from typing import Any
+from urllib.parse import unquote
 
+import jsonschema_rs
 import msgspec
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
-from weft.text.enforcement import MAX_TEXT, MAX_WORDS, examined, path_of, validator
 
 MAX_BYTES = 2**19  # of a schema or a list of choices; programs send a tenth of it
+MAX_TEXT = 2**17  # bytes of a pattern, or of a whole grammar: four times as much compiles for two seconds
 MAX_ERRORS = 5
+MAX_WORDS = 200  # characters of a validator's message
+MAX_DEPTH = 64
+MAX_BRANCHES = 64  # of a oneOf: they are compared pair by pair
+MAX_FACTOR = 10_000  # of a multipleOf without its twos and fives: each remainder is a state
+MAX_FACTORS = 50_000  # of all of them together: 100 primes below 10,000 compile for six seconds
+MAX_PATTERNED = 64  # patternProperties of one object: each is compared with each; 400 compile for six seconds
+EXACT = 2**53  # floats hold all integers up to here
+LARGEST, STEP = 92 * 10**17, 4096  # floats hold all multiples of STEP up to LARGEST
+
+Node = dict[str, Any]
+Problem = tuple[str, str]  # a place in the schema, as in .properties.x, and what is wrong there
+
+UNENFORCED = frozenset(
+    """
+    not if then else contains minContains maxContains uniqueItems propertyNames dependencies dependentRequired dependentSchemas
+    unevaluatedItems unevaluatedProperties $dynamicRef $dynamicAnchor $recursiveRef $recursiveAnchor
+    """.split()  # noqa: SIM905 - a list literal would fill half a page
+)
+COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
+BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}  # whether it is a lower one
+APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf"}
+SKETCHED = {"type", "const", "enum", "required", *COUNTS, *BOUNDS}  # enough to tell branches apart, and cheap
+
+ATOM, LETTER = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]{1,15}", "[A-Za-z0-9]{1,15}"  # four of them are within what a part may have
+HOST = rf"{LETTER}(-?{LETTER}){{0,3}}(\.{LETTER}(-?{LETTER}){{0,3}})*"
+LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+DAYS = "(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"
+DATE = f"([0-9]{{4}}-({DAYS})|{LEAP_YEAR}-02-29)"
+CLOCK = "([01][0-9]|2[0-3]):[0-5][0-9]"
+TIME = rf"{CLOCK}:[0-5][0-9](\.[0-9]+)?([zZ]|[+-]{CLOCK})"
+FORMATS: dict[str, Node] = {  # that llguidance knows; where it is loose, the schema to use instead
+    "date": {"pattern": f"^{DATE}$"},
+    "time": {"pattern": f"^{TIME}$"},
+    "date-time": {"pattern": f"^{DATE}[tT]{TIME}$"},
+    "hostname": {"pattern": f"^{HOST}$", "maxLength": 253},
+    "email": {"pattern": rf"^{ATOM}(\.?{ATOM}){{0,3}}@{HOST}$", "maxLength": 254},
+    **{name: {} for name in ("duration", "ipv4", "ipv6", "uuid", "uri")},
+}
+UNWRITABLE = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")
+WHITE = r" \f\n\r\t\v\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # ECMA's, which is not quite Unicode's
+REGEX_TOKEN = re.compile(
+    r"\\(?:[dDwWsSnrtfv]|[pP]\{[^}]*\}|u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^0-9A-Za-z])"
+    r"|\((?!\?)|\(\?(?:[ims-]*:|P?<(?=[A-Za-z]))|[^\\(]|(?P<unknown>.)",
+    re.DOTALL,
+)
 
 
 def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
-    """An answer that is JSON and fits this schema, which may come as text."""
+    """The grammar of answers that are JSON and fit this schema, which may be given as text."""
     if isinstance(schema, str):
-        schema = _parsed(schema, place)
+        schema = _parse(schema, place)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"{place} must be a JSON Schema: an object, or true", place)
     if schema is False:
         raise InvalidRequest(f"{place} is false, which no answer fits", place)
-    enforced, problem = examined(_encoded({} if schema is True else schema, place), strict)
+    enforced, problem = examine_schema(_encode({} if schema is True else schema, place), strict)
     if problem is not None:
         path, words = problem
         raise InvalidRequest(f"{place}{path}: {words}", place + path)
@@ -35,39 +89,39 @@ def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
 
 
 def regex_grammar(pattern: str, place: str) -> GrammarSpec:
-    """An answer that is one match from end to end."""
+    """The grammar of answers that match a pattern from end to end."""
     return GrammarSpec("regex", _bounded(pattern, place, MAX_TEXT))
 
 
 def choice_grammar(choices: list[str], place: str) -> GrammarSpec:
-    """One of several texts."""
+    """The grammar of answers that are one of several texts."""
     if len(set(choices)) < len(choices):
         raise InvalidRequest(f"{place} has a text twice", place)
     for index, text in enumerate(choices):
         _bounded(text, f"{place}[{index}]", MAX_TEXT)
-    return GrammarSpec("choice", _encoded(choices, place))
+    return GrammarSpec("choice", _encode(choices, place))
 
 
 def lark_grammar(text: str, place: str) -> GrammarSpec:
-    """A sentence of a grammar in Lark's or GBNF's notation."""
-    if "%json" in text:  # it would get past `json_schema`
+    """The grammar that a client wrote in Lark's or GBNF's notation."""
+    if "%json" in text:  # its schema would not be examined
         raise InvalidRequest(f"{place}: %json is not taken within a grammar; ask for a schema instead", place)
     return GrammarSpec("lark", _bounded(text, place, MAX_TEXT))
 
 
 def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec:
-    """Free text in which certain words are followed by JSON; its schemas are strict ones."""
-    value = _parsed(tag, place) if isinstance(tag, str) else tag
+    """The grammar of free text in which certain words are followed by JSON; its schemas are strict ones."""
+    value = _parse(tag, place) if isinstance(tag, str) else tag
     if not isinstance(value, dict):
         raise InvalidRequest(f"{place} must be an object", place)
-    return GrammarSpec("structural_tag", _encoded(_tagged(value, place), place))
+    return GrammarSpec("structural_tag", _encode(_with_examined_schemas(value, place), place))
 
 
 class SchemaCheck:
-    """Tells where answers leave a schema that was not strict."""
+    """Finds where answers violate a schema that was not strict."""
 
     def __init__(self, spec: GrammarSpec) -> None:
-        self._validator = validator(spec.text)
+        self._validator = _validator(spec.text)
 
     def errors(self, text: str) -> tuple[str, ...]:
         """Up to five places and what is wrong there; none for an answer that fits."""
@@ -77,36 +131,323 @@ class SchemaCheck:
             is_cut = "truncated" in str(error)
             return ("the answer was cut before it was complete" if is_cut else f"the answer is not valid JSON: {error}",)
         found = islice(self._validator.iter_errors(answer), MAX_ERRORS)
-        return tuple(f"${path_of(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
+        return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
 
 
-def _tagged(value: Any, place: str) -> Any:
-    """A structural tag with its schemas made ready."""
+@lru_cache(maxsize=32)
+def examine_schema(text: str, strict: bool) -> tuple[str, Problem | None]:
+    """The schema as llguidance should get it, or the first problem that makes it unusable."""
+    schema = _Schema(msgspec.json.decode(text))
+    if problem := next(schema.problems(text, strict), None):
+        return text, problem
+    schema.document.pop("x-guidance", None)  # llguidance's settings are ours
+    for _, node in schema.nodes:
+        _narrow(node, strict)
+    return msgspec.json.encode(schema.document).decode(), None
+
+
+def levels_of(value: Any) -> list[list[Any]]:
+    """A JSON value, its children, their children …: at most one level more than a schema may have."""
+    levels: list[list[Any]] = []
+    level = [value]
+    while level and len(levels) <= MAX_DEPTH:
+        levels.append(level)
+        parents = [parent for parent in level if isinstance(parent, dict | list)]
+        level = [child for parent in parents for child in (parent.values() if isinstance(parent, dict) else parent)]
+    return levels
+
+
+def _values(value: Any) -> list[Any]:
+    return [one for level in levels_of(value) for one in level]
+
+
+@lru_cache(maxsize=32)
+def _validator(text: str) -> jsonschema_rs.Validator:
+    # Without `offline`, and always in jsonschema_rs.meta, references would be fetched.
+    return jsonschema_rs.validator_for(msgspec.json.decode(text), validate_formats=True, offline=True)
+
+
+def _path(steps: list[str | int]) -> str:
+    """A place as it is written: .properties.x.anyOf[0]."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+
+
+class _Schema:
+    """A schema and its nodes: the root and all that it holds or refers to, each with its place."""
+
+    def __init__(self, document: Node) -> None:
+        self.document = document
+        self._anchors = {f"#{one['$anchor']}": one for one in _values(document) if isinstance(one, dict) and "$anchor" in one}
+        self.nodes = list(self._reachable())
+
+    def problems(self, text: str, strict: bool) -> Iterator[Problem]:
+        """Why the schema is refused. Ask for the first only: each check relies on those before it."""
+        if len(levels_of(self.document)) > MAX_DEPTH:
+            yield "", f"the schema is nested more than {MAX_DEPTH} levels deep"
+        for path, node in self.nodes:
+            reference = node.get("$ref")
+            if isinstance(reference, str) and not reference.startswith("#"):
+                yield path, f"$ref {reference} leads out of the schema and is not fetched; put what it names under $defs"
+        try:
+            _validator(text)
+        except jsonschema_rs.ValidationError as error:
+            yield _path(error.instance_path), f"not a valid JSON Schema: {error.message[:MAX_WORDS]}"
+        yield from self._reference_loops()
+        yield from ((path, words) for path, node in self.nodes for words in _infeasible(node))
+        yield from self._infeasible_multiples()
+        advice = "can not be enforced; leave it out or set strict to false"
+        for path, node in self.nodes if strict else ():
+            yield from ((path, f"{keyword} {advice}") for keyword in self._unenforceable(node))
+
+    def _reachable(self) -> Iterator[tuple[str, Node]]:
+        """Yield each node once, with its place. Names and constants are no schemas; definitions count when they are used."""
+        seen: set[int] = set()
+        found: list[tuple[str, Any]] = [("", self.document)]
+        for path, node in found:  # grows while it is walked
+            if isinstance(node, dict) and id(node) not in seen:
+                seen.add(id(node))
+                yield path, node
+                found += [(path + step, child) for step, child in _children(node)]
+                found.append(self._resolve(node.get("$ref")))
+
+    def _resolve(self, reference: Any) -> tuple[str, Any]:
+        """The place of the schema that `#/…` or `#anchor` refers to, and the schema; None where there is none."""
+        if not isinstance(reference, str):
+            return "", None
+        if reference in self._anchors:
+            return reference, self._anchors[reference]
+        path, node = "", self.document
+        try:
+            for step in unquote(reference).split("/")[1:]:
+                name = step.replace("~1", "/").replace("~0", "~")
+                node = node[int(name)] if isinstance(node, list) else node[name]
+                path += f".{name}"
+        except (LookupError, TypeError, ValueError):
+            return "", None
+        return path, node
+
+    def _reference_loops(self) -> Iterator[Problem]:
+        """References that lead back to themselves, over nothing but references."""
+        safe: set[int] = set()
+        for path, node in self.nodes:
+            trail: set[int] = set()
+            at: Any = node
+            while isinstance(at, dict) and "$ref" in at and id(at) not in safe:
+                if id(at) in trail:
+                    yield path, f"$ref {node['$ref']} leads back to itself; no answer fits"
+                    return
+                trail.add(id(at))
+                at = self._resolve(at["$ref"])[1]
+            safe |= trail
+
+    def _infeasible_multiples(self) -> Iterator[Problem]:
+        places = {node["multipleOf"]: path for path, node in self.nodes if "multipleOf" in node}
+        for step, path in places.items():
+            if not _is_feasible(_decimal(step)[0]):
+                yield path, f"multipleOf {step} has too many digits to be enforced"
+        if sum(_without_twos_and_fives(_decimal(step)[0]) for step in places) > MAX_FACTORS:
+            yield path, f"multipleOf {step} and others are together too many to be enforced"
+        if len(places) > 1 and any(node.keys() & APPLICATORS for _, node in self.nodes):  # they may meet, and are multiplied then
+            digits, shifts = zip(*map(_decimal, places), strict=True)
+            if not _is_feasible(math.prod(digits) * 10 ** max(shifts)):
+                yield path, f"multipleOf {step} and others together have too many digits to be enforced"
+
+    def _unenforceable(self, node: Node) -> Iterator[str]:
+        yield from (keyword for keyword in node if keyword in UNENFORCED and (keyword != "uniqueItems" or node[keyword]))
+        if node is not self.document and not str(node.get("$id", "#")).startswith("#"):  # below it "#/" means another place
+            yield "$id"
+        if "format" in node and "string" in node.get("type", "string") and node["format"] not in FORMATS:
+            yield f"format {node['format']}"
+        if "pattern" in node and _exact_regex(node["pattern"]) is None:
+            yield "pattern"
+        if any(_exact_regex(pattern) is None for pattern in node.get("patternProperties", ())):
+            yield "patternProperties"
+        if "oneOf" in node and not self._is_disjoint(node):
+            yield "oneOf"
+        for keyword in node.keys() & {"const", "enum", "properties"}:
+            values = [node[keyword]] if keyword == "properties" else _values(node[keyword])
+            texts = ["".join(one) for one in values if isinstance(one, str | dict)]  # strings, and the keys of objects
+            # Only a \u escape could write it, and the engine lets none through, lest a key hides in one.
+            if UNWRITABLE.search("".join(texts)):
+                yield f"a control character in {keyword}"
+        if re.search("draft-0[67]", self.document.get("$schema", "")):  # in later drafts they only describe
+            yield from (keyword for keyword in ("contentEncoding", "contentMediaType") if keyword in node)
+        # Counts of properties: keys that are not listed may come twice, and only one of them is sure to be new.
+        required, is_closed = set(node.get("required", ())), _is_closed(node)
+        has_optional = bool(node.get("properties", {}).keys() - required)
+        if node.get("minProperties", 0) > len(required) + (is_closed or not has_optional):
+            yield "minProperties"
+        if has_optional and "maxProperties" in node and not (is_closed and node["maxProperties"] == len(required) + 1):
+            yield "maxProperties"
+
+    def _is_disjoint(self, node: Node) -> bool:
+        """Whether surely no value fits two branches of a oneOf."""
+        if len(node["oneOf"]) > MAX_BRANCHES:
+            return False
+        given = (("$schema", self.document.get("$schema")), ("type", node.get("type")))
+        shared = {keyword: value for keyword, value in given if value is not None}
+        sketches = [shared | sketch if isinstance(sketch, dict) else sketch for sketch in map(self._sketch, node["oneOf"])]
+        shapes = [jsonschema_rs.canonicalize(sketch, offline=True) for sketch in sketches]
+        never = jsonschema_rs.canonical.Satisfiability.NO
+        return all(one.intersect(other).satisfiability() == never for one, other in combinations(shapes, 2))
+
+    def _sketch(self, node: Any, inside: bool = False) -> Any:
+        """A wider schema of a few cheap keywords: what fits a branch fits its sketch."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(node, dict) or "$ref" not in node:
+                break
+            node = self._resolve(node["$ref"])[1]
+        if not isinstance(node, dict) or "$ref" in node:
+            return node is not False
+        sketch = {keyword: value for keyword, value in node.items() if keyword in SKETCHED}
+        properties = {} if inside else node.get("properties", {})
+        is_closed = not inside and _is_closed(node) and len(properties) <= MAX_BRANCHES
+        names = properties if is_closed else [name for name in node.get("required", ())[:MAX_BRANCHES] if name in properties]
+        sketch["properties"] = {name: self._sketch(properties[name], inside=True) for name in names}
+        return sketch | ({"additionalProperties": False} if is_closed else {})
+
+
+def _children(node: Node) -> Iterator[tuple[str, Any]]:
+    for keyword, value in node.items():
+        match keyword, value:
+            case "properties" | "patternProperties", dict():
+                yield from ((f".{keyword}.{name}", child) for name, child in value.items())
+            case "allOf" | "anyOf" | "oneOf" | "prefixItems" | "items", list():
+                yield from ((f".{keyword}[{index}]", child) for index, child in enumerate(value))
+            case "items" | "additionalItems" | "additionalProperties", dict():
+                yield f".{keyword}", value
+
+
+def _infeasible(node: Node) -> Iterator[str]:
+    """Values that llguidance computes wrongly, or that would keep it busy for seconds."""
+    for keyword in node.keys() & {"const", "enum"}:
+        if any(isinstance(value, int | float) and abs(value) > EXACT for value in _values(node[keyword])):
+            yield f"{keyword} has a number beyond 2^53, which can not be enforced"
+    for keyword in node.keys() & BOUNDS.keys():
+        if node[keyword] > LARGEST if BOUNDS[keyword] else node[keyword] < -LARGEST:
+            yield f"{keyword} {node[keyword]} is too far out to be enforced"
+    if isinstance(pattern := node.get("pattern"), str) and (size := len(pattern.encode())) > MAX_TEXT:
+        yield f"pattern has {size} bytes; at most {MAX_TEXT} are taken"
+    if isinstance(patterns := node.get("patternProperties"), dict) and len(patterns) > MAX_PATTERNED:
+        yield f"patternProperties has {len(patterns)} patterns; at most {MAX_PATTERNED} are taken"
+
+
+def _narrow(node: Node, strict: bool) -> None:
+    """Rewrite in a node what llguidance enforces loosely into what it enforces exactly."""
+    for keyword in node.keys() & COUNTS:
+        node[keyword] = int(node[keyword])  # llguidance does not take 2.0
+    for keyword in node.keys() & BOUNDS.keys():
+        if abs(node[keyword]) > EXACT:
+            inner = int(min(max(node[keyword], -LARGEST), LARGEST)) // STEP
+            node[keyword] = (inner + 2 if BOUNDS[keyword] else inner - 1) * STEP
+    if not node.get("uniqueItems"):
+        node.pop("uniqueItems", None)
+    if not isinstance(node.get("items"), list):
+        node.pop("additionalItems", None)  # it means nothing here, and llguidance would forget prefixItems over it
+    more = [FORMATS[node.pop("format")]] if FORMATS.get(node.get("format", "")) else []
+    more += _narrow_patterns(node)
+    if strict and "oneOf" in node:
+        more.append({"anyOf": node.pop("oneOf")})
+    if strict and "number" in node.get("type", ()):
+        # Bounds keep exponents away, and the fractions of a multipleOf within a float's digits.
+        step = node.get("multipleOf", 1)
+        far = LARGEST if step % 1 == 0 else min(LARGEST, step * 1e15)
+        if not node.keys() & {"minimum", "exclusiveMinimum", "const", "enum"}:
+            node["minimum"] = -far
+        if far < LARGEST and not node.keys() & {"maximum", "exclusiveMaximum", "const", "enum"}:
+            node["maximum"] = far
+    if more:
+        node["allOf"] = [*node.get("allOf", ()), *more]
+
+
+def _narrow_patterns(node: Node) -> list[Node]:
+    """Rewrite patterns in llguidance's dialect; returns as schemas those that it can not express, and would refuse."""
+    aside: list[Node] = []
+    if "pattern" in node and (exact := _exact_regex(node["pattern"])) is not None:
+        node["pattern"] = exact
+    elif "pattern" in node:
+        aside.append({"pattern": node.pop("pattern")})
+    names = {name: _exact_regex(name) for name in node.get("patternProperties", ())}
+    if None not in names.values():
+        node |= {"patternProperties": {names[name]: child for name, child in node["patternProperties"].items()}} if names else {}
+    else:
+        known = dict.fromkeys(node.get("properties", ()), True)
+        rest: Node = {keyword: node.pop(keyword) for keyword in ("patternProperties", "additionalProperties") if keyword in node}
+        aside.append({"properties": known, **rest})
+    return [{"not": {"not": schema}} for schema in aside]  # llguidance ignores every `not`; the check of the answer does not
+
+
+def _exact_regex(pattern: str) -> str | None:
+    """The pattern that means to llguidance what this one means in ECMA's dialect.
+
+    None for look-around, back-references, word borders and nested classes, which llguidance does not know.
+    """
+    written: list[str] = []
+    in_class = False
+    for found in REGEX_TOKEN.finditer(pattern):
+        token = found[0]
+        is_empty = token == "]" and (written[-1:] == ["["] or written[-2:] == ["[", "^"])
+        is_odd = in_class and (token == "[" or is_empty or (token in "&-~" and written[-1] == token))
+        if found.lastgroup or is_odd:
+            return None
+        in_class = token != "]" if in_class else token == "["
+        if token == r"\s":
+            token = WHITE if in_class else f"[{WHITE}]"
+        elif token == r"\S" and not in_class:
+            token = f"[^{WHITE}]"
+        written.append(token)
+    return "".join(written)
+
+
+def _decimal(step: float) -> tuple[int, int]:
+    """A multipleOf as llguidance counts: its digits, and how many of them are behind the point."""
+    digits, shift = float(abs(step)), 0
+    while digits % 1 and digits < EXACT:
+        digits, shift = digits * 10, shift + 1
+    return int(digits), shift
+
+
+def _is_feasible(factor: int) -> bool:
+    return 0 < _without_twos_and_fives(factor) <= MAX_FACTOR and factor < 2**32 / 10
+
+
+def _without_twos_and_fives(factor: int) -> int:
+    while factor and (factor % 2 == 0 or factor % 5 == 0):  # they cost nothing in decimal
+        factor //= 2 if factor % 2 == 0 else 5
+    return factor
+
+
+def _is_closed(node: Node) -> bool:
+    return node.get("additionalProperties") is False and not node.get("patternProperties")
+
+
+def _with_examined_schemas(value: Any, place: str) -> Any:
+    """A part of a structural tag in which each schema is replaced by the one that llguidance should get."""
     match value:
         case list():
-            return [_tagged(item, f"{place}[{index}]") for index, item in enumerate(value)]
+            return [_with_examined_schemas(item, f"{place}[{index}]") for index, item in enumerate(value)]
         case dict():
             return {
                 name: msgspec.Raw(json_schema_grammar(item, True, f"{place}.{name}").text)
                 if name in ("schema", "json_schema")
-                else _tagged(item, f"{place}.{name}")
+                else _with_examined_schemas(item, f"{place}.{name}")
                 for name, item in value.items()
             }
     return value
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parse(text: str, place: str) -> Any:
     try:
         return msgspec.json.decode(_bounded(text, place))
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{place} is not valid JSON: {error}", place) from None
 
 
-def _encoded(value: Any, place: str) -> str:
+def _encode(value: Any, place: str) -> str:
     return _bounded(msgspec.json.encode(value).decode(), place)
 
 
-def _bounded(text: str, place: str, most: int = MAX_BYTES) -> str:
-    if (size := len(text.encode())) > most:
-        raise InvalidRequest(f"{place} has {size} bytes; at most {most} are taken", place)
+def _bounded(text: str, place: str, max_bytes: int = MAX_BYTES) -> str:
+    if (size := len(text.encode())) > max_bytes:
+        raise InvalidRequest(f"{place} has {size} bytes; at most {max_bytes} are taken", place)
     return text

@@ -1,6 +1,6 @@
-"""Stop strings in a text that comes in pieces: what can still become one is held back.
+"""Texts searched in a text that comes in pieces: what can still become one of them is held back.
 
-Knows neither tokens nor requests. `Reader` uses it on the answer; `Splitter` borrows `overlap` for its markers.
+Knows neither tokens nor requests. `StreamReader` finds stop strings by it; the other readers find their markers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,20 @@ class StopFinder:
         return text[:certain], None
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string."""
+        """The text that was held back and did not become a stop string."""
         rest, self._held = self._held, ""
         return rest
 
 
+def split_at(text: str, sought: str) -> tuple[str, str, str]:
+    """`str.partition` for a growing text: where `sought` is missing, the last part is what could become it."""
+    before, found, after = text.partition(sought)
+    certain = len(before) - (0 if found else overlap(before, sought))
+    return before[:certain], found, before[certain:] + after
+
+
 def overlap(text: str, sought: str) -> int:
-    """How many characters at the end of `text` could be the beginning of `sought`, but not all of it."""
+    """The number of characters at the end of `text` that could be the beginning of `sought`, but not all of it."""
     start = text.find(sought[0], max(0, len(text) - len(sought) + 1))
     while start >= 0:
         if sought.startswith(text[start:]):

@@ -48,14 +48,14 @@ class StreamReader:
             return []
         splitter, mark = self._splitter, ""
         pieces: list[Delta] = []
-        self.num_reasoning_tokens += self._calls is not None and self._calls.thinking
+        self.num_reasoning_tokens += self._calls is not None and self._calls.is_reasoning
         if splitter is None:
             if text := self._detokenizer.feed(token):
                 pieces = [Text(text)]
         else:
-            self.num_reasoning_tokens += splitter.thinking
+            self.num_reasoning_tokens += splitter.is_reasoning
             if token in splitter.marker_tokens:
-                self._detokenizer.drop_unfinished()  # a marker ends a character as the end of the answer does
+                self._detokenizer.unfinished = b""  # a marker ends a character as the end of the answer does
                 text = mark = splitter.marker_tokens[token]
                 pieces = splitter.mark(mark)
             elif text := self._detokenizer.feed(token):
@@ -82,14 +82,13 @@ class StreamReader:
         deltas = self._until_stop(pieces)
         if self.stopped is None:
             rest = self._stops.finish()
-            is_reasoning = any(one is not None and one.thinking for one in (splitter, self._calls))
+            is_reasoning = any(one is not None and one.is_reasoning for one in (splitter, self._calls))
             tokens = self._tokens.take_rest() if self._tokens is not None and not is_reasoning else ()
             if rest or tokens:
                 deltas.append(Text(rest, tokens))
         return deltas
 
     def _read_calls(self, calls: CallReader | HarmonyReader, pieces: list[Delta]) -> list[Delta]:
-        """Split calls off the texts among these pieces."""
         return [one for piece in pieces for one in (calls.feed(piece.text) if isinstance(piece, Text) else [piece])]
 
     def _settle(self, pieces: list[Delta], num_held: int) -> None:

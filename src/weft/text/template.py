@@ -1,7 +1,7 @@
-"""Messages → prompt text, by the model's own chat template, caught and explained when it fails.
+"""A model's chat template: it turns messages into prompt text, and it is probed for the message shapes that it takes.
 
-A template is Jinja from an unknown hand, so it runs in a sandbox, with the helpers its author tested it with. When it
-fails the caller is told its words; raw text is never used instead. Knows nothing of what clients send: `normalise` does.
+A template is Jinja from an unknown author. It runs in a sandbox with the helpers its author tested it with, and when it fails
+the client gets its words. What it takes is found by trying, never by a model's name; `normalise` acts on the findings.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from itertools import product
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jinja2
 from jinja2 import meta, nodes
@@ -21,10 +22,24 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from weft.errors import BadModel, TemplateFailed
 
 Message = Mapping[str, Any]
+ArgumentsForm = Literal["object", "text"]
+NoContent = Literal["empty", "null", "absent"]
+
+# Words that no template writes by itself. A probe uses each of its words once.
+_ONE, _TWO, _THREE, _FOUR, _FIVE = "zqoriolezq", "zqheronzq", "zqploverzq", "zqmerlinzq", "zqjackdawzq"
+_KEY, _VALUE, _TOOL, _STRAY = "zqkeyzq", "zqvaluezq", "zqtoolzq", "zqstrayzq"
+_ARGUMENTS: dict[ArgumentsForm, Any] = {"object": {_KEY: _VALUE}, "text": f'{{"{_KEY}": "{_VALUE}"}}'}
+_BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _TOOL}}
+_SCHEMA = {"type": "object", "properties": {}}
+_FULL_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "d", "parameters": _SCHEMA}}
+# What must not be in a prompt: keys of a part, arguments encoded twice, arguments as Python prints them.
+_SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
+_NO_CONTENTS: tuple[NoContent, ...] = ("empty", "null", "absent")
+_ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # the last: for templates that write only the id
 
 
 class ChatTemplate:
-    """A model's way of writing a conversation down. Some models have a second template for requests with tools."""
+    """A model's chat template. Some models have a second one for requests with tools."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None) -> None:
         self.source = source
@@ -41,33 +56,165 @@ class ChatTemplate:
 
     @staticmethod
     def of(folder: Path) -> ChatTemplate | None:
-        """The template of a model folder; None for a model that has none."""
-        settings = _read_json(folder / "tokenizer_config.json")
-        sources = _named(_read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
+        """The template of a model folder; None for a model that has none. Raises BadModel for files it can not read."""
+        settings = read_json_object(folder / "tokenizer_config.json")
+        sources = _sources(read_json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
         files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
         for file in filter(Path.is_file, files):
-            sources["default" if file is files[0] else file.stem] = _read_text(file)
+            try:
+                sources["default" if file is files[0] else file.stem] = file.read_text(encoding="utf-8")
+            except ValueError as error:
+                raise BadModel(f"{file} is not UTF-8 text: {error}; fetch the file again") from error
         if "default" not in sources:
             return None
-        special = {name: text for name in settings if name.endswith("_token") and (text := _token_text(settings[name]))}
+        tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+        special = {name: text for name, text in texts.items() if isinstance(text, str) and text}
         return ChatTemplate(sources["default"], special, sources.get("tool_use"))
 
     def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
-        """Messages → prompt text. Raises TemplateFailed with the template's own words."""
-        values = {
-            "tools": None,
-            "documents": None,
-            **self._special_tokens,
-            **more,
-            "messages": list(messages),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        """The prompt text of these messages. Raises TemplateFailed with the template's own words."""
+        values = {"tools": None, "documents": None, **self._special_tokens, **more}
+        values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         template = self.with_tools._template if values["tools"] else self._template
         try:
             return template.render(values)
         except Exception as error:  # a template is a foreign program: it can fail in any way, and costs this request only
             words = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise TemplateFailed(f"the model's chat template refuses these messages: {words}", "messages") from error
+
+
+class Capabilities:
+    """The message shapes that a template takes as they are, found by rendering tiny conversations, with or without a tool.
+
+    Never raises: a failure is an answer. The forms of contents and calls are learnt first; the other probes build on them.
+    """
+
+    def __init__(self, template: ChatTemplate, *, with_tools: bool = False) -> None:
+        self._template = template
+        self._tools = [_FULL_TOOL] if with_tools else None
+        self.text: set[str] = set()  # roles whose content may be a text
+        self.parts: set[str] = set()  # roles whose content may be a list of text parts
+        self._learn_content("user", [], [])
+        self._learn_content("system", [], self._question)
+        self._learn_content("assistant", self._question, self._talk(("user", _FIVE)))
+        self.arguments: frozenset[ArgumentsForm] = frozenset()  # forms of a call's arguments that come out right; none: no calls
+        self.no_content: NoContent  # the content of a turn of nothing but calls
+        self._learn_calls()
+        question, calls = self._question, self._render(self._call(_ONE, _TWO))
+        self.several_calls = _ONE in calls and _TWO in calls  # in one turn
+        self.any_call_id = self._call_id != _NINE_ID  # else nine letters or digits
+        self.reasoning_key = self._find_reasoning_key()  # the key under which the reasoning of past turns is read
+        text_and_reasoning = {"content": self._message("assistant", _TWO)["content"], self.reasoning_key: _FIVE}
+        self.text_and_reasoning = self._render(self._call(also=text_and_reasoning)) != ""  # beside calls
+        self.system = self._keeps_system()  # a system message at the front, and it stays there
+        self.developer = self._knows_developer()  # a developer message at the front, as a role it knows
+        self.late_system = self.system and self._keeps_late_system()  # system messages further on, each in its place
+        users = self._talk(("user", _THREE), ("assistant", _ONE), ("user", _TWO), ("user", _FOUR))
+        assistants = self._talk(("user", _THREE), ("assistant", _TWO), ("assistant", _FOUR), ("user", _ONE))
+        talks = {"user": users, "assistant": assistants}
+        self.repeats = {role for role in talks if self._shows(talks[role], _TWO, _FOUR)}  # roles that may have two turns in a row
+        self.user_after_tool = self._lets_user_follow_tool()
+        self.tools = _TOOL in self._render(question, tools=[_FULL_TOOL])  # tools are written down
+        self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
+        switched = {self._render(question, enable_thinking=switch) for switch in (True, False)}
+        self.thinking_switch = len(switched) == 2  # `enable_thinking` changes the prompt
+
+    @property
+    def _question(self) -> list[dict[str, Any]]:
+        return self._talk(("user", _THREE))
+
+    def _talk(self, *turns: tuple[str, str]) -> list[dict[str, Any]]:
+        return [self._message(role, word) for role, word in turns]
+
+    def _message(self, role: str, word: str) -> dict[str, Any]:
+        """A message with its content in a form that the template takes."""
+        return {"role": role, "content": _parts(word) if role in self.parts - self.text else word}
+
+    def _call(self, *names: str, form: ArgumentsForm | None = None, also: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """A question, an assistant's turn that calls these functions, and a result; `also` is added to the turn."""
+        names = names or (_ONE,)
+        arguments = _ARGUMENTS[form or ("text" if self.arguments == {"text"} else "object")]
+        ids = [self._call_id.format(name=name) for name in names]
+        functions = [{"name": name, "arguments": arguments} for name in names]
+        calls = [{"id": one, "type": "function", "function": function} for one, function in zip(ids, functions, strict=True)]
+        content = {"empty": self._message("assistant", ""), "null": {"content": None}, "absent": {}}[self.no_content]
+        result = {"role": "tool", "content": _FOUR, "tool_call_id": ids[0]}
+        return [*self._question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
+
+    def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
+        """The prompt; "" where the template refuses."""
+        try:
+            return self._template.render(messages, **{"tools": self._tools, **more})
+        except TemplateFailed:
+            return ""
+
+    def _shows(self, messages: list[dict[str, Any]], *words: str) -> bool:
+        """Whether the prompt has each word once, in this order, and no slips."""
+        text = self._render(messages)
+        places = [text.find(word) for word in words]
+        once = all(text.count(word) == 1 for word in words)
+        return once and places == sorted(places) and not any(slip in text for slip in _SLIPS)
+
+    def _learn_content(self, role: str, before: list[dict[str, Any]], after: list[dict[str, Any]]) -> None:
+        if self._shows([*before, {"role": role, "content": _ONE}, *after], _ONE):
+            self.text.add(role)
+        if self._shows([*before, {"role": role, "content": _parts(_ONE, _TWO)}, *after], _ONE, _TWO):
+            self.parts.add(role)
+
+    def _learn_calls(self) -> None:
+        """Find the simplest form of calls that the template writes correctly."""
+        for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), _NO_CONTENTS):
+            self._call_id, self.no_content = call_id, no_content
+            self.arguments = frozenset(form for form in _ARGUMENTS if self._writes_call(form))
+            if self.arguments:
+                self.text.add("tool")
+                return
+
+    def _writes_call(self, form: ArgumentsForm) -> bool:
+        called = self._call(form=form)
+        after_question = self._render(called).partition(_THREE)[2]
+        # Name and key may be there more than once: with the result, with a closing tag.
+        is_named = _ONE in after_question and _KEY in after_question
+        return is_named and "None" not in after_question and self._shows(called, _VALUE, _FOUR)
+
+    def _find_reasoning_key(self) -> str:
+        for key in ("reasoning_content", "thinking", "reasoning"):
+            answered = [*self._question, {**self._message("assistant", _ONE), key: _TWO}]
+            if any(_TWO in self._render(messages) for messages in (self._call(also={key: _TWO}), answered)):
+                return key
+        return "reasoning_content"
+
+    def _keeps_system(self) -> bool:
+        # Some templates write it into the last question, and lose it after a tool's result.
+        system = self._message("system", _FIVE)
+        talk = [system, *self._talk(("user", _THREE), ("assistant", _ONE), ("user", _TWO))]
+        in_tool_loop = not self.arguments or self._shows([system, *self._call()], _FIVE, _FOUR)
+        return in_tool_loop and self._shows(talk, _FIVE, _THREE, _TWO)
+
+    def _keeps_late_system(self) -> bool:
+        between = self._talk(("user", _ONE), ("assistant", _TWO), ("system", _FOUR), ("system", _FIVE), ("user", _THREE))
+        after_tool = not self.arguments or self._shows([*self._call(), self._message("system", _FIVE)], _FOUR, _FIVE)
+        return after_tool and self._shows(between, _ONE, _TWO, _FOUR, _FIVE, _THREE)
+
+    def _knows_developer(self) -> bool:
+        # A template that prints any role's name prints this one too, though its model has not seen it.
+        system = self._message("system", _ONE)
+        echo = self._render([{**system, "role": _STRAY}, *self._question]).lower()
+        return _STRAY not in echo and self._shows([{**system, "role": "developer"}, *self._question], _ONE, _THREE)
+
+    def _lets_user_follow_tool(self) -> bool:
+        """Whether a user's turn may follow a tool's result, and does not change the prompt before it."""
+        # Some templates take it for a new question, and drop the reasoning since the last one.
+        called = self._call(also={self.reasoning_key: _TWO})
+        followed = [*called, self._message("user", _FIVE)]
+        before = self._render(called, add_generation_prompt=False)
+        return self._shows(followed, _FOUR, _FIVE) and self._render(followed).startswith(before)
+
+
+def _parts(*words: str) -> list[dict[str, Any]]:
+    """Text parts with a stray key: a template that prints the list as it is shows the key."""
+    return [{"type": "text", "text": word, _STRAY: ""} for word in words]
 
 
 class _GenerationTag(Extension):
@@ -85,58 +232,36 @@ def _environment() -> jinja2.Environment:
     extensions: list[str | type[Extension]] = [_GenerationTag, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own escapes what HTML would mistake; a prompt is not HTML."""
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes for HTML; a prompt is not HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _raise(message: str) -> NoReturn:
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _read_text(path: Path) -> str:
+def _sources(given: Any) -> dict[str, str]:
+    """Template sources by name. A single one is the default; several come as a list of names and templates."""
+    if isinstance(given, str):
+        return {"default": given}
     try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as error:
-        raise BadModel(f"{path} is not UTF-8 text: {error}; fetch the file again") from error
+        return {entry["name"]: entry["template"] for entry in given} if isinstance(given, list) else {}
+    except (KeyError, TypeError) as error:
+        raise BadModel("chat_template is a list in which not every entry has a name and a template") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model folder; {} where the file is missing. Raises BadModel for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise BadModel(f"{path} is not JSON: {error}; fetch the file again") from error
     if not isinstance(value, dict):
         raise BadModel(f"{path} is not a JSON object; fetch the file again")
     return value
-
-
-def _named(source: Any) -> dict[str, str]:
-    """Template sources by name. One alone is the default; several come as a list of names and templates."""
-    if isinstance(source, str):
-        return {"default": source}
-    if not isinstance(source, list):
-        return {}
-    try:
-        return {entry["name"]: entry["template"] for entry in source}
-    except (KeyError, TypeError) as error:
-        raise BadModel("chat_template is a list in which not every entry has a name and a template") from error
-
-
-def _token_text(token: Any) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None

@@ -1,7 +1,7 @@
-"""Text ⇄ ids, by the model's tokenizer.json alone: what it says is what the model was trained with.
+"""Text to token ids and back, by the model's tokenizer.json alone.
 
-Knows no model and no mlx. Going back to text it works on each token's exact bytes. The library's own stream waits as long
-as the text ends in U+FFFD and raises on broken runs of byte tokens; `Detokenizer` never holds more than one character.
+Knows no model and no mlx. Decoding works on each token's exact bytes: the library's own stream waits as long as the text ends
+in U+FFFD and raises on broken runs of byte tokens, while `Detokenizer` never holds back more than one character.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Byte-level vocabularies write each byte as one visible character: itself where it is visible, else the next one from 256 on.
 VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
-BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(HIDDEN)}
+BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + index): byte for index, byte in enumerate(HIDDEN)}
 
 
 class Tokenizer:
-    """A model's tokenizer."""
+    """A model's tokenizer. Raises BadModel or UnsupportedModel for a file it can not use."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -36,21 +36,20 @@ class Tokenizer:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exceptions; its words name the fault
             raise BadModel(f"{path} can not be read as a tokenizer: {error}; fetch the file again") from error
-        self.inner.no_truncation()  # a limit some files carry; a prompt is never cut in silence
+        self.inner.no_truncation()  # some files carry a limit; a prompt is never cut silently
         self.inner.no_padding()
         added = self.inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, fact in added.items() if fact.special)
-        self.vocab_size: int = self.inner.get_vocab_size(with_added_tokens=True)
         self.bytes_of = TokenBytes(self.inner, frozenset(added), path)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text → ids. Special tokens are added where a plain text begins, not where a template wrote them."""
-        # Of the library's ways the one that lets go of the interpreter: long texts are encoded in threads.
+        """Text as ids. Special tokens are added where a plain text begins, not where a template wrote them."""
+        # Of the library's functions the one that releases the GIL: long texts are encoded in threads.
         ids: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_placed(self, text: str, offsets: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A template's text → ids, and for each offset into the text how many of its tokens end there or before."""
+    def encode_with_offsets(self, text: str, offsets: Sequence[int]) -> tuple[list[int], list[int]]:
+        """A template's text as ids, and for each offset into the text the number of tokens that end there or before."""
         if not offsets:
             return self.encode(text, add_special_tokens=False), []
         encoding = self.inner.encode_batch([text], add_special_tokens=False)[0]  # half as slow again: it keeps offsets
@@ -58,25 +57,21 @@ class Tokenizer:
         counts = []
         for offset in offsets:
             count = bisect_left(starts, offset)
-            while count and ends[count - 1] > offset:  # this token goes on beyond
+            while count and ends[count - 1] > offset:  # this token reaches beyond the offset
                 count -= 1
             counts.append(count)
         return encoding.ids, counts
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids → text, to the letter what a Detokenizer gives piece by piece."""
-        detokenizer = Detokenizer(self, skip_special_tokens)
-        for token in ids:
-            detokenizer.feed(token)
-        return detokenizer.told
+        """Ids as text: all that a Detokenizer gives piece by piece."""
+        return "".join(map(Detokenizer(self, skip_special_tokens).feed, ids))
 
     def id_of(self, text: str) -> int | None:
-        """The token that is written like this in the vocabulary."""
         token: int | None = self.inner.token_to_id(text)
         return token
 
     def token_bytes(self, token: int) -> bytes:
-        """The exact bytes a token stands for; none for an id nobody knows."""
+        """The exact bytes of a token; empty for an unknown id."""
         return self.bytes_of[token]
 
     def token_text(self, token: int) -> str:
@@ -85,16 +80,16 @@ class Tokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id → its bytes, worked out when first asked for, by the steps of the tokenizer's decoder."""
+    """The bytes of each token id, computed at first use by the steps of the tokenizer's decoder."""
 
     def __init__(self, inner: tokenizers.Tokenizer, added: frozenset[int], path: Path) -> None:
         super().__init__()
-        self.drops_first_space = False  # of a text, not of each token
+        self.drops_first_space = False  # of a whole text, not of each token
         self._inner = inner
         self._added = added
         self._replaced: list[tuple[str, str]] = []
         self._is_byte_level = self._has_byte_tokens = False
-        for step in _steps(json.loads(inner.decoder.__getstate__()) if inner.decoder else None):
+        for step in _decoder_steps(json.loads(inner.decoder.__getstate__()) if inner.decoder else None):
             match step:
                 case {"type": "ByteLevel"}:
                     self._is_byte_level = True
@@ -118,7 +113,7 @@ class TokenBytes(dict[int, bytes]):
     def __missing__(self, token: int) -> bytes:
         text = self._inner.id_to_token(token) if 0 <= token < 1 << 32 else None
         if text is None:
-            return b""  # not kept: there are as many unknown ids as anybody cares to ask for
+            return b""  # not stored: clients may send any number of unknown ids
         self[token] = found = self._spell(text, token in self._added)
         return found
 
@@ -133,7 +128,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Detokenizer:
-    """Ids in, text pieces out; bytes of an unfinished character are held back, never more than three.
+    """Turns ids into pieces of text; at most three bytes of an unfinished character are held back.
 
     Bytes that can not be part of any character come out as U+FFFD: that is what the model wrote.
     """
@@ -141,10 +136,9 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self.tokenizer = tokenizer
         self.unfinished = b""  # the beginning of a character
-        self._bytes_of = tokenizer.bytes_of
         self.skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        self._bytes_of = tokenizer.bytes_of
         self._drops_space = tokenizer.bytes_of.drops_first_space
-        self._pieces: list[str] = []
 
     def feed(self, token: int) -> str:
         """The text that became certain with this token, often nothing or one word."""
@@ -156,23 +150,13 @@ class Detokenizer:
         if self._drops_space and piece:
             piece = piece.removeprefix(" ")
             self._drops_space = False
-        self._pieces.append(piece)
         return piece
 
-    def drop_unfinished(self) -> None:
-        """Forget the bytes of a character that will not be completed."""
-        self.unfinished = b""
 
-    @property
-    def told(self) -> str:
-        """All pieces so far."""
-        return "".join(self._pieces)
-
-
-def _steps(step: Any) -> Iterator[Any]:
-    """The steps of a decoder in their order. Any: JSON from an unknown hand."""
+def _decoder_steps(step: Any) -> Iterator[Any]:
+    """The steps of a decoder in their order. Any: JSON of unknown shape."""
     if isinstance(step, dict) and step.get("type") == "Sequence":
         for inner in step["decoders"]:
-            yield from _steps(inner)
+            yield from _decoder_steps(inner)
     else:
         yield step

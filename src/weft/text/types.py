@@ -1,7 +1,7 @@
-"""What the text world speaks of: a conversation, a generation asked for, and the deltas that answer it.
+"""The values of the text layer: a conversation, a request to generate, and the deltas that answer it.
 
-Values only. Every wire translates its own JSON into a `GenerationRequest` and its own events out of deltas; nothing here knows
-HTTP, token ids of a model, or templates.
+Every dialect translates its own JSON into a `GenerationRequest`, and deltas into its own events. Nothing here knows HTTP,
+templates, or the vocabulary of a model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weft.ipc.messages import FinishReason, GrammarSpec, MissCause, TokenLogprob
 
-if TYPE_CHECKING:  # tools are made of the words here
-    from weft.text.tools.selection import ToolSelection
+if TYPE_CHECKING:  # tools are made of the types here
+    from weft.text.tools.tool import ToolSelection
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 LateSystem = Literal["fold", "hoist"]
@@ -39,19 +39,25 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
-    breakpoints: tuple[int, ...] = ()  # parts after which a later prompt may part from this one; a text is part 0
-    place: str | None = field(default=None, compare=False)  # in the request, for errors; None: messages[its index]
+    breakpoints: tuple[int, ...] = ()  # parts after which a later prompt may diverge from this one; a text is part 0
+    place: str | None = field(default=None, compare=False)  # path in the request, for errors; None: messages[its index]
+
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the content's parts; a content that is a text, or absent, is one part."""
+        content = self.content or ""
+        return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is to be written down by the model's chat template."""
+    """Messages and tools for the model's chat template to write as one prompt."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's shape: {"type": "function", "function": {…}}
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
-    continue_final_message: bool = False  # the last message is an answer begun, to be gone on with
+    continue_final_message: bool = False  # the last message is the beginning of the answer
 
 
 Prompt = Conversation | str | tuple[int, ...]
@@ -59,42 +65,42 @@ Prompt = Conversation | str | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request in the text world, whichever wire it came by. One choice per prompt and `n`."""
+    """A request to generate, whatever dialect it came in. It has one choice per prompt and `n`."""
 
     model: str | None
     prompts: tuple[Prompt, ...]
-    sampling: dict[str, Any]  # the fields of wire.Sampling that the client gave; the model's advice fills the rest
+    sampling: dict[str, Any]  # the fields of `Sampling` that the client gave; the model's recommendation fills the rest
     n: int = 1
     stops: tuple[str, ...] = ()
-    echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are asked for
-    split_thinking: bool = True  # thinking is told apart from the answer
+    echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are requested
+    split_thinking: bool = True  # the reasoning is separated from the answer
     grammar: GrammarSpec | None = None  # what the answer must look like
     tool_choice: ToolSelection | None = None  # which tools may be called; None: there are none
-    thinking_budget: int | None = None  # tokens that may be thought before the answer
-    effort: Effort | None = None  # how much to think, in OpenAI's words; the model's scribe knows what that means
+    thinking_budget: int | None = None  # reasoning tokens before the answer
+    effort: Effort | None = None  # how much to reason, in OpenAI's words; the model's codec knows how to get that
     skip_special_tokens: bool = True
-    cache_salt: str = ""  # what was computed of its prompts is shared only under the same one
-    session: str = ""  # in the client's words: it will come again with more of the same
-    client: str = ""  # who asks; clients take turns
-    dialect: str = ""  # by which it came
+    cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
+    session: str = ""  # the client's name for a conversation that will come again with more turns
+    client: str = ""  # clients take turns
+    dialect: str = ""
     priority: int = 0  # higher ones go first
-    is_flexible: bool = False  # thinking that a model has not, or more tokens than there is room for, is no error but left out
+    is_flexible: bool = False  # reasoning that the model can not do, or more tokens than fit, are left out instead of refused
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as the wires show it: its text, its exact bytes, and its log-probability where that was asked for."""
+    """A token as the dialects show it: its text, its exact bytes, and its log-probability where that was requested."""
 
     id: int
     text: str
     bytes: bytes
     logprob: TokenLogprob | None = None
-    top: tuple[Token, ...] = ()  # the likeliest at its place, likeliest first, each with its own log-probability
+    top: tuple[Token, ...] = ()  # the likeliest tokens at this position, likeliest first, each with its own log-probability
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer; `tokens` only where log-probabilities were asked for."""
+    """A piece of the answer; `tokens` only where log-probabilities were requested."""
 
     text: str
     tokens: tuple[Token, ...] = ()
@@ -102,14 +108,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the thinking before the answer."""
+    """A piece of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallOpened:
-    """The model calls a tool. What follows under the same index, counted from 0 within a choice, belongs to it."""
+    """The beginning of a tool call. Later deltas with the same index, counted from 0 within a choice, belong to it."""
 
     index: int
     id: str
@@ -118,7 +124,7 @@ class CallOpened:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the JSON text of a call's arguments, as generated; all of them together are the arguments."""
+    """A piece of the JSON text of a call's arguments, as generated; all pieces together are the arguments."""
 
     index: int
     text: str
@@ -126,22 +132,22 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallClosed:
-    """A call is complete and its arguments are a JSON object. A call that is never closed was cut short or is broken."""
+    """The end of a call whose arguments are a JSON object. A call that is never closed was cut short or is broken."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseExplanation:
-    """How far a prompt was known before, and why no further. `wire.PrefixReuse` says the same in ids."""
+    """How much of a prompt was cached, and why no more: the engine's `PrefixReuse` with texts instead of ids."""
 
     cause: MissCause
-    matched: int  # tokens that were there
+    matched: int  # tokens that were cached
     why: str  # a sentence for people
-    position: int | None = None  # of the first token that is not known
+    position: int | None = None  # of the first token that was not cached
     before: str = ""  # the text in front of it
     token: str | None = None  # its text
-    instead: str | None = None  # what the nearest known prompt has there
+    instead: str | None = None  # the text of the nearest cached prompt's token there
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +161,18 @@ class Usage:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    reuse: ReuseExplanation | None = None  # None: the engine does not say
+    reuse: ReuseExplanation | None = None  # None: the engine did not report it
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why it ended; `stop` is the stop string or token id that ended it, where one did."""
+    """Why a choice ended; `stop` is the stop string or token id that ended it, where one did."""
 
     reason: Ending
     stop: str | int | None = None
     usage: Usage | None = None
-    schema_errors: tuple[str, ...] | None = None  # of a schema that was not strict: where the answer leaves it; (): nowhere
+    schema_errors: tuple[str, ...] | None = None  # where the answer violates a schema that was not strict; (): nowhere
 
 
-CallDelta = CallOpened | CallArguments | CallClosed
-ContentDelta = Text | Reasoning | CallDelta
+ContentDelta = Text | Reasoning | CallOpened | CallArguments | CallClosed
 Delta = ContentDelta | Finish

@@ -317,7 +317,7 @@ def test_channels_are_read_without_tools_and_as_they_come() -> None:
     one = reader(FAMILY["harmony"], ())
 
     assert one.feed("<|channel|>analysis<|message|>Hm") == [Reasoning("Hm")]
-    assert one.thinking  # type: ignore[union-attr]
+    assert one.is_reasoning  # type: ignore[union-attr]
     assert one.feed("<|end|><|start|>assistant<|channel|>final<|message|>Good") == [Text("Good")]
     assert one.feed(" day <") == [Text(" day ")]
     assert one.finish() == [Text("<")]

@@ -8,9 +8,8 @@ from typing import Any
 
 from weft.text.tools import Tool, read_tools
 from weft.text.tools.arguments import Json, Pairs, Tags
-from weft.text.tools.call_reader import CallReader
+from weft.text.tools.call_reader import CallReader, HarmonyReader
 from weft.text.tools.families import FAMILIES, Family
-from weft.text.tools.harmony import HarmonyReader
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
 
 FAMILY = {family.name: family for family in FAMILIES}

@@ -5,7 +5,6 @@ Knows no HTTP, no template and no model. `app` calls the two functions on top.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -116,20 +115,8 @@ def _tools(given: Sequence[ToolParam]) -> tuple[Tool, ...]:
         if given[index].input_schema is None:
             place = f"tools[{index}].input_schema"
             raise InvalidRequest(f"{place} is required", place)
-
-    def placed(words: str) -> str:
-        return re.sub(r"tools\[(\d+)\]\.function(\.parameters)?", lambda found: _place(ours, found), words)
-
-    try:
-        tools = read_tools([_function(given[index], strict=bool(given[index].strict)) for index in ours])
-    except InvalidRequest as error:
-        raise type(error)(placed(str(error)), placed(error.param or "tools")) from None
-    return tuple(replace(tool, place=placed(tool.place)) for tool in tools)
-
-
-def _place(ours: Sequence[int], found: re.Match[str]) -> str:
-    """A place among the functions as one in the request."""
-    return f"tools[{ours[int(found[1])]}]" + (".input_schema" if found[2] else "")
+    functions = [_function(given[index], strict=bool(given[index].strict)) for index in ours]
+    return read_tools(functions, [f"tools[{index}]" for index in ours], "input_schema")
 
 
 def _function(tool: ToolParam, **more: Any) -> dict[str, Any]:

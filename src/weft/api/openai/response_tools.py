@@ -6,9 +6,8 @@ told. Knows no model and no HTTP; `responses` reads tools here, `response_reply`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from weft.errors import InvalidRequest
@@ -55,16 +54,11 @@ class Tools:
         sent = [one for index, tool in enumerate(given) for one in _read(tool, f"tools[{index}]")]
         self.missing = tuple(one.kind for one in sent if one.shape is None)
         ours = [(one, one.shape) for one in sent if one.shape is not None]
-        self._places = [one.place for one, _ in ours]
         self._shapes = [_flattened(shape, one.namespace) for one, shape in ours]
-        try:
-            read = read_tools(self._shapes)
-        except InvalidRequest as error:
-            raise InvalidRequest(self._in_place(str(error)), self._in_place(error.param or "tools")) from None
-        self._tools = tuple(replace(tool, place=self._in_place(tool.place)) for tool in read)
+        self._tools = read_tools(self._shapes, [one.place for one, _ in ours])
         self._called = {
             tool.name: Called(shape[one.kind]["name"], one.namespace, tool.is_custom)
-            for tool, (one, shape) in zip(read, ours, strict=True)
+            for tool, (one, shape) in zip(self._tools, ours, strict=True)
         }
 
     @property
@@ -80,10 +74,6 @@ class Tools:
         """What is to be called; None where there is nothing to call."""
         choice = read_tool_selection(self._choice(given), self._tools, parallel)
         return choice if self._tools else None
-
-    def _in_place(self, text: str) -> str:
-        """Words about the tools as they were read, about the tools as they were sent."""
-        return re.sub(r"tools\[(\d+)\](\.function|\.custom)?", lambda found: self._places[int(found[1])], text)
 
     def _choice(self, given: Any) -> Any:
         match given:

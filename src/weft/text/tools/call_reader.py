@@ -1,92 +1,103 @@
-"""An answer's text → text and calls, as they come. Cut anywhere, the same comes out.
+"""The text of an answer is read as text and tool calls, as it comes; the result does not depend on where it is cut.
 
-What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. Once a call is open it stays
-so: when its arguments break it is never closed, and the rest is text; when the answer ends within them they end there
-too. White space before and after calls belongs to the markup. Knows families, no tokens; `Reader` has one per choice.
+What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. An open call stays open: when its
+arguments break it is never closed, and the rest is text; when the answer ends within them they end there too. White space before
+and after calls belongs to the markup. Knows families, no tokens; `StreamReader` has one reader per choice.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Sequence
 
-from weft.text.stop_strings import overlap
-from weft.text.tools.arguments import Arguments, JsonArguments, arguments_reader, decoded
+from weft.text.stop_strings import split_at
+from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Pairs, TagArguments, Tags, decode_json
 from weft.text.tools.families import Family
 from weft.text.tools.pieces import piece
 from weft.text.tools.tool import Tool
-from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Text
+from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
+
+MESSAGE, END = "<|message|>", "<|end|>"
+RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
+HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
 
 
 def new_id() -> str:
-    """An id for a call that the model gave none."""
+    """An id for a call to which the model gave none."""
     return f"call_{secrets.token_hex(12)}"
 
 
-class Calls:
-    """The calls of an answer, opened one after the other."""
+class _Reader:
+    """A state machine over text that comes in pieces, and the calls it opens one after the other."""
 
     def __init__(self, tools: Sequence[Tool], make_id: Callable[[], str]) -> None:
-        self.tools = {tool.name: tool for tool in tools}
-        self.num_opened = 0
+        self.held = ""  # undecided
+        self.is_reasoning = False
+        self._tools = {tool.name: tool for tool in tools}
         self._make_id = make_id
-        self._ids: set[str] = set()
-        self._said: list[str] = []
-
-    def open(self, name: str, given_id: str = "") -> ContentDelta:
-        """The next call. An id that the model gave is kept, but not twice."""
-        call_id = self._make_id() if not given_id or given_id in self._ids else given_id
-        self._ids.add(call_id)
-        self.num_opened += 1
-        self._said = []
-        return CallOpened(self.num_opened - 1, call_id, name)
-
-    def say(self, text: str) -> list[ContentDelta]:
-        """A piece of its arguments."""
-        self._said.append(text)
-        return [CallArguments(self.num_opened - 1, text)] if text else []
-
-    def close(self) -> list[ContentDelta]:
-        """Its end, if what was said is an object."""
-        return [CallClosed(self.num_opened - 1)] if isinstance(decoded("".join(self._said)), dict) else []
-
-
-class CallReader:
-    """Reads the calls of one family."""
-
-    thinking = False  # that is told apart before
-
-    def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
-        self.held = ""  # what is not decided yet
-        self._family = family
-        self._calls = Calls(tools, make_id)
+        self._state: Callable[[], bool]  # reads the beginning of what is held, and returns whether it got anywhere
         self._found: list[ContentDelta] = []
-        self._free = self._text if family.is_anchored else self._answer
-        self._state: Callable[[], bool] = self._head if family.is_anchored else self._answer
-        self._arguments: Arguments | None = None
-        self._rest: JsonArguments | None = None  # of the object around the arguments
-        self._follows_call = False
+        self._ids: list[str] = []  # of all calls
+        self._arguments: Arguments | None = None  # of the open call
+        self._made: list[str] = []  # their JSON so far
 
     def feed(self, text: str) -> list[ContentDelta]:
-        """What became certain with this piece."""
+        """The deltas that became certain with this piece."""
         self.held += text
-        while self.held and self._state():  # a state says whether it got anywhere
+        while self.held and self._state():
             pass
         found, self._found = self._found, []
         return found
 
-    def finish(self) -> list[ContentDelta]:
-        """What was held back. Markup behind complete arguments is dropped; markup before them was none."""
-        if self._arguments is not None:
-            self._found += self._calls.say(self._arguments.cut(self.held))
-        elif self._state not in (self._tail, self._next):
-            self._tell(self.held)
-        self.held = ""
-        found, self._found = self._found, []
-        return found
+    def _open_call(self, name: str, arguments: Arguments, given_id: str = "") -> None:
+        """Open a call. An id that the model gave is kept, but not twice."""
+        self._ids.append(self._make_id() if not given_id or given_id in self._ids else given_id)
+        self._arguments, self._made = arguments, []
+        self._found.append(CallOpened(len(self._ids) - 1, self._ids[-1], name))
 
-    def _tell(self, text: str) -> bool:
-        """Text; the first of what is held."""
+    def _emit_arguments(self, made: str) -> None:
+        self._made.append(made)
+        if made:
+            self._found.append(CallArguments(len(self._ids) - 1, made))
+
+    def _read_arguments(self) -> bool | None:
+        """Read arguments and close the call if they are an object; returns whether they are, None while they go on."""
+        arguments = self._arguments
+        assert arguments is not None, "a call is open"
+        made, used = arguments.read(self.held)
+        self._emit_arguments(made)
+        self.held = self.held[used:]
+        if not arguments.is_done and not arguments.is_broken:
+            return None
+        is_object = arguments.is_done and isinstance(decode_json("".join(self._made)), dict)
+        if is_object:
+            self._found.append(CallClosed(len(self._ids) - 1))
+        return is_object
+
+
+class CallReader(_Reader):
+    """Reads answers with the calls of one family."""
+
+    def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
+        super().__init__(tools, make_id)
+        self._family = family
+        self._free = self._read_rest if family.is_anchored else self._read_text
+        self._state = self._read_head if family.is_anchored else self._read_text
+        self._rest: JsonArguments | None = None  # of the object around the arguments
+        self._follows_call = False
+
+    def finish(self) -> list[ContentDelta]:
+        """The deltas of what was held back. Markup behind complete arguments is dropped; markup before them is text."""
+        if self._arguments is not None:
+            self._emit_arguments(self._arguments.finish(self.held))
+        elif self._state not in (self._read_tail, self._read_next):
+            self._emit_text(self.held)
+        self.held = ""
+        return self.feed("")
+
+    def _emit_text(self, text: str) -> bool:
+        """Emit the first part of what is held as text."""
         self.held = self.held[len(text) :]
         if self._follows_call:
             text = text.lstrip()
@@ -95,60 +106,52 @@ class CallReader:
             self._found.append(Text(text))
         return True
 
-    def _text(self) -> bool:
-        """Where no call can come."""
-        return self._tell(self.held)
+    def _read_rest(self) -> bool:
+        return self._emit_text(self.held)  # no call can come
 
-    def _answer(self) -> bool:
-        """Text, until a call is announced."""
-        trigger = self._family.trigger
-        found = self.held.find(trigger)
-        certain = found if found >= 0 else len(self.held) - overlap(self.held, trigger)
-        body = self.held[:certain].rstrip()
-        if found >= 0:
-            self._state = self._head
-        return (bool(body) and self._tell(body)) or found >= 0
+    def _read_text(self) -> bool:
+        text, trigger, _ = split_at(self.held, self._family.trigger)
+        if trigger:
+            self._state = self._read_head
+        return (bool(text.rstrip()) and self._emit_text(text.rstrip())) or bool(trigger)
 
-    def _head(self) -> bool:
-        """A call up to its arguments, behind white space. In some families it is not announced, but comes first."""
+    def _read_head(self) -> bool:
+        """Read a call up to its arguments, behind white space. In some families it is not announced, but comes first."""
         opening, blank = self._family.opening, len(self.held) - len(self.held.lstrip())
-        if self._opens(opening, blank):
+        if self._enter_call(opening, blank):
             return True
         if piece(opening).may_come(self.held, blank):
             return False
         self._state = self._free
-        return self._family.is_anchored or self._tell(self.held[: blank + len(self._family.trigger)])
+        return self._family.is_anchored or self._emit_text(self.held[: blank + len(self._family.trigger)])
 
-    def _opens(self, opening: str, start: int = 0) -> bool:
-        """Open a call if this announces one that there is."""
+    def _enter_call(self, opening: str, start: int = 0) -> bool:
+        """Open a call if this is the opening of one, with the name of a tool that exists."""
         match = piece(opening).match(self.held, start)
-        if match is None or match["name"] not in self._calls.tools:
+        if match is None or match["name"] not in self._tools:
             return False
-        words = match.groupdict()
-        self._found.append(self._calls.open(words["name"], self._family.id_form.format(**words)))
-        self._arguments = arguments_reader(self._family.notation, self._calls.tools[words["name"]], self._family.tail)
-        self.held = self.held[match.end() - len(self._family.brace) :]
-        self._state = self._read
+        words, family = match.groupdict(), self._family
+        arguments: Arguments = JsonArguments()
+        if isinstance(family.notation, Tags):
+            arguments = TagArguments(family.notation, self._tools[words["name"]], family.tail)
+        elif isinstance(family.notation, Pairs):
+            arguments = PairArguments(family.notation.quotes, family.tail[0])
+        self._open_call(words["name"], arguments, family.id_form.format(**words))
+        self.held = self.held[match.end() - len(family.brace) :]
+        self._state = self._read_call
         return True
 
-    def _read(self) -> bool:
-        """Arguments."""
-        arguments = self._arguments
-        assert arguments is not None, "a call is open"
-        told, used = arguments.read(self.held)
-        self._found += self._calls.say(told)
-        self.held = self.held[used:]
-        if not arguments.is_done and not arguments.is_broken:
+    def _read_call(self) -> bool:
+        is_closed = self._read_arguments()
+        if is_closed is None:
             return False
-        closed = self._calls.close() if arguments.is_done else []
-        self._found += closed
-        self._state = self._tail if closed else self._free
+        self._state = self._read_tail if is_closed else self._free
         self._arguments, self._follows_call = None, True
         return True
 
-    def _tail(self) -> bool:
-        """What closes a call. In an object more may follow the arguments, which says nothing to us."""
-        if self._rest is None and self._family.is_object:
+    def _read_tail(self) -> bool:
+        """Read what closes a call. In an object more fields may follow the arguments; they are dropped."""
+        if self._rest is None and self._family.brace and self._family.tail.startswith("}"):
             self.held = self.held.lstrip()
             self._rest = JsonArguments(depth=1) if self.held.startswith(",") else None
         if self._rest is not None:
@@ -161,17 +164,70 @@ class CallReader:
             self.held = self.held[match.end() :]
         elif tail.may_come(self.held):
             return False
-        self._state = self._next if match and self._family.end else self._free
+        self._state = self._read_next if match and self._family.end else self._free
         return True
 
-    def _next(self) -> bool:
-        """The next call of several, or what closes them all."""
+    def _read_next(self) -> bool:
+        """Read the opening of the next of several calls, or what closes them all."""
         end = piece(self._family.end)
         if match := end.match(self.held):
             self.held = self.held[match.end() :]
-        elif self._opens(self._family.following):
+        elif self._enter_call(self._family.following):
             return True
         elif end.may_come(self.held) or piece(self._family.following).may_come(self.held):
             return False
         self._state = self._free
         return True
+
+
+class HarmonyReader(_Reader):
+    """Reads answers of gpt-oss, whose reasoning, text and calls are messages of one stream, with or without tools.
+
+        <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+        <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
+
+    The prompt ends with <|start|>assistant; <|call|> and <|return|> end the answer. No ReasoningSplitter is needed.
+    """
+
+    def __init__(self, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
+        super().__init__(tools, make_id)
+        self._state = self._read_header
+
+    def finish(self) -> list[ContentDelta]:
+        """The deltas of what was held back. A header that was cut off is dropped."""
+        rest, self.held = self.held, ""
+        is_header = self._state == self._read_header and rest.lstrip().startswith("<|")
+        if rest and self._arguments is None and not is_header:
+            self._found.append(Reasoning(rest) if self.is_reasoning else Text(rest))
+        return self.feed("")
+
+    def _read_header(self) -> bool:
+        """Read a message's recipient and channel; a text without header is an answer."""
+        start = self.held.lstrip()
+        if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
+            self._state = self._read_body
+            return True
+        header, found, rest = self.held.partition(MESSAGE)
+        if not found:
+            return False
+        self.held, self._state = rest, self._read_body
+        self.is_reasoning = "<|channel|>analysis" in header and "to=" not in header
+        recipient = RECIPIENT.search(header)
+        if recipient is not None and recipient[1] in self._tools:
+            self._open_call(recipient[1], JsonArguments())
+        elif recipient is not None:
+            self._found.append(Text(header + MESSAGE))
+        return True
+
+    def _read_body(self) -> bool:
+        if self._arguments is not None and not self._arguments.is_done:  # in their strings a marker is a text like any other
+            num_held = len(self.held)
+            if self._read_arguments() is False:
+                self._arguments = None
+            return len(self.held) < num_held
+        text, end, self.held = split_at(self.held, END)
+        if text and self._arguments is None:  # behind complete arguments it is dropped
+            self._found.append(Reasoning(text) if self.is_reasoning else Text(text))
+        if end:
+            self.is_reasoning, self._arguments, self._state = False, None, self._read_header
+        return bool(end)

@@ -1,7 +1,7 @@
-"""How model families write tool calls: one row each. Readers and grammars are made of it.
+"""How model families write tool calls: one row each, from which readers and grammars are made.
 
-A model's family is found by trying: its chat template writes down a call, and the family whose reader gets the same call
-back is the one. Knows no model names; the names here are for logs.
+A model's family is found by trying: its chat template writes a call, and the family whose reader reads the same call is the one.
+Knows no model names; the names here are for logs.
 """
 
 from __future__ import annotations
@@ -25,41 +25,34 @@ class Family:
     begin: str = ""  # before the first of several calls
     between: str | None = ""  # None: there is only one call in an answer
     end: str = ""
-    is_anchored: bool = False  # a call is one only where the answer begins
+    is_anchored: bool = False  # a call must be at the beginning of the answer
     id_pattern: str = "[0-9]{1,3}"  # what the model writes at ⟨id⟩
-    id_form: str = ""  # the id of a call made of that; none: the id is made up
-    is_harmony: bool = False  # the whole answer is cut into channels
+    id_form: str = ""  # the id of a call, made from ⟨id⟩; "": a new id is made
+    is_harmony: bool = False  # the whole answer is divided into channels
     also: str = ""  # further markers
-    is_guess: bool = False  # the model's template does not say that it is this one
+    is_guess: bool = False  # the model's template does not show that it is this one
 
     @cached_property
     def head(self) -> str:
-        """A call up to its arguments."""
         return self.call.partition("⟨arguments⟩")[0]
 
     @cached_property
     def tail(self) -> str:
-        """A call behind its arguments."""
         return self.call.partition("⟨arguments⟩")[2]
 
     @property
     def brace(self) -> str:
-        """What arguments must begin with."""
+        """The first letter of arguments, where that is known."""
         return "{" if isinstance(self.notation, Json) else ""
-
-    @property
-    def is_object(self) -> bool:
-        """Whether a call is a JSON object of its own."""
-        return bool(self.brace) and self.tail.startswith("}")
 
     @cached_property
     def opening(self) -> str:
-        """The first call of several, up to the first letter of its arguments where that is known."""
+        """The first of several calls, up to the brace of its arguments."""
         return (self.begin + self.head).lstrip() + self.brace
 
     @cached_property
     def following(self) -> str:
-        """The same of a later call."""
+        """A later one of several calls, up to the brace of its arguments."""
         return (self.between or "") + self.head + self.brace
 
     @cached_property
@@ -69,14 +62,9 @@ class Family:
 
     @cached_property
     def literals(self) -> str:
-        """All that is fixed, to look for tokens in."""
-        match self.notation:
-            case Tags(opening, close):
-                own: tuple[str, ...] = (opening, close)
-            case Pairs(_, quotes):
-                own = quotes
-            case Json():
-                own = ()
+        """All fixed texts, in which markers with a token of their own are searched."""
+        own: tuple[str, ...] = self.notation.quotes if isinstance(self.notation, Pairs) else ()
+        own = (self.notation.open, self.notation.close) if isinstance(self.notation, Tags) else own
         return "\0".join((self.begin, self.call, self.between or "", self.end, self.also, *own))
 
 
@@ -87,36 +75,34 @@ KIMI_TYPES = ("string", "number|integer|boolean|object|array|null")
 
 
 def _listed(name: str, begin: str, end: str) -> Family:
-    """Calls in a JSON list."""
     return Family(name, OBJECT, begin=f"{begin} [", between=", ", end=f"]{end}")
 
 
 def _keywords(name: str, begin: str, end: str, is_anchored: bool = False) -> Family:
-    """Calls as Python writes them, in a list."""
     return Family(name, KEYWORDS, PYTHON, f"{begin} [", ", ", f"]{end}", is_anchored)
 
 
 def _functions(name: str, tag: str, gap: str) -> Family:
-    """A function with parameters, in a tag; values have line breaks around them or not."""
+    """A family that writes a function with parameters in a tag; `gap` is the line break around values, if any."""
     call = f"<{tag}>\n<function=⟨name⟩>⟨arguments⟩\n</function>\n</{tag}>"
     return Family(name, call, Tags(f"\n<parameter=⟨key⟩>{gap}", f"{gap}</parameter>"), between="\n")
 
 
 def _keyed(name: str, prefix: str) -> Family:
-    """Keys and values in tags of their own."""
+    """A family that writes each key and each value in tags of their own."""
     tags = Tags(f"\n<{prefix}arg_key>⟨key⟩</{prefix}arg_key>\n<{prefix}arg_value>", f"</{prefix}arg_value>")
     return Family(name, f"<{prefix}tool_call>⟨name⟩⟨arguments⟩\n</{prefix}tool_call>", tags, between="\n")
 
 
 def _invoked(name: str, frame: str, prefix: str = "", typed: str = "") -> Family:
-    """Several invocations with parameters in one frame."""
+    """A family that writes several invocations with parameters in one frame."""
     call = f'\n<{prefix}invoke name="⟨name⟩">⟨arguments⟩\n</{prefix}invoke>'
     tags = Tags(f'\n<{prefix}parameter name="⟨key⟩"{typed}>', f"</{prefix}parameter>", ("true", "false") if typed else ("", ""))
     return Family(name, call, tags, f"<{frame}>", "", f"\n</{frame}>")
 
 
 def _braced(name: str, begin: str, end: str, quote: str) -> Family:
-    """Keys without quotes, texts in quotes of their own."""
+    """A family that writes keys without quotes, and texts in quotes of its own."""
     return Family(name, f"{begin}call:⟨name⟩{{⟨arguments⟩}}{end}", Pairs(":", (quote, '"'), is_json=False, is_sorted=True))
 
 

@@ -1,7 +1,7 @@
 """Pieces of a fixed notation, matched against text that is still growing.
 
-A piece is written down as a model writes it, with places like ⟨name⟩ for what changes. A blank or line break in it may be
-missing in the text: templates differ in them. Knows nothing of tools; the readers of calls use it.
+A piece is written as a model writes it, with places like ⟨name⟩ for what changes. A blank or line break in it may be missing in
+the text: templates differ in them. Knows nothing of tools; the readers of calls use it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from functools import lru_cache
 
 PLACES = re.compile("(⟨[a-z]+⟩)")
-LETTERS = {  # of what stands at a place
+LETTERS = {  # that may be at a place
     "⟨name⟩": "[A-Za-z0-9_.-]",
     "⟨id⟩": "[A-Za-z0-9_-]",
     "⟨key⟩": r"[^<>\"\n]",
@@ -19,7 +19,7 @@ LETTERS = {  # of what stands at a place
 
 
 class Piece:
-    """One piece. Whatever it says of a text stays true when the text grows."""
+    """A piece of notation. What it answers about a text stays true when the text grows."""
 
     def __init__(self, text: str) -> None:
         whole = begun = ""
@@ -30,17 +30,16 @@ class Piece:
         self._whole, self._begun = re.compile(whole), re.compile(begun)
 
     def match(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The piece, where the text has it at this place."""
         return self._whole.match(text, start)
 
     def may_come(self, text: str, start: int = 0) -> bool:
-        """Whether it could still become the piece: the text ends before it does."""
+        """Whether the text could still become the piece at this place: it ends before the piece does."""
         return self._begun.match(text, start) is not None and self._whole.match(text, start) is None
 
 
 @lru_cache(maxsize=256)
 def piece(text: str) -> Piece:
-    """The piece that is written like this."""
+    """The compiled piece of this notation."""
     return Piece(text)
 
 

@@ -1,46 +1,53 @@
-"""A tool as readers and grammars of calls need it: its name, and which of its arguments are texts.
+"""Tools and the selection among them, read from JSON in the shapes of OpenAI's dialects; the other dialects translate theirs.
 
-Knows JSON Schema only that far; what of a schema can be enforced is `enforcement`'s business, and `choice` makes tools from
-what clients send.
+A `Tool` knows of its schema what readers and grammars of calls need: which of its arguments are texts. Knows no model: how calls
+are written is in `families`.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
+from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
+from weft.text.schema import MAX_DEPTH, json_schema_grammar, lark_grammar, levels_of, regex_grammar
+from weft.text.tools.custom_tools import INPUT
+
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
+START_RULE = re.compile(r"^\s*[!?]*start\s*[:\[]", re.MULTILINE)
+MAX_TOOLS = 512
+MAX_REFERENCES = 16  # of references to references
+# What a strict text may be required to be besides a list of choices.
+ASSERTING = {"pattern", "format", "minLength", "maxLength", "allOf", "not", "contentEncoding", "contentMediaType"}
 
 Kind = Literal["text", "nullable", "json"]
-
-# What a strict text may be held to besides a list of choices.
-ASSERTING = {"pattern", "format", "minLength", "maxLength", "allOf", "not", "contentEncoding", "contentMediaType"}
-MAX_STEPS = 16  # of references to references
+Facts = tuple[set[str], list[Any] | None]  # the kinds of values that fit a schema, and the values themselves where it lists them
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called. A custom one takes a text, its `input`."""
+    """A function that may be called. A custom tool takes one text, its `input`."""
 
     name: str
     schema: str  # of its arguments, as JSON text
     strict: bool = False
     place: str = field(default="tools", compare=False)  # of the schema in the request
     is_custom: bool = False
-    grammar: GrammarSpec | None = None  # what a custom one's text must be
+    grammar: GrammarSpec | None = None  # what a custom tool's text must be
+    _known: dict[bytes, Facts] = field(default_factory=dict, init=False, repr=False, compare=False)  # by schemas
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
-        """The schema of its arguments."""
-        parameters: dict[str, Any] = msgspec.json.decode(self.schema)
-        return parameters
+        return msgspec.json.decode(self.schema, type=dict[str, Any])
 
     @cached_property
     def required(self) -> frozenset[str]:
-        """The arguments that must be there."""
         return frozenset(name for name in _list(self.parameters.get("required")) if isinstance(name, str))
 
     @cached_property
@@ -50,49 +57,46 @@ class Tool:
         named: dict[str, Any] = dict(given) if isinstance(given, dict) else {}
         return named | {name: {} for name in sorted(self.required - named.keys())}
 
-    @cached_property
-    def _known(self) -> dict[bytes, tuple[set[str], list[Any] | None]]:
-        return {}
-
     @property
     def is_open(self) -> bool:
-        """Whether a call may have arguments without a name here: only where the schema says so, or says nothing at all."""
+        """Whether a call may have arguments that the schema does not name: only where it allows them, or names none."""
         return bool(self.parameters.get("additionalProperties", not self.properties))
 
     def schema_of(self, key: str) -> Any:
-        """What an argument must be."""
         return self.properties.get(key, self.parameters.get("additionalProperties", {}))
 
-    def resolved(self, schema: Any) -> dict[str, Any]:
-        """A schema that is not a reference; {} for what is none or leads nowhere."""
-        for _ in range(MAX_STEPS):
+    def resolve(self, schema: Any) -> dict[str, Any]:
+        """The schema that a reference leads to; {} for what is no schema or leads nowhere."""
+        for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = self._named(str(schema["$ref"]))
+            reference = str(schema["$ref"])
+            schema = self.parameters if reference.startswith("#") else None
+            for step in reference.split("/")[1:]:
+                schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
         return schema if isinstance(schema, dict) and "$ref" not in schema else {}
 
     def kind_of(self, schema: Any) -> Kind:
-        """How a value is written where texts stand as they are: a text, a text or null, or JSON.
+        """How a value is written where texts are written as they are: a text, a text or null, or JSON.
 
-        Under strict a text that must have a certain form is written as JSON: only so the engine can hold it to that.
+        Under strict a text that must have a certain form is written as JSON: only then the engine can enforce the form.
         """
         kinds = self._facts(schema)[0]
         return "text" if kinds == {"text"} else "nullable" if kinds == {"text", "null"} else "json"
 
     def choices(self, schema: Any) -> list[Any] | None:
-        """The values it must be one of; None where there is no such list."""
+        """The values of which an argument must be one; None where the schema has no such list."""
         return self._facts(schema)[1]
 
-    def _facts(self, schema: Any) -> tuple[set[str], list[Any] | None]:
-        """Kinds of values, and the values themselves where they are listed. Worked out once for each schema."""
-        node = self.resolved(schema)
+    def _facts(self, schema: Any) -> Facts:
+        node = self.resolve(schema)
         text = msgspec.json.encode(node)
         if text not in self._known:
-            self._known[text] = {"json"}, None  # what it is to itself, if it refers to itself
-            self._known[text] = self._worked_out(node)
+            self._known[text] = {"json"}, None  # for a schema that refers to itself
+            self._known[text] = self._find_facts(node)
         return self._known[text]
 
-    def _worked_out(self, node: dict[str, Any]) -> tuple[set[str], list[Any] | None]:
+    def _find_facts(self, node: dict[str, Any]) -> Facts:
         if "const" in node or "enum" in node:
             values = [node["const"]] if "const" in node else _list(node["enum"])
             return {"text" if isinstance(value, str) else "null" if value is None else "json" for value in values}, values
@@ -105,11 +109,74 @@ class Tool:
         kinds = {{"string": "text", "null": "null"}.get(name, "json") for name in types(node)}
         return kinds, [None] if kinds == {"null"} else None
 
-    def _named(self, reference: str) -> Any:
-        node: Any = self.parameters if reference.startswith("#") else None
-        for step in reference.split("/")[1:]:
-            node = node.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
-        return node
+
+@dataclass(frozen=True)
+class ToolSelection:
+    """Which tools may be called, and whether one must be."""
+
+    mode: Literal["auto", "none", "required"]
+    tools: tuple[Tool, ...]
+    is_parallel: bool = True  # several calls in one answer
+
+
+def read_tools(tools: Sequence[Any] | None, places: Sequence[str] = (), schema_field: str = "parameters") -> tuple[Tool, ...]:
+    """The tools of a request in the shape of Chat Completions. Raises InvalidRequest.
+
+    A dialect that translated its tools names for errors the path of each tool in its own request, and the schema's field there.
+    """
+    tools = tools or ()
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools has {len(tools)} entries; at most {MAX_TOOLS} are taken", "tools")
+    read: dict[str, Tool] = {}
+    for index, given in enumerate(tools):
+        kind = given.get("type") if isinstance(given, dict) else None
+        if kind not in ("function", "custom") or not isinstance(given.get(kind), dict):
+            shapes = '{"type": "function", "function": {…}} or {"type": "custom", "custom": {…}}'
+            raise InvalidRequest(f"tools[{index}] must be {shapes}", f"tools[{index}]")
+        place = places[index] if places else f"tools[{index}].{kind}"
+        tool = _read_custom(given[kind], place) if kind == "custom" else _read_function(given[kind], place, schema_field)
+        if tool.name in read:
+            message = f"{place}.name {tool.name!r} is the name of an earlier tool too; names must differ"
+            raise InvalidRequest(message, f"{place}.name")
+        read[tool.name] = tool
+    return tuple(read.values())
+
+
+def template_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Tools, read before, as chat templates know them: a custom tool is a function that takes a text."""
+    return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
+
+
+def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None) -> ToolSelection:
+    """The selection that a client's tool_choice makes. A tool that is named is called once: its client expects one answer."""
+    is_parallel, place = parallel is not False, "tool_choice"
+    match given:
+        case None:
+            return ToolSelection("auto" if tools else "none", tools, is_parallel)
+        case "none" | "auto" if given == "none" or not tools:
+            return ToolSelection("none", tools)
+        case "auto" | "required":
+            selection = ToolSelection(given, tools, is_parallel)
+        case (
+            {"type": "function", "function": {"name": str(name)}}
+            | {"type": "custom", "custom": {"name": str(name)}}
+            | {"type": "function" | "custom", "name": str(name)}
+        ):
+            selection = ToolSelection("required", (_find(name, tools, place),), is_parallel=False)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}} | {
+            "type": "allowed_tools",
+            "mode": "auto" | "required" as mode,
+            "tools": list(allowed),
+        }:
+            names = [_name_of(one, f"{place}.tools[{index}]") for index, one in enumerate(allowed)]
+            chosen = [_find(name, tools, place) for name in names]
+            selection = ToolSelection(mode, tuple(tool for tool in tools if tool in chosen), is_parallel)
+        case _:
+            message = f"{place} must be auto, none, required, a tool by its name, or allowed_tools with mode and tools"
+            raise InvalidRequest(message, place)
+    if not selection.tools:
+        raise InvalidRequest(f"{place} asks for tools, but there are none; send some in tools", place)
+    return selection
 
 
 def types(node: dict[str, Any]) -> list[str]:
@@ -125,3 +192,80 @@ def alternatives(node: dict[str, Any]) -> list[Any]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _read_function(function: dict[str, Any], place: str, schema_field: str) -> Tool:
+    name, parameters, strict = _read_name(function, place), function.get("parameters"), function.get("strict")
+    if strict not in (None, True, False):
+        raise InvalidRequest(f"{place}.strict must be true or false", f"{place}.strict")
+    where = f"{place}.{schema_field}"
+    parameters = {"properties": {}, "additionalProperties": False} if parameters is None else parameters
+    if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+        raise InvalidRequest(f'{where} must be a JSON Schema of type "object"', where)
+    parameters = {"type": "object", **parameters}
+    if len(levels_of(parameters)) > MAX_DEPTH:
+        raise InvalidRequest(f"{where} is nested more than {MAX_DEPTH} levels deep", where)
+    if strict:
+        json_schema_grammar(parameters, True, where)
+    return Tool(name, msgspec.json.encode(parameters).decode(), bool(strict), where)
+
+
+def _read_custom(custom: dict[str, Any], place: str) -> Tool:
+    name, where = _read_name(custom, place), f"{place}.format"
+    if not isinstance(custom.get("description"), str | None):
+        raise InvalidRequest(f"{place}.description must be a text", f"{place}.description")
+    syntax, definition = _read_format(custom, where)
+    grammars = {"lark": lark_grammar, "regex": regex_grammar}
+    grammar = grammars[syntax](definition, where) if syntax else None
+    if syntax == "lark" and not START_RULE.search(definition):
+        raise InvalidRequest(f"{where}: the grammar needs a rule that is called start", where)
+    return Tool(name, msgspec.json.encode(_custom_parameters({})).decode(), place=where, is_custom=True, grammar=grammar)
+
+
+def _read_format(custom: dict[str, Any], place: str) -> tuple[str, str]:
+    """The syntax and the definition of a custom tool's grammar; empty where any text will do."""
+    match custom.get("format"):
+        case None | {"type": "text"}:
+            return "", ""
+        case {"type": "grammar", "grammar": {"syntax": "lark" | "regex" as syntax, "definition": str(definition)}} | {
+            "type": "grammar",
+            "syntax": "lark" | "regex" as syntax,
+            "definition": str(definition),
+        }:
+            return syntax, definition
+    shape = '{"type": "grammar", "grammar": {"syntax": "lark" or "regex", "definition": …}}'
+    raise InvalidRequest(f'{place} must be {{"type": "text"}} or {shape}', place)
+
+
+def _as_function(custom: dict[str, Any]) -> dict[str, Any]:
+    syntax, definition = _read_format(custom, "format")
+    parameters = _custom_parameters({"description": f"{syntax.capitalize()} it must follow:\n{definition}"} if syntax else {})
+    description = {"description": custom["description"]} if custom.get("description") else {}
+    return {"type": "function", "function": {"name": custom["name"], **description, "parameters": parameters}}
+
+
+def _custom_parameters(more: dict[str, str]) -> dict[str, Any]:
+    properties = {INPUT: {"type": "string", **more}}
+    return {"type": "object", "properties": properties, "required": [INPUT], "additionalProperties": False}
+
+
+def _read_name(given: dict[str, Any], place: str) -> str:
+    name, where = given.get("name"), f"{place}.name"
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise InvalidRequest(f"{where} {name!r} must be 1 to 128 letters, digits, underscores, hyphens or dots", where)
+    return name
+
+
+def _name_of(given: Any, place: str) -> str:
+    match given:
+        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
+            return name
+    raise InvalidRequest(f"{place} must name a tool", place)
+
+
+def _find(name: str, tools: tuple[Tool, ...], place: str) -> Tool:
+    found = next((tool for tool in tools if tool.name == name), None)
+    if found is None:
+        names = ", ".join(tool.name for tool in tools[:8]) or "none"
+        raise InvalidRequest(f"{place} names the tool {name!r}, which is not in tools ({names})", place)
+    return found

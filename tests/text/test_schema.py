@@ -16,8 +16,7 @@ import weft
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text import schema
-from weft.text.enforcement import MAX_BRANCHES, MAX_DEPTH, examined
-from weft.text.schema import MAX_BYTES, SchemaCheck, json_schema_grammar
+from weft.text.schema import MAX_BRANCHES, MAX_BYTES, MAX_DEPTH, SchemaCheck, examine_schema, json_schema_grammar
 
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
@@ -88,7 +87,7 @@ UNENFORCEABLE: list[tuple[Any, str, str]] = [
 
 def unenforceable(schema: Any) -> tuple[str, str] | None:
     """The place and keyword for which a strict schema is refused; None for one that is enforced."""
-    _, problem = examined(json.dumps(schema), True)
+    _, problem = examine_schema(json.dumps(schema), True)
     return problem and (problem[0], problem[1].removesuffix(" can not be enforced; leave it out or set strict to false"))
 
 
