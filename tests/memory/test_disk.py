@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.memory import disk_entry as file_format
-from weft.memory.disk import QUEUE_BYTES, DiskTier, Packed, StoredArray, identity_of
-from weft.memory.disk_entry import Damaged, Entry, Foreign
+from weft.memory import disk_files
+from weft.memory.disk import QUEUE_BYTES, DiskTier
+from weft.memory.disk_files import Damaged, Entry, Foreign, Packed, StoredArray, identity_of
 
 IDENTITY, OTHER = "0123456789abcdef" * 2, "f" * 32
 ROOT = bytes(16)
@@ -57,16 +57,23 @@ def contents(entry: Entry) -> object:
     return (entry.key, entry.parent, entry.tokens, entry.block, entry.checkpoint)
 
 
-class House:
-    """A folder, the tiers that were opened on it, and what they reported."""
+class House(logging.Handler):
+    """A folder, the tiers that were opened on it, and the files that they logged as not used, each with the reason."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.reports: list[tuple[Path, str]] = []
         self._tiers: list[DiskTier] = []
+        logging.getLogger("weft.memory").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "%s is not used: %s":
+            path, reason = record.args  # type: ignore[misc]
+            self.reports.append((path, str(reason)))  # type: ignore[arg-type]
 
     def make(self, budget: int = PLENTY, identity: str = IDENTITY) -> DiskTier:
-        tier = DiskTier(self.folder, identity, budget, lambda path, reason: self.reports.append((path, reason)))
+        tier = DiskTier(self.folder, identity, budget)
         self._tiers.append(tier)
         return tier
 
@@ -102,6 +109,7 @@ def house(tmp_path: Path) -> Iterator[House]:
     house = House(tmp_path / "cache")
     yield house
     house.close()
+    logging.getLogger("weft.memory").removeHandler(house)
 
 
 def store(tier: DiskTier, entry: Entry) -> bool:
@@ -242,17 +250,17 @@ def test_prompts_are_for_their_owner_only(house: House) -> None:
 @given(data=st.data(), mask=st.integers(1, 255))
 def test_a_flip_anywhere_in_a_file_is_seen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, mask: int) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
-    pieces = b"".join(file_format.encode(make_entry("one"), IDENTITY))
+    pieces = b"".join(disk_files.encode_entry(make_entry("one"), IDENTITY))
     offset = data.draw(st.integers(0, len(pieces) - 1) | st.integers(0, 1600))  # the header more often
     path.write_bytes(pieces)
-    assert contents(file_format.read(path, IDENTITY, key_of("one"))) == contents(make_entry("one"))
+    assert contents(disk_files.read_entry(path, IDENTITY, key_of("one"))) == contents(make_entry("one"))
 
     flip(path, offset, mask)
 
     with pytest.raises(Damaged):
-        file_format.read(path, IDENTITY, key_of("one"))
+        disk_files.read_entry(path, IDENTITY, key_of("one"))
     with suppress(Damaged, Foreign):  # it may not be seen here, but nothing else may happen
-        file_format.read_metadata(path, IDENTITY, key_of("one"))
+        disk_files.read_metadata(path, IDENTITY, key_of("one"))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -432,7 +440,7 @@ def age(house: House, *entries: Entry, identity: str = IDENTITY) -> None:
 
 
 def size_of(entry: Entry) -> int:
-    return sum(map(len, file_format.encode(entry, IDENTITY)))
+    return sum(map(len, disk_files.encode_entry(entry, IDENTITY)))
 
 
 def test_the_longest_unused_go_first(house: House) -> None:
@@ -627,39 +635,32 @@ class Slow(tuple[StoredArray, ...]):
     may_go_on: threading.Event
 
     def __iter__(self) -> Iterator[StoredArray]:
-        if threading.current_thread().name == "weft-disk":
+        if threading.current_thread().name.startswith("weft-disk-write"):
             self.reached.set()
             assert self.may_go_on.wait(SECONDS)
         return super().__iter__()
 
 
 @pytest.fixture
-def writing(house: House) -> Iterator[tuple[DiskTier, Entry]]:
-    """A tier in the midst of writing an entry without a checkpoint; it goes on after the first thing that is done to it."""
+def writing(house: House) -> Iterator[tuple[DiskTier, Entry, threading.Event]]:
+    """A tier in the midst of writing an entry without a checkpoint; it goes on when the event is set."""
     entry = make_entry("slow", checkpoint=False)
     slow = Slow(entry.block.planes)
     tier = house.open()
     tier.store(entry.key, entry.parent, entry.tokens, Packed(entry.block.description, slow), None)
     assert slow.reached.wait(SECONDS)
-    changed = tier._changed
-    notify_all = changed.notify_all
-
-    def go_on() -> None:
-        notify_all()
-        slow.may_go_on.set()
-
-    changed.notify_all = go_on  # type: ignore[method-assign]
-    yield tier, entry
+    yield tier, entry, slow.may_go_on
     slow.may_go_on.set()
 
 
 @pytest.mark.parametrize("forget", [lambda tier, _: tier.clear(), lambda tier, key: tier.forget([key])])
 def test_what_is_forgotten_while_it_is_written_is_gone(
-    house: House, writing: tuple[DiskTier, Entry], forget: Callable[[DiskTier, bytes], None]
+    house: House, writing: tuple[DiskTier, Entry, threading.Event], forget: Callable[[DiskTier, bytes], None]
 ) -> None:
-    tier, entry = writing
+    tier, entry, may_go_on = writing
 
     forget(tier, entry.key)
+    may_go_on.set()
     tier.close(SECONDS)
 
     assert tier.num_written == 1
@@ -668,11 +669,12 @@ def test_what_is_forgotten_while_it_is_written_is_gone(
 
 
 def test_a_checkpoint_that_comes_while_the_chunk_is_written_is_written_after_it(
-    house: House, writing: tuple[DiskTier, Entry]
+    house: House, writing: tuple[DiskTier, Entry, threading.Event]
 ) -> None:
-    tier, _ = writing
+    tier, _, may_go_on = writing
 
     store(tier, make_entry("slow"))
+    may_go_on.set()
     tier.close(SECONDS)
 
     assert tier.num_written == 2
@@ -766,7 +768,7 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        file_format.write(path, pieces())
+        disk_files.write_file(path, pieces())
 
     assert list(tmp_path.iterdir()) == []
 
@@ -794,10 +796,10 @@ def test_a_writer_holds_the_lock_until_its_file_has_its_name(tmp_path: Path) -> 
     def pieces() -> Iterator[bytes]:
         seen.extend(tmp_path.iterdir())
         for temporary in seen:
-            file_format.remove_if_abandoned(temporary)
+            disk_files.remove_if_abandoned(temporary)
         yield b"whole"
 
-    file_format.write(path, pieces())
+    disk_files.write_file(path, pieces())
 
     assert [temporary.suffix for temporary in seen] == [".tmp"]
     assert path.read_bytes() == b"whole"

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from weft.errors import InternalError
 from weft.kernels import cuda, fused
-from weft.memory.views import FORBIDDEN, Handle, KeyValueView, Part, StepMask
+from weft.memory.views import FORBIDDEN, KeyValueView, Part, SlabHandle, StepMask
 
 ON_CPU = mx.default_device() != mx.gpu
 ON_CUDA = not ON_CPU and not mx.metal.is_available()
@@ -26,7 +26,7 @@ def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
     ) -> mx.array:
-        if isinstance(keys, Handle):
+        if isinstance(keys, SlabHandle):
             return attend(queries, keys.view, scale, mask, sinks)
         if ON_CPU and sinks is None and queries.shape[2] > 1 and queries.dtype == mx.float32 and not hasattr(cache, "bits"):
             return grouped_attention(queries, keys, values, scale, mask if isinstance(mask, str) else _bias(mask))
@@ -42,8 +42,8 @@ def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks
         raise InternalError("this model makes its own mask, which the seam does not take")
     window = None if mask is None else mask.window
     outputs = [_attend_part(queries, view, part, scale, window, sinks) for part in view.batch.parts]
-    if view.batch.idle:
-        outputs.append(mx.zeros((view.batch.idle, *outputs[0].shape[1:]), outputs[0].dtype))
+    if view.batch.rows.count(None):
+        outputs.append(mx.zeros((view.batch.rows.count(None), *outputs[0].shape[1:]), outputs[0].dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 

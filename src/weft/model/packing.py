@@ -1,7 +1,7 @@
 """Between saved layer states and plain host data: a block or a checkpoint becomes bytes and a description, and back, bit for bit.
 
 Any cache object is taken by its attributes, so no class of mlx-lm is known by name here; coming back, the model's own fresh
-caches are the patterns, and a name in a file never chooses a class. `engine` uses it; files are `memory/disk_entry.py`'s.
+caches are the patterns, and a name in a file never chooses a class. `engine` uses it; files are `memory/disk_files.py`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from weft.errors import UnsupportedModel
-from weft.memory.disk_entry import Damaged, Packed, StoredArray
+from weft.memory.disk_files import Damaged, Packed, StoredArray
 from weft.model.adapter import Saved
 
 TYPES: dict[str, mx.Dtype] = {
