@@ -57,9 +57,9 @@ def _attend_part(
         own = own[part.spread]
     keys, values = view.read(part)
     if ON_CPU and sinks is None:
-        output = grouped_attention(own, keys, values, scale, view.batch.bias(part, view.spec, window))
+        output = grouped_attention(own, keys, values, scale, view.reach(part, window).bias)
     else:
-        allowed = view.batch.mask(part, view.spec, window)
+        allowed = view.reach(part, window).mask
         output = mx.fast.scaled_dot_product_attention(own, keys, values, scale=scale, mask=allowed, sinks=sinks)
     return output if part.gather is None else output[part.gather]
 
@@ -69,7 +69,7 @@ def _attend_ragged(
 ) -> mx.array | None:
     """The kernels' way, where they take these shapes."""
     keys, values = view.planes(part)
-    bounds = view.batch.bounds(part, view.spec, window)
+    bounds = view.reach(part, window).bounds
     if (
         bounds is None
         or not own.dtype == keys.dtype == values.dtype

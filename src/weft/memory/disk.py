@@ -58,11 +58,6 @@ class DiskTier:
         """Bytes of all files in the folder, whatever their identity, as last seen."""
         return self._folder.held_bytes
 
-    @property
-    def num_entries(self) -> int:
-        """Number of entries that are on disk."""
-        return len(self._index)
-
     def open(self) -> None:
         """Read the headers of all files, then begin to write and verify. A folder that can not be made is no error."""
         with suppress(OSError):

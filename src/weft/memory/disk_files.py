@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 from blake3 import blake3
@@ -264,41 +264,27 @@ class CacheFolder:
                     yield self._path / name, status
 
 
-class _WeightsDigest(msgspec.Struct, frozen=True):
-    """The digest of a file of weights when it had this size and time."""
-
-    size: int
-    mtime_ns: int
-    digest: str
-
-
-class _DigestFile(msgspec.Struct):
-    """The digests of weights that were read before; believed only if the digest over them is right."""
-
-    files: dict[str, _WeightsDigest]  # by real path
-    digest: str
-
-
 def identity_of(folder: Path, facts: Sequence[str], remembered: Path) -> str:
     """32 hex digits for the weights and the config in a model's folder, together with the caller's facts.
 
     Reads all weights once; their digests are kept in the file `remembered`, so that the next start needs only sizes and times.
     """
-    known: dict[str, _WeightsDigest] = {}
-    with suppress(OSError, msgspec.MsgspecError, ValueError):
-        memory = msgspec.json.decode(remembered.read_bytes(), type=_DigestFile)
-        if memory.digest == _digest(msgspec.json.encode(memory.files)):
-            known = memory.files
+    known: dict[str, dict[str, Any]] = {}  # by real path: size, mtime_ns, digest
+    with suppress(OSError, msgspec.MsgspecError, ValueError, KeyError, TypeError):
+        memory = msgspec.json.decode(remembered.read_bytes())
+        if memory["digest"] == _digest(msgspec.json.encode(memory["files"])):  # else it is damaged, and not believed
+            known = memory["files"]
     config = folder / "config.json"
     parts: list[object] = [list(facts), _digest(config.read_bytes()) if config.exists() else None]
     for path in sorted((*folder.glob("*.safetensors"), *folder.glob("*.gguf"))):
         real = path.resolve()
-        found, before = real.stat(), known.get(str(real))
-        if before is None or (before.size, before.mtime_ns) != (found.st_size, found.st_mtime_ns):
+        found, before = {"size": real.stat().st_size, "mtime_ns": real.stat().st_mtime_ns}, known.get(str(real), {})
+        if not found.items() <= before.items():
             digest = blake3(max_threads=blake3.AUTO).update_mmap(real).hexdigest()
-            before = known[str(real)] = _WeightsDigest(found.st_size, found.st_mtime_ns, digest)
-        parts.append([path.name, before.digest])
+            before = known[str(real)] = {**found, "digest": digest}
+        parts.append([path.name, before["digest"]])
     with suppress(OSError):  # a folder that can not be written costs only the time to read the weights again
         remembered.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_file(remembered, [msgspec.json.encode(_DigestFile(known, _digest(msgspec.json.encode(known))))])
+        memory = {"files": known, "digest": _digest(msgspec.json.encode(known))}
+        write_file(remembered, [msgspec.json.encode(memory)])
     return blake3(msgspec.json.encode(parts)).hexdigest(length=16)

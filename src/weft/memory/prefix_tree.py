@@ -31,12 +31,6 @@ class Stored(Protocol):
     def nbytes(self) -> int: ...
 
 
-class _NoState:
-    """The checkpoint of a root: before the first token no layer has a state."""
-
-    nbytes = 0
-
-
 class Node:
     """A chunk that is in memory; `length` tokens lead to its end."""
 
@@ -115,12 +109,10 @@ class PrefixTree:
     def root(self, salt: str = "") -> Node:
         """The node at which the prompts with this salt begin."""
         if salt not in self._roots:
-            node = self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
-            node.checkpoint = _NoState()
+            self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
         return self._roots[salt]
 
     def roots(self) -> list[tuple[str, Node]]:
-        """All salts and the nodes at which their prompts begin."""
         return list(self._roots.items())
 
     def nodes(self) -> Iterator[Node]:
@@ -129,24 +121,10 @@ class PrefixTree:
 
     def match(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
         """The deepest node from `start` on at which every layer can be restored; `ends` are the prompt's own cuts."""
-        return self._match_cuts(prompt, start, ends) if self.is_exact else self._match_tokens(prompt, start)
-
-    def _match_cuts(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
-        node = found = start
-        for end in ends:
-            child = node.children.get(tuple(prompt[node.length : end]))
-            if child is None:
-                break
-            node = child
-            if node.checkpoint is not None:
-                found = node
-        return found
-
-    def _match_tokens(self, prompt: Sequence[int], start: Node) -> Node:
         found, waiting, last = start, [start], len(prompt) - 1  # the last token is always computed
         while waiting:
             node = waiting.pop()
-            for size in node.sizes:
+            for size in [next(ends, node.length) - node.length] if self.is_exact else node.sizes:
                 child = node.children.get(tuple(prompt[node.length : node.length + size]))
                 if child is not None and child.length <= last:
                     waiting.append(child)
@@ -211,7 +189,7 @@ class PrefixTree:
             parent.sizes[len(tokens)] += 1
             if not node.is_detached:
                 self._new[node] = None
-                self.held_bytes += block.nbytes
+                self._resize(node, block.nbytes)
         if node.checkpoint is None and checkpoint is not None:
             node.checkpoint = checkpoint
             self._resize(node, checkpoint.nbytes)
@@ -221,7 +199,6 @@ class PrefixTree:
         return node
 
     def pin(self, node: Node) -> None:
-        """Keep a node in memory for a sequence that uses it."""
         node.pins += 1
 
     def unpin(self, node: Node) -> None:
@@ -237,7 +214,7 @@ class PrefixTree:
         """Evict down to the budget: leaves first, new ones before protected ones, of each the least recently used first."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
-            self._demote(next(iter(self._protected)))
+            self._move(next(iter(self._protected)), is_protected=False)
         while self.held_bytes > budget:
             rows = (self._new, self._protected)
             victim = next((node for row in rows for node in row if not node.children and not node.pins), None)
@@ -251,7 +228,6 @@ class PrefixTree:
         return self.held_bytes + num_bytes <= self.budget_bytes
 
     def limit(self, budget_bytes: int) -> None:
-        """Change the budget and evict down to it."""
         if budget_bytes != self.budget_bytes:
             self.budget_bytes = budget_bytes
             self.shrink()
@@ -292,16 +268,13 @@ class PrefixTree:
     def _protect(self, node: Node) -> None:
         for one in node.path():
             if not one.is_protected and not one.is_detached:
-                del self._new[one]
-                one.is_protected = True
-                self._protected[one] = None
-                self._protected_bytes += one.nbytes
+                self._move(one, is_protected=True)
 
-    def _demote(self, node: Node) -> None:
-        self._protected_bytes -= node.nbytes
-        del self._protected[node]
-        node.is_protected = False
-        self._new[node] = None
+    def _move(self, node: Node, *, is_protected: bool) -> None:
+        del self._row(node)[node]
+        node.is_protected = is_protected
+        self._row(node)[node] = None
+        self._protected_bytes += node.nbytes if is_protected else -node.nbytes
 
     def _evict(self, node: Node) -> None:
         """Evict a leaf, and the nodes above it from which nobody can go on any more."""

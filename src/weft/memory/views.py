@@ -1,16 +1,16 @@
 """What a model sees of the rows of one decode step: objects with the few cache names that mlx-lm models touch.
 
-A step runs in one of three ways. Through the *seam* all rows share one forward: the model's `scaled_dot_product_attention`
-is bound to ours (`kernels/attention.py`), views hand it a `SlabHandle` in place of arrays, and keys and values never leave
-their slabs. The *plain* way has one forward per slab: the model reads that slab's arrays under a length mask. Rows that step
-*alone* use mlx-lm's own caches and nothing of this file. All give the same tokens.
-A `Batch` is built afresh for every step and dropped after it.
+A step runs in one of three ways; all give the same tokens. Through the *seam* all rows share one forward: the model's
+`scaled_dot_product_attention` is bound to ours (`kernels/attention.py`), views hand it a `SlabHandle` in place of arrays, and
+keys and values never leave their slabs. The *plain* way is one forward per slab: the model reads that slab's arrays under a
+length mask. Rows that step *alone* use mlx-lm's own caches and nothing of this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -43,7 +43,7 @@ class Part:
 
 
 class Batch:
-    """One decode step's rows, how they lie in memory, and what all layers of the step share."""
+    """One decode step's rows, how they lie in memory, and what all layers share. Built for a step and dropped after it."""
 
     def __init__(self, pool: Pool, parts: list[Part], rows: list[RowState | None], *, seam: bool) -> None:
         self.pool = pool
@@ -54,35 +54,6 @@ class Batch:
         self.table = pool.table_for(None if seam else parts[0].slab)
         self.table.arrange(rows)
         self._memo: dict[tuple[Any, ...], Any] = {}
-
-    def target(self, part: Part, heads: int, places: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Where the rows of a part write their new tokens, as indices into (slots, heads, places)."""
-
-        def make() -> tuple[mx.array, mx.array, mx.array]:
-            return part.slots[:, None, None], mx.arange(heads)[None, :, None], (part.lengths % places)[:, None, None]
-
-        found: tuple[mx.array, mx.array, mx.array] = self.once(("target", part.start, heads, places), make)
-        return found
-
-    def mask(self, part: Part, spec: FullAttention, window: int | None) -> mx.array | None:
-        """(n or range, 1, 1, span) True where a row may look; None when it may look everywhere."""
-        reach = _reach(part, spec, window)
-        found: mx.array | None = self.once(("mask", part.start, *reach), lambda: _mask(part, *reach))
-        return found
-
-    def bias(self, part: Part, spec: FullAttention, window: int | None) -> mx.array | None:
-        """The mask as numbers to add to scores."""
-        reach = _reach(part, spec, window)
-        found: mx.array | None = self.once(("bias", part.start, *reach), lambda: as_bias(_mask(part, *reach)))
-        return found
-
-    def bounds(self, part: Part, spec: FullAttention, window: int | None) -> mx.array | None:
-        """(2n,) first and last + 1 place each row may look at; None when these places are not one run."""
-        ring, window = _reach(part, spec, window)
-        if ring is not None and window is not None:
-            return None
-        found: mx.array = self.once(("bounds", part.start, ring, window), lambda: _bounds(part, ring, window))
-        return found
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Make a value that all layers of the step share, or return it if a layer before has asked for it."""
@@ -96,31 +67,42 @@ def as_bias(mask: mx.array | None) -> mx.array | None:
     return mask if mask is None or mask.dtype != mx.bool_ else mx.where(mask, 0.0, FORBIDDEN)
 
 
-def _reach(part: Part, spec: FullAttention, window: int | None) -> tuple[int | None, int | None]:
-    """The size of the ring that a part's rows lie in, if it can be full, and the model's window where it is smaller."""
-    ring = spec.window if isinstance(spec, SlidingWindow) and part.slab.capacity >= spec.window else None
-    return ring, None if ring is not None and window is not None and window >= ring else window
+class Reach:
+    """The token places that each row of a part may look at, in layers with this ring and window; None: without one."""
 
+    def __init__(self, part: Part, ring: int | None, window: int | None) -> None:
+        self.part = part
+        self.ring = ring
+        self.window = window
 
-def _bounds(part: Part, ring: int | None, window: int | None) -> mx.array:
-    flat: list[int] = []
-    for row in part.rows:
-        stop = row.length + 1 if ring is None else min(row.length + 1, ring)
-        flat += [0 if window is None else max(0, stop - window), stop]
-    return mx.array(flat, mx.int32)
+    @cached_property
+    def mask(self) -> mx.array | None:
+        """(n or range, 1, 1, span) True where a row may look; None when it may look everywhere."""
+        part, ring = self.part, self.ring
+        span = part.span if ring is None else min(part.span, ring)
+        if self.window is None and part.spread is None and min(row.length for row in part.rows) + 1 >= span:
+            return None
+        lengths, place = part.lengths[:, None], mx.arange(span)[None]
+        # In a ring, place i holds the newest token whose position is i modulo the ring's size.
+        position = place if ring is None else lengths - (lengths - place) % ring
+        allowed = (position >= 0) & (position <= lengths)
+        if self.window is not None:
+            allowed = allowed & (position > lengths - self.window)
+        return (allowed if part.spread is None else allowed[part.spread])[:, None, None, :]
 
+    @cached_property
+    def bias(self) -> mx.array | None:
+        """The mask as numbers to add to the scores."""
+        return as_bias(self.mask)
 
-def _mask(part: Part, ring: int | None, window: int | None) -> mx.array | None:
-    span = part.span if ring is None else min(part.span, ring)
-    if window is None and part.spread is None and min(row.length for row in part.rows) + 1 >= span:
-        return None
-    lengths, place = part.lengths[:, None], mx.arange(span)[None]
-    # In a ring, place i holds the newest token whose position is i modulo the ring's size.
-    position = place if ring is None else lengths - (lengths - place) % ring
-    allowed = (position >= 0) & (position <= lengths)
-    if window is not None:
-        allowed = allowed & (position > lengths - window)
-    return (allowed if part.spread is None else allowed[part.spread])[:, None, None, :]
+    @cached_property
+    def bounds(self) -> mx.array | None:
+        """(2n,) first and last + 1 place each row may look at; None when these places are not one run."""
+        if self.ring is not None and self.window is not None:
+            return None
+        stops = [row.length + 1 if self.ring is None else min(row.length + 1, self.ring) for row in self.part.rows]
+        starts = [0 if self.window is None else max(0, stop - self.window) for stop in stops]
+        return mx.array([bound for pair in zip(starts, stops, strict=True) for bound in pair], mx.int32)
 
 
 def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int | None) -> list[Batch]:
@@ -185,8 +167,12 @@ class KeyValueView:
         if len(part.rows) == 1:
             slot, place = part.rows[0].slot, part.rows[0].length % places
             target[slot : slot + 1, :, place : place + 1] = new
-        else:
-            target[self.batch.target(part, heads, places)] = new
+            return
+
+        def indices() -> tuple[mx.array, mx.array, mx.array]:
+            return part.slots[:, None, None], mx.arange(heads)[None, :, None], (part.lengths % places)[:, None, None]
+
+        target[self.batch.once(("indices", part.start, heads, places), indices)] = new
 
     def rows_of(self, part: Part, array: mx.array) -> mx.array:
         """The part's rows of a batch-wide array; in the plain way the batch is the slab's slot range."""
@@ -194,6 +180,13 @@ class KeyValueView:
             return array if part.gather is None else array[part.gather]
         num_rows = len(part.rows)
         return array if num_rows == array.shape[0] else array[part.start : part.start + num_rows]
+
+    def reach(self, part: Part, window: int | None) -> Reach:
+        """Where the part's rows may look in this layer when the model asks for this window; shared by layers of one kind."""
+        ring = self.spec.window if isinstance(self.spec, SlidingWindow) and part.slab.capacity >= self.spec.window else None
+        window = None if ring is not None and window is not None and window >= ring else window
+        found: Reach = self.batch.once(("reach", part.start, ring, window), lambda: Reach(part, ring, window))
+        return found
 
     def planes(self, part: Part) -> tuple[mx.array, mx.array]:
         """(slots, heads, places, dim) keys and values of a whole slab."""
@@ -214,7 +207,7 @@ class KeyValueView:
         if n != 1:
             raise InternalError(f"a decode step has one token per row, not {n}")
         if not self.batch.seam:
-            return self.batch.mask(self.batch.parts[0], self.spec, window_size)
+            return self.reach(self.batch.parts[0], window_size).mask
         if return_array:
             raise InternalError("this model wants its mask as an array, which the seam does not give")
         is_ring = isinstance(self.spec, SlidingWindow) and window_size is not None and window_size >= self.spec.window
