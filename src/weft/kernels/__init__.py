@@ -1,1 +1,13 @@
-"""How weft computes: CPU, CUDA and attention kernels, and the matrix product under MLX on Linux."""
+"""How weft computes: CPU, CUDA and attention kernels, and the matrix product under MLX on Linux. Imports no mlx itself."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def modules_behind(model: Any) -> list[ModuleType]:
+    """The Python modules that define the layers of a model and their base classes, by name: what is bound is bound there."""
+    names = {base.__module__ for layer in model.modules() for base in type(layer).__mro__}
+    return [sys.modules[name] for name in sorted(names)]

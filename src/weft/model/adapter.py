@@ -20,8 +20,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from weft.errors import UnsupportedModel, WeftError
 from weft.kernels.attention import seam_over
+from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.gated_delta import bind as bind_gated_delta
-from weft.kernels.layers import bind as bind_layers
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.memory.views import Batch, CompositeView, KeyValueView, StateView, make_batches
