@@ -1,7 +1,5 @@
 """How weft computes: CPU, CUDA and attention kernels, and the matrix product under MLX on Linux. Imports no mlx itself."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 from typing import Any

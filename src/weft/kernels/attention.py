@@ -68,8 +68,7 @@ def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale
 
     `mask` is "causal", or numbers to add to the scores. The softmax is our product's where that is bound.
     """
-    n, num_heads, tokens, dim = queries.shape
-    groups = keys.shape[1]
+    (n, num_heads, tokens, dim), groups = queries.shape, keys.shape[1]
     together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)
     is_fused = cpu.is_bound(queries.dtype) and tokens <= cpu.MAX_CAUSAL_TOKENS
     if isinstance(mask, str) and not is_fused:

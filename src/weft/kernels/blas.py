@@ -1,8 +1,7 @@
 """Binds a fast matrix product into the process before MLX is loaded, and lets the heap keep what MLX frees.
 
-MLX's CPU wheel for Linux is linked against the reference BLAS, thirty to sixty times slower than OpenBLAS. The dynamic linker
-takes the three functions MLX needs from whatever was loaded first, so we load ours. This file knows the linker and ctypes,
-never MLX; whoever imports `mlx.core` calls `bind()` once before.
+MLX's CPU wheel for Linux is linked against the reference BLAS. The dynamic linker takes the three functions MLX needs from
+whatever was loaded first, so we load ours. Never imports MLX; whoever imports `mlx.core` calls `bind()` once before.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ MISSING = (
     "float32 matrix products run on MLX's reference BLAS, thirty to sixty times slower than they could: "
     "install scipy-openblas32 and reinstall weft with a C compiler present, or install your system's libopenblas"
 )
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h has them
 MAX_KEPT_PIECE_BYTES = 32 << 20  # glibc's own limit
 MAX_KEPT_BYTES = 512 << 20
 TOO_LATE = "mlx.core was imported before weft.kernels.blas.bind(): its BLAS is bound already and stays as it is"
@@ -61,8 +59,8 @@ def keep_freed_memory() -> None:
     """Let the C library keep what MLX frees: fresh pages from the system take three times as long to fill."""
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, MAX_KEPT_PIECE_BYTES)
-        mallopt(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
+        mallopt(-3, MAX_KEPT_PIECE_BYTES)  # M_MMAP_THRESHOLD in malloc.h
+        mallopt(-1, MAX_KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
 def is_mlx_on_cpu() -> bool:
@@ -139,16 +137,10 @@ def already_bound() -> BlasReport:
     return BlasReport("stock", path, warning=TOO_LATE)
 
 
-class _SymbolInfo(ctypes.Structure):
-    """C's Dl_info: the first of its four pointers is the library's path."""
-
-    _fields_ = (("library", ctypes.c_char_p), ("others", ctypes.c_void_p * 3))
-
-
 def library_of(symbol: str) -> str | None:
     """The file that a library loaded from now on would get this symbol from; None if nobody has it."""
-    process, info = ctypes.CDLL(None), _SymbolInfo()
+    process, info = ctypes.CDLL(None), (ctypes.c_char_p * 4)()  # C's Dl_info: four pointers, the first to the file's name
     if not hasattr(process, symbol):
         return None
     address = ctypes.cast(getattr(process, symbol), ctypes.c_void_p)
-    return os.fsdecode(info.library) if process.dladdr(address, ctypes.byref(info)) else None
+    return os.fsdecode(info[0] or b"") if process.dladdr(address, info) else None

@@ -1,9 +1,8 @@
 """Softmax, SiLU, RMSNorm and rotary positions on a CPU as one operation each, and the layers that use them in place of mlx's.
 
-MLX has up to twenty small operations for each there, and an exp of 12 ns a number. Our matrix product can do more than
-multiply: MLX calls `cblas_sgemm` with the alpha it is given, and an alpha that no product has asks for one of these operations
-(native/sgemm.c), so the graph stays lazy and in MLX's order. `bind` puts our layers into a loaded model, `attention` uses the
-softmax; where our product is not bound, and on GPUs, mlx's own operations run.
+MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
+the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays
+lazy and in MLX's order. The adapter calls `bind`, `attention` uses the softmax. Where our product is not bound mlx's own run.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from weft.kernels import modules_behind
 
 SOFTMAX, SILU, RMS_NORM, ROTATE = 0x1B58, 0x1B59, 0x1B5A, 0x1B5B  # upper halves of the alphas, as in native/sgemm.c
-CAUSAL = "causal"  # as MLX spells it
 MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
-ZERO = mx.array(0.0)
 
 
 def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
     """The softmax of queries (…, heads · tokens, dim) by keys (…, dim, span), with numbers added, or causal."""
     if isinstance(mask, mx.array):
         return mx.addmm(mask, queries, keys, alpha=_alpha(SOFTMAX), beta=1.0)
-    return mx.addmm(ZERO, queries, keys, alpha=_alpha(SOFTMAX, tokens if mask == CAUSAL else 0), beta=0.0)
+    return mx.addmm(_full((), 0.0), queries, keys, alpha=_alpha(SOFTMAX, tokens if mask == "causal" else 0), beta=0.0)
 
 
 def fused_silu(gate: mx.array) -> mx.array:
@@ -46,10 +43,8 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 
 
 def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
-    """x (B, heads, T, dim) with its first numbers rotated by `angles`: (B or 1, 1, T, as many), cosines and then sines.
-
-    The numbers of a pair are neighbours in the traditional layout, else half of the rotated numbers apart.
-    """
+    """x (B, heads, T, dim) with its first numbers rotated by `angles`: (B or 1, 1, T, as many), cosines and then sines."""
+    # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
     nothing = mx.broadcast_to(_full((angles.shape[-1], x.shape[-1]), 0.0), (*x.shape[:2], angles.shape[-1], x.shape[-1]))
     return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
 
@@ -66,9 +61,8 @@ class RotaryAngles:
         """(B or 1, 1, T, dims) for the tokens behind each row's offset."""
         kind = (tokens, dims, base, scale)
         for known, its_freqs, its_kind, angles in self._known:
-            if its_freqs is not freqs or its_kind != kind:
-                continue
-            if known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset):
+            is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
+            if is_here and its_freqs is freqs and its_kind == kind:
                 return angles
         rates = mx.exp(mx.arange(0, -(dims // 2), -1) * (math.log(base or 1.0) / (dims // 2))) if freqs is None else 1.0 / freqs
         places = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1)
@@ -88,7 +82,7 @@ def is_bound(dtype: mx.Dtype) -> bool:
     rotated = rotate(queries[None], RotaryAngles().at(7, 3, 4, 100.0, 1.0, None), is_traditional=False)
     pairs = [
         (attention_weights(queries, keys, None, 3), mx.softmax(queries @ keys, axis=-1)),
-        (attention_weights(queries, keys, CAUSAL, 3), mx.softmax(queries @ keys + causal, axis=-1)),
+        (attention_weights(queries, keys, "causal", 3), mx.softmax(queries @ keys + causal, axis=-1)),
         (attention_weights(queries, keys, causal, 3), mx.softmax(queries @ keys + causal, axis=-1)),
         (fused_silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
         (rms_norm(queries, queries[0, 0], 0.1), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
@@ -99,7 +93,6 @@ def is_bound(dtype: mx.Dtype) -> bool:
 
 @functools.lru_cache(256)
 def _full(shape: tuple[int, ...], number: float) -> mx.array:
-    """An array of one number, made once for each shape."""
     found = mx.full(shape, number)
     mx.eval(found)  # sync: it has no part in anybody's graph
     return found

@@ -63,8 +63,9 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Stand in for mlx-lm's function of this name: gates and betas from their projections, then the rule."""
     if not _on_cpu() and key.shape[1] <= MAX_STEPS_ON_GPU:  # mlx-lm's steps are compiled there: fewer launches
+        arguments = (query, key, value, fading, writing, log_rate, bias, state, mask)
         options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
-        return stock.gated_delta_update(query, key, value, fading, writing, log_rate, bias, state, mask, **options)  # type: ignore[no-any-return]
+        return stock.gated_delta_update(*arguments, **options)  # type: ignore[no-any-return]
     beta = mx.sigmoid(writing)
     if allow_neg_eigval:
         beta = beta * 2.0
@@ -112,7 +113,6 @@ class DeltaTokens(NamedTuple):
     beta: mx.array
 
     def at(self, position: int) -> DeltaTokens:
-        """The arguments of one token."""
         if self.key.shape[1] == 1:
             return self  # five slices are a fifth of a decode step on a CPU
         return DeltaTokens(*(array[:, position : position + 1] for array in self))
@@ -128,13 +128,8 @@ class DeltaTokens(NamedTuple):
             array = array.reshape(rows, (length + missing) // size, size, heads, groups, -1)
             return array.transpose(1, 0, 3, 4, 2, 5)
 
-        return DeltaTokens(
-            query=chunks(self.query, 1),
-            key=chunks(self.key, 1),
-            value=chunks(self.value, groups),
-            gate=chunks(self.gate, groups, filler=1.0),
-            beta=chunks(self.beta, groups),
-        )
+        query, key, value = chunks(self.query, 1), chunks(self.key, 1), chunks(self.value, groups)
+        return DeltaTokens(query, key, value, chunks(self.gate, groups, 1.0), chunks(self.beta, groups))
 
 
 def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
@@ -190,7 +185,7 @@ def _chunk_size(tokens: DeltaTokens) -> int:
 
 
 def _pairs_by_head(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
-    """One gate per head: between two tokens the state fades by one number, the product of the gates after j up to i.
+    """Overlap and readout with one gate per head: from token j to i the state fades by the product of the gates after j.
 
     Products of gates, not exponentials of differences: nothing overflows, nothing cancels, and a gate of zero is fine.
     """
@@ -201,7 +196,7 @@ def _pairs_by_head(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
 
 
 def _pairs_by_number(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
-    """One gate per number of the key: the product of gates from j to i is split where their blocks meet.
+    """Overlap and readout with one gate per number of the key: the product of gates from j to i is split where their blocks meet.
 
     With blocks of 1, 2, 4 … tokens every pair j < i meets at one length only. From j to the end of its block and from
     the start of the next block to i are two factors of at most one each, so a product of matrices can be made of them.
@@ -221,19 +216,14 @@ def _pairs_by_number(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
 
 
 def _inverse_of_one_plus(lower: mx.array) -> mx.array:
-    """The inverse of the identity plus the part of `lower` below the diagonal."""
-    if _on_cpu():
-        patterns = _patterns(lower.shape[-1])
-        return mx.linalg.tri_inv(mx.where(patterns.not_earlier, patterns.diagonal, lower))
-    return _inverse_by_doubling(lower)
+    """The inverse of the identity plus the part of `lower` below the diagonal.
 
-
-def _inverse_by_doubling(lower: mx.array) -> mx.array:
-    """The inverse by matrix products: from the inverses of blocks on the diagonal to those of blocks twice as long.
-
+    A GPU has no solver for it: there by products, from the inverses of blocks on the diagonal to those of blocks twice as long.
     Never by powers of the triangle: with keys alike they grow like binomials and drown the answer.
     """
     patterns = _patterns(lower.shape[-1])
+    if _on_cpu():
+        return mx.linalg.tri_inv(mx.where(patterns.not_earlier, patterns.diagonal, lower))
     inverse = patterns.diagonal
     for block, meets in patterns.meetings:
         between = mx.where(meets, lower, 0)
