@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from weft.memory import disk_files
 from weft.memory.disk import QUEUE_BYTES, DiskTier
-from weft.memory.disk_files import Damaged, Entry, Foreign, Packed, StoredArray, identity_of
+from weft.memory.disk_files import CacheFolder, Damaged, Entry, Foreign, Packed, StoredArray, identity_of
 
 IDENTITY, OTHER = "0123456789abcdef" * 2, "f" * 32
 ROOT = bytes(16)
@@ -113,7 +113,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 
 def store(tier: DiskTier, entry: Entry) -> bool:
-    return tier.store(entry.key, entry.parent, entry.tokens, entry.block, entry.checkpoint)
+    return tier.store(entry)
 
 
 def num_entries(tier: DiskTier) -> int:
@@ -174,7 +174,7 @@ def test_what_is_not_written_yet_comes_from_the_queue(house: House) -> None:
 def test_the_sizes_of_what_may_follow_are_known(house: House) -> None:
     tier = house.make()
     for tokens in ((7,), (1, 2, 3), (4, 5, 6)):
-        tier.store(key_of(tokens), ROOT, tokens, packed(tokens), None)
+        tier.store(Entry(key_of(tokens), ROOT, tokens, packed(tokens), None))
     assert tier.sizes_after(ROOT) == {1, 3}
     tier.open()
     tier.close(SECONDS)
@@ -581,7 +581,7 @@ def test_a_full_queue_refuses(house: House) -> None:
     tier = house.make()  # not opened: nobody writes
     third = Packed("[]", (StoredArray("0", "U8", (QUEUE_BYTES // 3 + 1,), bytes(QUEUE_BYTES // 3 + 1)),))
 
-    taken = [tier.store(key_of(number), ROOT, (1,), third, None) for number in range(4)]
+    taken = [tier.store(Entry(key_of(number), ROOT, (1,), third, None)) for number in range(4)]
 
     assert taken == [True, True, False, False]
     assert tier.num_skipped == 2
@@ -592,8 +592,8 @@ def test_one_entry_larger_than_the_queue_is_taken_alone(house: House) -> None:
     tier = house.make()
     large = Packed("[]", (StoredArray("0", "U8", (QUEUE_BYTES + 1,), bytes(QUEUE_BYTES + 1)),))
 
-    assert tier.store(key_of(0), ROOT, (1,), large, None)
-    assert not tier.store(key_of(1), ROOT, (1,), large, None)
+    assert tier.store(Entry(key_of(0), ROOT, (1,), large, None))
+    assert not tier.store(Entry(key_of(1), ROOT, (1,), large, None))
 
 
 def test_after_a_clear_nothing_is_left(house: House) -> None:
@@ -652,7 +652,7 @@ def writing(house: House) -> Iterator[tuple[DiskTier, Entry, threading.Event]]:
     entry = make_entry("slow", checkpoint=False)
     slow = Slow(entry.block.planes)
     tier = house.open()
-    tier.store(entry.key, entry.parent, entry.tokens, Packed(entry.block.description, slow), None)
+    tier.store(Entry(entry.key, entry.parent, entry.tokens, Packed(entry.block.description, slow), None))
     assert slow.reached.wait(SECONDS)
     yield tier, entry, slow.may_go_on
     slow.may_go_on.set()
@@ -795,13 +795,14 @@ def test_temporary_files_of_the_dead_are_removed_and_of_the_living_kept(house: H
 
 
 def test_a_writer_holds_the_lock_until_its_file_has_its_name(tmp_path: Path) -> None:
-    path = tmp_path / f"{key_of('one').hex()}.safetensors"
+    folder = CacheFolder(tmp_path, IDENTITY, PLENTY)
+    folder.make()
+    path = folder.file(key_of("one"))
     seen: list[Path] = []
 
     def pieces() -> Iterator[bytes]:
-        seen.extend(tmp_path.iterdir())
-        for temporary in seen:
-            disk_files.remove_if_abandoned(temporary)
+        seen.extend(path.parent.iterdir())
+        folder.sweep()
         yield b"whole"
 
     disk_files.write_file(path, pieces())

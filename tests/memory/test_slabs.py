@@ -46,14 +46,14 @@ def allocate(pool: Pool, length: int, mark: float, upcoming: tuple[int, ...] = (
 
 
 def arrays_of(slab: Slab) -> list[mx.array]:
-    return [array for array in (*slab.keys, *slab.values) if array is not None]
+    return [array for held in slab.layers.values() for array in (held.keys, held.values)]
 
 
 def check(row: RowState, mark: float) -> None:
     """The slot holds the row's own tokens, each window token at its place modulo the window."""
     slab = row.slab
     assert slab is not None
-    keys, ring = np.array(slab.keys[0][row.slot, 0, :, 0]), np.array(slab.values[1][row.slot, 0, :, 0])  # type: ignore[index]
+    keys, ring = np.array(slab.layers[0].keys[row.slot, 0, :, 0]), np.array(slab.layers[1].values[row.slot, 0, :, 0])
     assert keys[: row.length].tolist() == [1000 * mark + place for place in range(row.length)]
     for position in range(max(0, row.length - WINDOW.window), row.length):
         assert ring[position % len(ring)] == 1000 * mark + position
@@ -72,8 +72,8 @@ def test_a_row_that_fills_its_slot_moves_up_a_class_and_nobody_else_moves() -> N
     old, place = first.slab, (second.slab, second.slot)
     assert old is not None
     first.length += 1  # its last free place is taken
-    old.keys[0][first.slot, :, 31] = mx.full((2, 4), 1031.0)  # type: ignore[index]
-    old.values[1][first.slot, :, 31 % 10] = mx.full((1, 4), 1031.0)  # type: ignore[index]
+    old.layers[0].keys[first.slot, :, 31] = mx.full((2, 4), 1031.0)
+    old.layers[1].values[first.slot, :, 31 % 10] = mx.full((1, 4), 1031.0)
     rows.grow(first)
 
     assert first.slab is not old
@@ -198,9 +198,9 @@ def test_no_order_of_joining_growing_and_leaving_mixes_rows_up(events: list[int 
                     rows.grow(row)
                     token = [1000 * mark + row.length]
                     for layer in (0, 1):
-                        for planes in (row.slab.keys, row.slab.values):  # type: ignore[union-attr]
-                            array = planes[layer]
-                            array[row.slot, :, row.length % array.shape[2]] = mx.array(token)  # type: ignore[index, union-attr]
+                        held = row.slab.layers[layer]  # type: ignore[union-attr]
+                        for array in (held.keys, held.values):
+                            array[row.slot, :, row.length % array.shape[2]] = mx.array(token)
                     row.length += 1
         for row, mark in live:
             check(row, mark)

@@ -254,7 +254,7 @@ class PrefixSharing:
             checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
             if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
                 assert node.parent is not None
-                self.disk.store(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint))
+                self.disk.store(Entry(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint)))
 
 
 class RetainedCaches:

@@ -1,7 +1,7 @@
 """The second tier of the prefix cache: chunks of the prefix tree as files, kept across restarts, bounded in bytes.
 
 Nothing on disk is trusted: an entry's digest is compared at every load, and once after each start. The engine's thread only
-asks and queues; one thread deletes, writes and verifies, another loads. Knows nothing of models; `engine` uses it. No mlx.
+asks and queues; one thread writes and deletes, another loads and verifies. Knows no models; `engine` uses it. Imports no mlx.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from weft.memory import disk_files
-from weft.memory.disk_files import CacheFolder, Damaged, Entry, Foreign, Packed
+from weft.memory.disk_files import CacheFolder, Damaged, Entry, Foreign
 
 QUEUE_BYTES = 256 << 20
 WARNING_SECONDS = 60.0  # a disk that can not be written is logged once in so long
@@ -25,10 +25,7 @@ WARNING_SECONDS = 60.0  # a disk that can not be written is logged once in so lo
 log = logging.getLogger("weft.memory")
 
 
-@dataclass(frozen=True, eq=False)
-class _IndexedEntry:
-    """What is known of an entry that is on disk."""
-
+class _IndexedEntry(NamedTuple):
     parent: bytes
     has_checkpoint: bool
     nbytes: int
@@ -86,7 +83,6 @@ class DiskTier:
         return key in self._queue or key in self._index  # in this order: a written entry goes from one to the other
 
     def has_checkpoint(self, key: bytes) -> bool:
-        """Whether an entry can be loaded with a checkpoint."""
         queued, indexed = self._queue.get(key), self._index.get(key)
         return (queued is not None and queued.checkpoint is not None) or (indexed is not None and indexed.has_checkpoint)
 
@@ -94,21 +90,19 @@ class DiskTier:
         """The numbers of tokens that the entries right after this one may have."""
         return set(self._children.get(key, {}).values())
 
-    def store(self, key: bytes, parent_key: bytes, tokens: Sequence[int], block: Packed, checkpoint: Packed | None) -> bool:
-        """Queue a chunk for writing; False if too much waits already. A known entry is written again only for its checkpoint."""
-        if self.has_checkpoint(key) or (checkpoint is None and self.has(key)):
+    def store(self, entry: Entry) -> bool:
+        """Queue an entry for writing; False if too much waits already. A known one is written again only for its checkpoint."""
+        if self.has_checkpoint(entry.key) or (entry.checkpoint is None and self.has(entry.key)):
             return True
-        entry = Entry(key, parent_key, tuple(tokens), block, checkpoint)
         with self._lock:
             queued_bytes = sum(queued.nbytes for queued in self._queue.values())
-            is_full = bool(self._queue) and queued_bytes + entry.nbytes > QUEUE_BYTES  # one alone may have any size
-            if is_full or self._is_closed:
+            if self._is_closed or (queued_bytes and queued_bytes + entry.nbytes > QUEUE_BYTES):  # one alone may have any size
                 self.num_skipped += 1
                 return False
-            self._queue[key] = entry
-            self._children.setdefault(parent_key, {})[key] = len(entry.tokens)
+            self._queue[entry.key] = entry
+            self._children.setdefault(entry.parent, {})[entry.key] = len(entry.tokens)
             if self._is_open:
-                self._writer.submit(self._write, key)
+                self._writer.submit(self._write, entry.key)
         return True
 
     def load(self, keys: Sequence[bytes]) -> Future[list[Entry]]:
@@ -155,24 +149,26 @@ class DiskTier:
         self._make_room(0)
 
     def _write(self, key: bytes) -> None:
-        entry, indexed = self._queue.get(key), None
+        entry = self._queue.get(key)
         if entry is None:  # forgotten, or written together with its checkpoint
             return
+        nbytes = 0
         try:
-            indexed = self._write_file(entry)
+            nbytes = self._write_file(entry)
         except OSError as error:
             if time.monotonic() >= self._next_warning:
                 self._next_warning = time.monotonic() + WARNING_SECONDS
                 log.warning("a prefix was not kept on disk: %s", error)
         with self._lock:
-            self.num_written += indexed is not None
-            self.num_skipped += indexed is None
+            self.num_written += nbytes > 0
+            self.num_skipped += nbytes == 0
             if self._queue.get(key) is entry:  # else it was forgotten, or its checkpoint has come meanwhile
-                if indexed is not None:
-                    self._index[key] = indexed
+                if nbytes:
+                    self._index[key] = _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
                 del self._queue[key]
 
-    def _write_file(self, entry: Entry) -> _IndexedEntry:
+    def _write_file(self, entry: Entry) -> int:
+        """Write an entry's file and return its size. Raises OSError."""
         pieces = disk_files.encode_entry(entry, self.identity)
         nbytes = sum(len(piece) for piece in pieces)
         path = [entry.key, *self._ancestry(entry.parent)]
@@ -185,7 +181,7 @@ class DiskTier:
         self._folder.touch(path)  # again, so that it goes before its ancestors when room is made
         before = self._index.get(entry.key)
         self._folder.held_bytes += nbytes - (before.nbytes if before is not None else 0)
-        return _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
+        return nbytes
 
     def _make_room(self, nbytes: int) -> None:
         evicted = self._folder.make_room(nbytes)

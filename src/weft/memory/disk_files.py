@@ -1,8 +1,8 @@
 """The files of the disk tier: the format of one entry, the folder under one byte budget, and the identity of a model.
 
-An entry is a safetensors file, `folder/identity/key.safetensors`, whose metadata says what it is. Nothing in a file is trusted.
-Other processes may write and delete at any time: the folder is known as last seen, and a file that vanished is no error. Only
-files that are named as ours are touched. Knows no threads and no models; `disk` uses it. Imports no mlx.
+An entry is a safetensors file, `folder/identity/key.safetensors`, whose metadata says what it is. Other processes may write and
+delete at any time: the folder is known as last seen, and a file that vanished is no error. Only files that are named as ours
+are touched. Knows no threads and no models; `disk` uses it. Imports no mlx.
 """
 
 from __future__ import annotations
@@ -182,13 +182,6 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         raise
 
 
-def remove_if_abandoned(path: Path) -> None:
-    """Remove a temporary file whose writer is dead."""
-    with suppress(OSError), path.open("rb") as file:  # a lock that is held is an OSError
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink()
-
-
 class CacheFolder:
     """The files of several models and versions, each under its identity; the least recently used make room for new ones."""
 
@@ -205,7 +198,6 @@ class CacheFolder:
         self.home.mkdir(mode=0o700, exist_ok=True)
 
     def file(self, key: bytes) -> Path:
-        """The path of an entry under this folder's identity."""
         return self.home / f"{key.hex()}.safetensors"
 
     def entries(self) -> list[tuple[bytes, int]]:
@@ -216,7 +208,9 @@ class CacheFolder:
     def sweep(self) -> None:
         """Remove the temporary files that dead writers left behind."""
         for path, _ in self._scan(TEMPORARY_NAMES):
-            remove_if_abandoned(path)
+            with suppress(OSError), path.open("rb") as file:  # a lock that is held is an OSError
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
 
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark entries as used just now, each later than the one before it."""
@@ -226,7 +220,6 @@ class CacheFolder:
                 os.utime(self.file(key), ns=(now + step, now + step))
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more fit into the budget, by what was last seen."""
         return self.held_bytes + nbytes <= self.budget_bytes
 
     def make_room(self, nbytes: int) -> list[Path]:
@@ -235,9 +228,8 @@ class CacheFolder:
         margin = self.budget_bytes // MARGIN
         if nbytes > self.budget_bytes or (self.has_room(nbytes) and self._unseen_bytes < margin):
             return []
-        self._unseen_bytes = 0
         found = sorted((status.st_mtime_ns, path, status.st_size) for path, status in self._scan(ENTRY_NAMES))
-        self.held_bytes = sum(size for _, _, size in found)
+        self.held_bytes, self._unseen_bytes = sum(size for _, _, size in found), 0
         goal = self.budget_bytes - nbytes - (0 if self.has_room(nbytes) else margin)
         evicted = []
         for _, path, size in found:
@@ -250,7 +242,6 @@ class CacheFolder:
         return evicted
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Delete these entries under this folder's identity."""
         for key in keys:
             with suppress(OSError):
                 self.file(key).unlink()
@@ -285,6 +276,5 @@ def identity_of(folder: Path, facts: Sequence[str], remembered: Path) -> str:
         parts.append([path.name, before["digest"]])
     with suppress(OSError):  # a folder that can not be written costs only the time to read the weights again
         remembered.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        memory = {"files": known, "digest": _digest(msgspec.json.encode(known))}
-        write_file(remembered, [msgspec.json.encode(memory)])
+        write_file(remembered, [msgspec.json.encode({"files": known, "digest": _digest(msgspec.json.encode(known))})])
     return blake3(msgspec.json.encode(parts)).hexdigest(length=16)

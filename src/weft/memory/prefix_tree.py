@@ -24,6 +24,9 @@ MAX_LOOKED_AT = 256  # children of one node that are compared with a prompt that
 MIN_SHARED = 16  # tokens; prompts that share fewer of a chunk are not cut where they diverge
 
 
+Tokens = tuple[int, ...]
+
+
 class Stored(Protocol):
     """Something with a size in bytes: a block or a checkpoint."""
 
@@ -34,9 +37,7 @@ class Stored(Protocol):
 class Node:
     """A chunk that is in memory; `length` tokens lead to its end."""
 
-    def __init__(
-        self, number: int, parent: Node | None, tokens: tuple[int, ...], key: bytes, block: Stored | None = None
-    ) -> None:
+    def __init__(self, number: int, parent: Node | None, tokens: Tokens, key: bytes, block: Stored | None = None) -> None:
         self.number = number
         self.parent = parent
         self.tokens = tokens
@@ -45,7 +46,7 @@ class Node:
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.block = block
         self.checkpoint: Stored | None = None  # the states of all layers without keys and values, at its end; None: dropped
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[Tokens, Node] = {}
         self.sizes: Counter[int] = Counter()  # of the children's chunks
         self.pins = 0  # sequences whose prefix ends here
         self.hits = 0  # sequences that went on from it or from behind it
@@ -159,7 +160,7 @@ class PrefixTree:
 
     def _longest_known(self, root: Node, prompt: Sequence[int]) -> tuple[int, int | None]:
         """How many of a prompt's tokens some known prompt begins with, wherever that was cut, and what it has next."""
-        best: tuple[int, int | None] = (0, None)
+        found: list[tuple[int, int | None]] = [(0, None)]
         waiting = [root]
         while waiting:
             node = waiting.pop()
@@ -168,9 +169,8 @@ class PrefixTree:
                 if same == len(child.tokens):
                     waiting.append(child)
                 instead = child.tokens[same] if same < len(child.tokens) else None
-                if node.length + same > best[0] or (node.length + same == best[0] and best[1] is None):
-                    best = node.length + same, instead
-        return best
+                found.append((node.length + same, instead))
+        return max(found, key=lambda one: (one[0], one[1] is not None))
 
     def hit(self, node: Node) -> None:
         """Count a sequence that goes on from this node: its path becomes protected and the most recently used."""
@@ -179,9 +179,7 @@ class PrefixTree:
         self._protect(node)
         self._touch(node)
 
-    def enter(
-        self, parent: Node, tokens: tuple[int, ...], block: Stored, checkpoint: Stored | None, *, is_retained: bool = False
-    ) -> Node:
+    def enter(self, parent: Node, tokens: Tokens, block: Stored, checkpoint: Stored | None, *, is_retained: bool = False) -> Node:
         """Enter a computed chunk after `parent` and return its node; an older node is kept, and gets what it lacks."""
         node = parent.children.get(tokens)
         if node is None:
@@ -313,6 +311,6 @@ def _detach(node: Node) -> Node:
     return parent
 
 
-def _num_same(tokens: tuple[int, ...], prompt: Sequence[int], start: int) -> int:
+def _num_same(tokens: Tokens, prompt: Sequence[int], start: int) -> int:
     there = prompt[start : start + len(tokens)]
     return next((index for index, (one, other) in enumerate(zip(tokens, there, strict=False)) if one != other), len(there))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from weft.errors import InternalError
-from weft.memory.spec import FullAttention, Geometry, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, mismatch
+from weft.memory.spec import FullAttention, Geometry, KeyValues, LayerSpec, Plane, Recurrent, RowContents, mismatch
 
 SMALLEST_CAPACITY = 32
 GROWTH_ROOM = 32  # a row is allocated with room for one in so many of its tokens
@@ -36,24 +36,22 @@ class Slab:
 
         self.capacity = capacity
         self.rows: list[RowState | None] = [None] * slots
-        self.keys = [zeros(spec, spec.keys) if isinstance(spec, FullAttention) else None for spec in specs]
-        self.values = [zeros(spec, spec.values) if isinstance(spec, FullAttention) else None for spec in specs]
+        kinds = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, FullAttention)}
+        self.layers = {layer: KeyValues(zeros(spec, spec.keys), zeros(spec, spec.values)) for layer, spec in kinds.items()}
 
     @property
     def occupied(self) -> list[RowState]:
-        """The rows that live here, in slot order."""
         return [row for row in self.rows if row is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes held, free slots included."""
-        return sum(array.nbytes for array in (*self.keys, *self.values) if array is not None)
+        return sum(held.keys.nbytes + held.values.nbytes for held in self.layers.values())
 
     def write(self, layer: int, slot: int, first: int, contents: KeyValues) -> None:
         """Put a row's keys and values into its slot; `contents` starts with token `first`."""
-        for planes, array in ((self.keys, contents.keys), (self.values, contents.values)):
-            target = planes[layer]
-            assert target is not None
+        held = self.layers[layer]
+        for target, array in ((held.keys, contents.keys), (held.values, contents.values)):
             places, tokens = target.shape[2], array.shape[2]
             start = first % places  # only a window ring is smaller than its rows
             head = min(tokens, places - start)
@@ -63,8 +61,8 @@ class Slab:
 
     def scrub(self, slot: int) -> None:
         """Zero a slot whose numbers are not finite: a masked NaN would still poison the next row there."""
-        for array in (*self.keys, *self.values):
-            if array is not None:
+        for held in self.layers.values():
+            for array in (held.keys, held.values):
                 array[slot] = mx.zeros(array.shape[1:], array.dtype)
 
 
@@ -81,11 +79,10 @@ class StateTable:
 
     def arrange(self, rows: list[RowState | None]) -> None:
         """Lay the states out in the order of `rows`; None is an idle row of zeros. Rows that sit out get theirs as copies."""
-        if len(rows) == len(self.rows) and all(new is old for new, old in zip(rows, self.rows, strict=True)):
+        if rows == self.rows:
             return
-        staying = {id(row) for row in rows}
         for row in self.rows:
-            if row is not None and row.slab is not None and id(row) not in staying:
+            if row is not None and row.slab is not None and row not in rows:
                 row.loose = self.extract(row)
         sources = self._sources(rows)
         for layer, parts in enumerate(self.parts):
@@ -100,10 +97,10 @@ class StateTable:
 
     def _sources(self, rows: list[RowState | None]) -> list[slice | RowState | None]:
         """Where the states of `rows` come from: slices of the table as it is, else the row itself, or None."""
-        place = {id(row): index for index, row in enumerate(self.rows) if row is not None}
+        place = {row: index for index, row in enumerate(self.rows)}
         sources: list[slice | RowState | None] = []
         for row in rows:
-            index = None if row is None or row.loose is not None else place.get(id(row))
+            index = None if row is None or row.loose is not None else place.get(row)
             last = sources[-1] if sources else None
             if index is None:
                 sources.append(row)
@@ -125,11 +122,9 @@ class StateTable:
         """One row's states as copies of their own; a bare slice would keep the whole table alive."""
         if row.loose is not None:
             return row.loose
-        index = next(i for i, other in enumerate(self.rows) if other is row)
-        return [
-            tuple(None if array is None else mx.contiguous(array[index : index + 1]) for array in states)
-            for states in self.states
-        ]
+        index = self.rows.index(row)
+        here = slice(index, index + 1)
+        return [tuple(None if array is None else mx.contiguous(array[here]) for array in states) for states in self.states]
 
 
 class Pool:
@@ -155,7 +150,6 @@ class Pool:
 
     @property
     def rows(self) -> list[RowState]:
-        """Every allocated row."""
         return [row for slab in self.slabs for row in slab.occupied]
 
     @property
@@ -164,7 +158,6 @@ class Pool:
         return sum(slab.nbytes for slab in self.slabs) + sum(array.nbytes for array in self.states())
 
     def states(self) -> list[mx.array]:
-        """Every recurrent state."""
         tables = self.tables.values()
         return [array for table in tables for states in table.states for array in states if array is not None]
 
@@ -174,16 +167,14 @@ class Pool:
             self.tables[slab] = StateTable(self.specs)
         return self.tables[slab]
 
-    def refusal(self, contents: Sequence[LayerContents | None], length: int) -> str | None:
+    def refusal(self, contents: RowContents, length: int) -> str | None:
         """Why a row with these contents can not be allocated; None when it can."""
         for layer, (spec, content) in enumerate(zip(self.specs, contents, strict=True)):
             if reason := mismatch(spec, content, length):
                 return f"layer {layer} ({type(spec).__name__}): {reason}"
         return None
 
-    def allocate(
-        self, row: RowState, contents: Sequence[LayerContents | None], length: int, upcoming: Sequence[int] = ()
-    ) -> None:
+    def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:
         """Copy a row's states into a free slot. Ask `refusal` first. `upcoming`: lengths of rows that will follow soon."""
         row.length = length
         capacity = self._first_capacity(length)
@@ -204,11 +195,8 @@ class Pool:
         peers = sum(len(slab.occupied) for slab in self.slabs if slab.capacity == old.capacity)  # they follow soon
         old.rows[slot] = None
         new = self._place(row, self.capacity_for(row.length + 1), peers)
-        for layer, (spec, keys, values) in enumerate(zip(self.specs, old.keys, old.values, strict=True)):
-            if isinstance(spec, FullAttention) and keys is not None and values is not None:
-                # A ring that is already full keeps its layout: place 0 stays place 0.
-                held = spec.slots_needed(row.length)
-                new.write(layer, row.slot, 0, KeyValues(keys[slot : slot + 1, :, :held], values[slot : slot + 1, :, :held]))
+        for layer, held in old.layers.items():  # a ring that is already full keeps its layout: place 0 stays place 0
+            new.write(layer, row.slot, 0, KeyValues(held.keys[slot : slot + 1], held.values[slot : slot + 1]))
         self._drop_if_empty(old)
 
     def free(self, row: RowState, *, poisoned: bool = False) -> None:
@@ -223,13 +211,10 @@ class Pool:
         self._drop_if_empty(slab)
 
     def capacity_for(self, tokens: int) -> int:
-        """The capacity class for a row of so many tokens.
-
-        Classes grow by a third or a half while rows are short, so that many share a slab, and by an eighth or less when they are
-        long, so that little is wasted.
-        """
+        """The capacity class for a row of so many tokens."""
         if not self.has_positions:
             return 1
+        # Classes grow by a third or a half while rows are short, so that many share a slab, then by an eighth or less.
         double = max(SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
         step = double // (4 if double <= self.coarse_tokens else 16)
         return max(SMALLEST_CAPACITY, -(-tokens // step) * step)

@@ -1,12 +1,13 @@
 """What each layer must remember, declared once at load as frozen values.
 
-A spec knows its bytes and its exact geometry; arrays that do not have that geometry are not let in. The adapter reads the
-specs off the model, the pool builds memory from them, admission counts with them.
+A spec knows the bytes of a row and its exact geometry; other arrays are not let in. The adapter reads the specs off the model,
+the pool builds memory from them, admission counts with them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -39,11 +40,10 @@ class FullAttention:
     values: Plane
 
     def slots_needed(self, tokens: int) -> int:
-        """Token places that a row of this length fills."""
+        """Token places that a row of so many tokens fills."""
         return tokens
 
     def bytes_at(self, tokens: int) -> int:
-        """Bytes that a row of this length needs."""
         return self.slots_needed(tokens) * (self.keys.token_bytes + self.values.token_bytes)
 
 
@@ -63,8 +63,7 @@ class Recurrent:
 
     parts: tuple[Geometry | None, ...]
 
-    def bytes_at(self, tokens: int) -> int:  # noqa: ARG002 - the same question for every kind
-        """Bytes that a row needs, whatever its length."""
+    def bytes_at(self, tokens: int) -> int:  # noqa: ARG002 - a row of any length needs as many
         return sum(math.prod(part[0]) * part[1].size for part in self.parts if part is not None)
 
 
@@ -73,13 +72,14 @@ LayerSpec = FullAttention | SlidingWindow | Recurrent
 
 @dataclass(frozen=True)
 class KeyValues:
-    """One row's keys and values in one layer, oldest first: [1, heads, tokens, dim]."""
+    """Keys and values of one layer: [1, heads, tokens, dim] of a row, oldest first, or [slots, heads, places, dim] of a slab."""
 
     keys: mx.array
     values: mx.array
 
 
 LayerContents = KeyValues | tuple[mx.array | None, ...]
+RowContents = Sequence[LayerContents | None]  # what one row's layers hold
 
 
 def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> str | None:

@@ -112,9 +112,9 @@ def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int
     """
     for row in rows:
         pool.grow(row, table=None if seam or row.slab is None else pool.table_for(row.slab))
-    stepping, parts = {id(row) for row in rows}, list[Part]()
+    parts: list[Part] = []
     for slab in pool.slabs:
-        if live := [row for row in slab.occupied if id(row) in stepping]:
+        if live := [row for row in slab.occupied if row in rows]:
             start = sum(len(part.rows) for part in parts) if seam else 0
             parts.append(Part(slab, live, start, is_whole=width is not None))
     if not seam:
@@ -147,11 +147,7 @@ class KeyValueView:
         self.batch = batch
         self.layer = layer
         self.spec: FullAttention = spec
-
-    @property
-    def offset(self) -> mx.array:
-        """(B,) position of each row's new token; the same before and after the update."""
-        return self.batch.offsets
+        self.offset = batch.offsets  # the same before and after the update
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append one token per row; returns what attention reads: handles through the seam, else one slab's arrays."""
@@ -190,10 +186,8 @@ class KeyValueView:
 
     def planes(self, part: Part) -> tuple[mx.array, mx.array]:
         """(slots, heads, places, dim) keys and values of a whole slab."""
-        keys, values = part.slab.keys[self.layer], part.slab.values[self.layer]
-        assert keys is not None
-        assert values is not None
-        return keys, values
+        held = part.slab.layers[self.layer]
+        return held.keys, held.values
 
     def read(self, part: Part) -> tuple[mx.array, mx.array]:
         """(range, heads, span, dim) keys and values of one slab's slot range."""
@@ -244,11 +238,5 @@ class StateView:
         """Return None: no row of a step is padded."""
 
 
-class CompositeView:
-    """A layer with several caches: `view[i]` is the i-th."""
-
-    def __init__(self, views: Sequence[Any]) -> None:
-        self.views = tuple(views)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.views[index]
+class CompositeView(tuple[Any, ...]):
+    """The views of a layer with several caches: `view[i]` is the i-th."""
