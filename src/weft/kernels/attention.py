@@ -21,7 +21,7 @@ ON_CUDA = not ON_CPU and not mx.metal.is_available()
 
 
 def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """A function that answers handles from their slabs, and passes everything else on to `original`."""
+    """Wrap a model's attention function: a `SlabHandle` is answered from its slabs, other calls go to `original`."""
 
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None

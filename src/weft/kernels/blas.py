@@ -27,7 +27,7 @@ TOO_LATE = "mlx.core was imported before weft.kernels.blas.bind(): its BLAS is b
 
 @dataclass(frozen=True, slots=True)
 class BlasReport:
-    """What float32 products run on."""
+    """The BLAS that MLX's float32 products run on."""
 
     name: str  # "weft+openblas", "openblas", "stock", or "none": MLX does not use a BLAS of ours here
     path: str | None = None
@@ -91,7 +91,7 @@ def packaged_openblas() -> str | None:
 
 
 def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
-    """Bind our product in front of `backend`; None if it was not compiled, or for another machine, or the two do not fit."""
+    """Bind our product in front of the OpenBLAS `backend`; None if it is not compiled for this machine or they do not fit."""
     library = compiled_library()
     own = library and load_library(str(library))
     if not own or not own.weft_blas_open(backend.encode()):
@@ -121,14 +121,14 @@ def load_library(path: str) -> ctypes.CDLL | None:
 
 
 def set_openblas_threads(library: ctypes.CDLL, threads: int) -> None:
-    """Set the number of OpenBLAS's threads, under whichever name it has for that."""
+    """Set OpenBLAS's number of threads by whichever function it has for that."""
     for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
         if hasattr(library, name):
             getattr(library, name)(threads)
 
 
 def already_bound() -> BlasReport:
-    """What products run on when MLX is loaded already: ours from an earlier call, or a warning that it is too late."""
+    """Report the BLAS in place when MLX is loaded already: ours from an earlier call, or a warning that it is too late."""
     path = library_of("cblas_sgemm")
     if path is not None and path == str(compiled_library()):
         return BlasReport("weft+openblas", path, skinny=True)
@@ -138,7 +138,7 @@ def already_bound() -> BlasReport:
 
 
 def library_of(symbol: str) -> str | None:
-    """The file that a library loaded from now on would get this symbol from; None if nobody has it."""
+    """The file from which a library loaded from now on takes this symbol; None if no loaded library has it."""
     process, info = ctypes.CDLL(None), (ctypes.c_char_p * 4)()  # C's Dl_info: four pointers, the first to the file's name
     if not hasattr(process, symbol):
         return None

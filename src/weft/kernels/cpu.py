@@ -26,24 +26,24 @@ MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
 
 
 def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
-    """The softmax of queries (…, heads · tokens, dim) by keys (…, dim, span), with numbers added, or causal."""
+    """softmax(queries @ keys), (…, heads · tokens, dim) by (…, dim, span); `mask` is added to scores, or "causal", or None."""
     if isinstance(mask, mx.array):
         return mx.addmm(mask, queries, keys, alpha=_alpha(SOFTMAX), beta=1.0)
     return mx.addmm(_full((), 0.0), queries, keys, alpha=_alpha(SOFTMAX, tokens if mask == "causal" else 0), beta=0.0)
 
 
 def fused_silu(gate: mx.array) -> mx.array:
-    """gate · sigmoid(gate)."""
+    """gate · sigmoid(gate) in one operation of our product."""
     return mx.addmm(gate, _full((*gate.shape[:-1], 1), 0.0), _full((1, gate.shape[-1]), 0.0), alpha=_alpha(SILU), beta=1.0)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x over the root of its mean square, times the weight."""
+    """x over the root of its mean square, times the weight, in one operation of our product."""
     return mx.addmm(x, _full((*x.shape[:-1], 1), eps), weight[None], alpha=_alpha(RMS_NORM), beta=1.0)
 
 
 def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
-    """x (B, heads, T, dim) with its first numbers rotated by `angles`: (B or 1, 1, T, as many), cosines and then sines."""
+    """Rotate the first numbers of x (B, heads, T, dim) by `angles`, (B or 1, 1, T, as many): cosines and then sines."""
     # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
     nothing = mx.broadcast_to(_full((angles.shape[-1], x.shape[-1]), 0.0), (*x.shape[:2], angles.shape[-1], x.shape[-1]))
     return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
@@ -58,7 +58,7 @@ class RotaryAngles:
     def at(
         self, offset: int | mx.array, tokens: int, dims: int, base: float | None, scale: float, freqs: mx.array | None
     ) -> mx.array:
-        """(B or 1, 1, T, dims) for the tokens behind each row's offset."""
+        """The cosines and sines (B or 1, 1, T, dims) for the tokens behind each row's offset."""
         kind = (tokens, dims, base, scale)
         for known, its_freqs, its_kind, angles in self._known:
             is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
@@ -74,7 +74,7 @@ class RotaryAngles:
 
 @functools.cache
 def is_bound(dtype: mx.Dtype) -> bool:
-    """Whether the product that MLX calls for this type is ours: tried, since nothing else tells."""
+    """Whether MLX's matrix product for this type is ours; found by trying its additional operations."""
     if dtype != mx.float32 or mx.default_device() == mx.gpu:
         return False
     queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4).swapaxes(-1, -2) / 20
@@ -115,7 +115,7 @@ class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
 
 
 class FusedRotation:
-    """What our RoPEs share: one operation on x (B, heads, T, dim), with angles that are made once for all layers of a step."""
+    """The common part of our RoPE layers: one operation on x (B, heads, T, dim), with angles made once a step."""
 
     angles: RotaryAngles  # the model's
 
@@ -133,7 +133,7 @@ class FusedRoPE(FusedRotation, nn.RoPE):  # type: ignore[misc]
 
 
 class FusedLlama3RoPE(FusedRotation, Llama3RoPE):  # type: ignore[misc]
-    """A RoPE with frequencies of its own in one operation."""
+    """A RoPE in one operation, for models with rotation frequencies of their own."""
 
 
 FUSED_LAYERS = {nn.RMSNorm: FusedRMSNorm, nn.RoPE: FusedRoPE, Llama3RoPE: FusedLlama3RoPE}

@@ -61,7 +61,7 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Stand in for mlx-lm's function of this name: gates and betas from their projections, then the rule."""
+    """Replace mlx-lm's function of this name: compute gates and betas from their projections, then apply the rule."""
     if not _on_cpu() and key.shape[1] <= MAX_STEPS_ON_GPU:  # mlx-lm's steps are compiled there: fewer launches
         arguments = (query, key, value, fading, writing, log_rate, bias, state, mask)
         options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
@@ -80,7 +80,7 @@ def gated_delta_update(
 
 
 def skip_tokens(gate: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
-    """Gates and betas with which tokens leave the state as it is where `mask` (B, T) is False; their outputs mean nothing."""
+    """Gates and betas with which the tokens where `mask` (B, T) is False leave the state as it is; their outputs mean nothing."""
     return mx.where(mask.reshape(*mask.shape, *[1] * (gate.ndim - 2)), gate, 1), mx.where(mask[..., None], beta, 0)
 
 
@@ -92,7 +92,7 @@ def gated_delta_rule(
     beta: mx.array,  # (B, T, HG), between 0 and 2
     state: mx.array | None = None,  # (B, HG, V, K)
 ) -> tuple[mx.array, mx.array]:
-    """The outputs (B, T, HG, V) of the rule in the query's type, and the state after the last token in float32."""
+    """Apply the rule; returns the outputs (B, T, HG, V) in the query's type and the state after the last token in float32."""
     rows, length, heads, _ = key.shape
     groups, width = value.shape[2] // heads, value.shape[3]
     if state is None:

@@ -32,7 +32,7 @@ class _IndexedEntry(NamedTuple):
 
 
 class DiskTier:
-    """The entries of one identity. An entry that is missing or wrong is a miss and never an error."""
+    """The disk tier of one model's prefix cache. An entry that is missing or wrong is a miss and never an error."""
 
     def __init__(self, folder: Path, identity: str, budget_bytes: int) -> None:
         self.identity = identity
@@ -87,7 +87,7 @@ class DiskTier:
         return (queued is not None and queued.checkpoint is not None) or (indexed is not None and indexed.has_checkpoint)
 
     def sizes_after(self, key: bytes) -> set[int]:
-        """The numbers of tokens that the entries right after this one may have."""
+        """The numbers of tokens that entries with this parent may have."""
         return set(self._children.get(key, {}).values())
 
     def store(self, entry: Entry) -> bool:
@@ -243,7 +243,7 @@ class DiskTier:
             return None
 
     def _refuse(self, path: Path, error: Exception) -> None:
-        """Log a file that is not used. A damaged one is deleted; a foreign one is somebody's, and left to its age."""
+        """Log a file that is not used. A damaged one is deleted; a foreign one stays until room is needed."""
         is_foreign = isinstance(error, Foreign)
         with self._lock:
             self.num_foreign += is_foreign

@@ -40,12 +40,12 @@ class Damaged(WeftError):
 
 
 class Foreign(WeftError):
-    """A whole file, but of another model, version or place."""
+    """An intact file that belongs to another model, version or place."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array as its bytes."""
+    """A named array as raw bytes."""
 
     name: str
     dtype: str  # as safetensors names it: F32, BF16, BOOL, …
@@ -130,7 +130,8 @@ def read_entry(path: Path, identity: str, key: bytes) -> Entry:
 
     def unpack(description: str, prefix: str) -> Packed:
         chosen = ((name.removeprefix(prefix), tensor) for name, tensor in tensors.items() if name.startswith(prefix))
-        return Packed(description, tuple(StoredArray(name, one[0], one[1], body[one[2] : one[3]]) for name, one in chosen))
+        planes = (StoredArray(name, one.dtype, one.shape, body[one.start : one.end]) for name, one in chosen)
+        return Packed(description, tuple(planes))
 
     checkpoint = None if metadata.checkpoint is None else unpack(metadata.checkpoint, CHECKPOINT)
     return Entry(key, bytes.fromhex(metadata.parent), tokens, unpack(metadata.block, BLOCK), checkpoint)
@@ -154,7 +155,7 @@ def _read_metadata(file: BinaryIO) -> tuple[bytes, EntryMetadata]:
 
 
 def _check_place(metadata: EntryMetadata, identity: str, key: bytes) -> None:
-    """Raise Foreign unless a file says what its place says."""
+    """Raise Foreign unless the format, identity and key in a file are those of its place."""
     for what, wanted in (("format", FORMAT), ("identity", identity), ("key", key.hex())):
         if (found := getattr(metadata, what)) != wanted:
             raise Foreign(f"its {what} is {found!r} where {wanted!r} belongs")

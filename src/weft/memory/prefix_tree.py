@@ -35,7 +35,7 @@ class Stored(Protocol):
 
 
 class Node:
-    """A chunk that is in memory; `length` tokens lead to its end."""
+    """One chunk of a prompt that is in memory; `length` tokens lead to its end."""
 
     def __init__(self, number: int, parent: Node | None, tokens: Tokens, key: bytes, block: Stored | None = None) -> None:
         self.number = number
@@ -61,7 +61,7 @@ class Node:
 
     @property
     def is_worth_a_checkpoint(self) -> bool:
-        """Whether a prompt will probably go on from here, or could at no cost."""
+        """Whether a checkpoint should be kept here: a prompt will probably go on from it, or it costs nothing."""
         is_free = self.checkpoint is not None and not self.checkpoint.nbytes
         return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
 
@@ -84,10 +84,10 @@ class Node:
 
 
 class PrefixTree:
-    """Owns the nodes and their ages. Bounded in bytes; pinned nodes are never evicted.
+    """Owns all prefix nodes and their ages. Bounded in bytes; pinned nodes are never evicted.
 
     Nodes are in one of two rows, each ordered by last use: new ones, and protected ones, which were used again or whose
-    owner said that it will come again. A use counts for the whole path, so the oldest of a row has no children in it. New
+    client will come again (`is_retained`). A use counts for the whole path, so the oldest of a row has no children in it. New
     ones are evicted first. Protected ones have half the budget: what is beyond becomes new again, so nothing stays for ever.
     """
 
@@ -134,7 +134,7 @@ class PrefixTree:
         return found
 
     def best_cut(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
-        """Where a chunk after `node` is best cut, so that known prompts and these others share what comes before."""
+        """Where a chunk after `node` is best cut, so that known prompts and `others` share what comes before; None: nowhere."""
         known = itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
         shared = [_num_same(child.tokens, prompt, node.length) for child in known]
         shared += [_num_same(tuple(other[node.length : end]), prompt, node.length) for other in others]
@@ -298,7 +298,7 @@ class PrefixTree:
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of the path that goes on from the path with the key `parent` with these tokens."""
+    """The key of a path: the path with the key `parent`, extended by these tokens."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
 
 

@@ -40,7 +40,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says about itself."""
+    """The decoded header of a safetensors file."""
 
     metadata: Mapping[str, str]
     tensors: Mapping[str, TensorEntry]

@@ -68,7 +68,7 @@ def as_bias(mask: mx.array | None) -> mx.array | None:
 
 
 class Reach:
-    """The token places that each row of a part may look at, in layers with this ring and window; None: without one."""
+    """The token places that the rows of a part may look at, in layers with this ring size and window (None: without one)."""
 
     def __init__(self, part: Part, ring: int | None, window: int | None) -> None:
         self.part = part
@@ -77,7 +77,7 @@ class Reach:
 
     @cached_property
     def mask(self) -> mx.array | None:
-        """(n or range, 1, 1, span) True where a row may look; None when it may look everywhere."""
+        """A mask (n or range, 1, 1, span), True where a row may look; None when it may look everywhere."""
         part, ring = self.part, self.ring
         span = part.span if ring is None else min(part.span, ring)
         if self.window is None and part.spread is None and min(row.length for row in part.rows) + 1 >= span:
@@ -97,7 +97,7 @@ class Reach:
 
     @cached_property
     def bounds(self) -> mx.array | None:
-        """(2n,) first and last + 1 place each row may look at; None when these places are not one run."""
+        """The first and last + 1 place each row may look at, (2n,); None when these places are not one run."""
         if self.ring is not None and self.window is not None:
             return None
         stops = [row.length + 1 if self.ring is None else min(row.length + 1, self.ring) for row in self.part.rows]
@@ -126,14 +126,14 @@ def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int
 
 @dataclass(frozen=True)
 class SlabHandle:
-    """Stands for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
+    """A stand-in for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
 
     view: KeyValueView
 
 
 @dataclass(frozen=True)
 class StepMask:
-    """What `make_mask` returns through the seam: only the window a model asked for; lengths are known to the view."""
+    """The mask of a step through the seam: only the window that the model asked for; lengths are known to the view."""
 
     window: int | None
 
@@ -185,12 +185,12 @@ class KeyValueView:
         return found
 
     def planes(self, part: Part) -> tuple[mx.array, mx.array]:
-        """(slots, heads, places, dim) keys and values of a whole slab."""
+        """Keys and values of a part's whole slab, (slots, heads, places, dim) each."""
         held = part.slab.layers[self.layer]
         return held.keys, held.values
 
     def read(self, part: Part) -> tuple[mx.array, mx.array]:
-        """(range, heads, span, dim) keys and values of one slab's slot range."""
+        """Keys and values of a part's slot range, (range, heads, span, dim) each."""
         keys, values = self.planes(part)
         if part.high - part.low == keys.shape[0] and part.span >= keys.shape[2]:
             return keys, values
