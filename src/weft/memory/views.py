@@ -150,13 +150,13 @@ class KeyValueView:
         self.offset = batch.offsets  # the same before and after the update
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append one token per row; returns what attention reads: handles through the seam, else one slab's arrays."""
+        """Append one token per row; returns what attention reads."""
         if keys.shape[0] != len(self.batch.rows) or keys.shape[2] != 1:
             raise InternalError(f"layer {self.layer}: keys {keys.shape} for {len(self.batch.rows)} rows of one token")
         for part in self.batch.parts:
             for target, new in zip(self.planes(part), (keys, values), strict=True):
                 self._append(part, target, self.rows_of(part, new))
-        return (SlabHandle(self), SlabHandle(self)) if self.batch.seam else self.read(self.batch.parts[0])
+        return self.keys_and_values()
 
     def _append(self, part: Part, target: mx.array, new: mx.array) -> None:
         _, heads, places, _ = target.shape
@@ -169,6 +169,10 @@ class KeyValueView:
             return part.slots[:, None, None], mx.arange(heads)[None, :, None], (part.lengths % places)[:, None, None]
 
         target[self.batch.once(("indices", part.start, heads, places), indices)] = new
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What attention reads: handles through the seam, else one slab's arrays. Layers that share another's call it too."""
+        return (SlabHandle(self), SlabHandle(self)) if self.batch.seam else self.read(self.batch.parts[0])
 
     def rows_of(self, part: Part, array: mx.array) -> mx.array:
         """The part's rows of a batch-wide array; in the plain way the batch is the slab's slot range."""
