@@ -21,7 +21,7 @@ from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowFailure, Step
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
-from weft.kernels import layers
+from weft.kernels import cpu
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
@@ -119,7 +119,7 @@ def stock_mlx_lm(model: Any) -> Iterator[None]:
     ours = [(module, name, getattr(module, name)) for module in modules for name in stock if hasattr(module, name)]
     for module, name, _ in ours:
         setattr(module, name, stock[name])
-    theirs = {own: kind for kind, own in layers.OURS.items()}
+    theirs = {own: kind for kind, own in cpu.FUSED_LAYERS.items()}
     swapped = [(layer, type(layer)) for layer in model.modules() if type(layer) in theirs]
     for layer, kind in swapped:
         layer.__class__ = theirs[kind]

@@ -125,8 +125,8 @@ def test_a_row_whose_logits_are_not_numbers_fails_alone(adapter: Adapter) -> Non
     while len(sick.output) < 2:
         run.turn()
     slab, slot = sick.memory.state.slab, sick.memory.state.slot
-    layer = next(index for index, keys in enumerate(slab.keys) if keys is not None)
-    slab.values[layer][slot] = mx.full(slab.values[layer].shape[1:], float("nan"))
+    values = next(iter(slab.layers.values())).values
+    values[slot] = mx.full(values.shape[1:], float("nan"))
     run.finish()
 
     assert sick.finish == "error"
@@ -142,10 +142,9 @@ def test_the_next_tenant_of_a_poisoned_slot_is_not_poisoned(adapter: Adapter) ->
     while not witness.output:
         run.turn()
     slab, slot = sick.memory.state.slab, sick.memory.state.slot
-    for planes in (slab.keys, slab.values):
-        for array in planes:
-            if array is not None:
-                array[slot] = mx.full(array.shape[1:], float("nan"))
+    for held in slab.layers.values():
+        for array in (held.keys, held.values):
+            array[slot] = mx.full(array.shape[1:], float("nan"))
     while not sick.is_finished:
         run.turn()
     run.turn()

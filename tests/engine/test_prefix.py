@@ -164,9 +164,8 @@ def test_salts_share_nothing(adapter: Adapter) -> None:
 
 
 class TestDisk:
-    def tier(self, folder: Path, reports: list[str] | None = None) -> DiskTier:
-        said = reports if reports is not None else []
-        disk = DiskTier(folder, "0" * 32, 1 << 30, lambda path, why: said.append(f"{path.name}: {why}"))
+    def tier(self, folder: Path) -> DiskTier:
+        disk = DiskTier(folder, "0" * 32, 1 << 30)
         disk.open()
         return disk
 
@@ -188,8 +187,7 @@ class TestDisk:
         first.submit(TRUNK + TAIL, 1)
         first.finish()
         first.engine.prefix.disk.close(10)  # type: ignore[union-attr]
-        reports: list[str] = []
-        run = Run(adapter, CACHED, disk=self.tier(tmp_path, reports))
+        run = Run(adapter, CACHED, disk=self.tier(tmp_path))
         files = sorted(tmp_path.rglob("*.safetensors"))
         for path in files:
             data = bytearray(path.read_bytes())

@@ -7,8 +7,8 @@ import mlx.nn as nn
 import pytest
 
 import weft.kernels.blas
-from weft.kernels import attention, fused, layers
-from weft.kernels.layers import swiglu
+from weft.kernels import attention, cpu
+from weft.kernels.cpu import swiglu
 
 MASKS = ["causal", "none", "numbers", "one for each head"]
 
@@ -24,9 +24,9 @@ def by_definition(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways, where there are both."""
     is_fused = request.param == "fused"
-    if is_fused and not fused.is_bound(mx.float32):
+    if is_fused and not cpu.is_bound(mx.float32):
         pytest.skip("the product that MLX calls here is not ours")
-    monkeypatch.setattr(fused, "is_bound", lambda _: is_fused)
+    monkeypatch.setattr(cpu, "is_bound", lambda _: is_fused)
 
 
 @pytest.mark.usefixtures("way")
@@ -59,28 +59,40 @@ def test_what_our_product_can_do_is_used_where_it_is_bound() -> None:
     if weft.kernels.blas.already_bound().name != "weft+openblas":
         pytest.skip("the product that MLX calls here is not ours")
 
-    assert fused.is_bound(mx.float32)
-    assert not fused.is_bound(mx.bfloat16)
+    assert cpu.is_bound(mx.float32)
+    assert not cpu.is_bound(mx.bfloat16)
 
 
 @pytest.mark.usefixtures("way")
 def test_norms_and_positions_are_what_mlx_says() -> None:
-    norm, plain = layers.Norm(40, eps=1e-3), nn.RMSNorm(40, eps=1e-3)
+    norm, plain = cpu.FusedRMSNorm(40, eps=1e-3), nn.RMSNorm(40, eps=1e-3)
     norm.weight = plain.weight = mx.random.normal((40,))
     x = mx.random.normal((2, 3, 40))
     assert mx.allclose(norm(x), plain(x), atol=1e-5)
 
     for traditional in (True, False):
-        ours, theirs = layers.Positions(16, traditional, 500.0, 0.5), nn.RoPE(16, traditional, 500.0, 0.5)
+        ours, theirs = cpu.FusedRoPE(16, traditional, 500.0, 0.5), nn.RoPE(16, traditional, 500.0, 0.5)
+        ours.angles = cpu.RotaryAngles()
         for rows, tokens, offset in [(1, 5, 0), (1, 5, 1000), (3, 1, mx.array([7, 0, 300])), (3, 1, mx.array([8, 1, 301]))]:
             heads = mx.random.normal((rows, 4, tokens, 24))  # of which eight are left as they are
             assert mx.allclose(ours(heads, offset), theirs(heads, offset), atol=1e-5)
 
 
 def test_angles_of_one_model_are_not_given_to_another() -> None:
-    angles, slow, fast = fused.Angles(), mx.array([10.0, 100.0]), mx.array([1.0, 2.0])
+    angles, slow, fast = cpu.RotaryAngles(), mx.array([10.0, 100.0]), mx.array([1.0, 2.0])
 
     first, second = (angles.at(3, 2, 4, None, 1.0, freqs) for freqs in (slow, fast))
 
     assert not mx.allclose(first, second)
     assert angles.at(3, 2, 4, None, 1.0, slow) is first
+
+
+def test_the_layers_of_a_model_share_their_angles_and_two_models_do_not() -> None:
+    models = [nn.Sequential(nn.RoPE(16), nn.RMSNorm(16), nn.RoPE(16)) for _ in range(2)]
+    for model in models:
+        cpu.bind(model)
+
+    (first, norm, second), (other, *_) = (model.layers for model in models)
+    assert (type(first), type(norm)) == (cpu.FusedRoPE, cpu.FusedRMSNorm)
+    assert first.angles is second.angles
+    assert first.angles is not other.angles

@@ -153,7 +153,7 @@ def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens:
 
 
 def changed(library: ctypes.CDLL, what: int, c: Array, a: Array, b: Array) -> Array:
-    """c after an operation that multiplies nothing, asked for as `weft.kernels.fused` does."""
+    """c after an operation that multiplies nothing, asked for as `weft.kernels.cpu` does."""
     c = c.copy()
     (alpha,) = np.array([what], np.uint32).view(np.float32)
     sgemm_of(library)(ROW_MAJOR, NO_TRANS, NO_TRANS, *c.shape, a.shape[1], alpha, a.ctypes.data, a.shape[1],

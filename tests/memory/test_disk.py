@@ -22,9 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weft.memory import disk_entry as file_format
-from weft.memory.disk import QUEUE_BYTES, DiskTier, Packed, StoredArray, identity_of
-from weft.memory.disk_entry import Damaged, Entry, Foreign
+from weft.memory import disk_files
+from weft.memory.disk import QUEUE_BYTES, DiskTier
+from weft.memory.disk_files import CacheFolder, Damaged, Entry, Foreign, Packed, StoredArray, identity_of
 
 IDENTITY, OTHER = "0123456789abcdef" * 2, "f" * 32
 ROOT = bytes(16)
@@ -57,16 +57,23 @@ def contents(entry: Entry) -> object:
     return (entry.key, entry.parent, entry.tokens, entry.block, entry.checkpoint)
 
 
-class House:
-    """A folder, the tiers that were opened on it, and what they reported."""
+class House(logging.Handler):
+    """A folder, the tiers that were opened on it, and the files that they logged as not used, each with the reason."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.reports: list[tuple[Path, str]] = []
         self._tiers: list[DiskTier] = []
+        logging.getLogger("weft.memory").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "%s is not used: %s":
+            path, reason = record.args  # type: ignore[misc]
+            self.reports.append((path, str(reason)))  # type: ignore[arg-type]
 
     def make(self, budget: int = PLENTY, identity: str = IDENTITY) -> DiskTier:
-        tier = DiskTier(self.folder, identity, budget, lambda path, reason: self.reports.append((path, reason)))
+        tier = DiskTier(self.folder, identity, budget)
         self._tiers.append(tier)
         return tier
 
@@ -102,10 +109,16 @@ def house(tmp_path: Path) -> Iterator[House]:
     house = House(tmp_path / "cache")
     yield house
     house.close()
+    logging.getLogger("weft.memory").removeHandler(house)
 
 
 def store(tier: DiskTier, entry: Entry) -> bool:
-    return tier.store(entry.key, entry.parent, entry.tokens, entry.block, entry.checkpoint)
+    return tier.store(entry)
+
+
+def num_entries(tier: DiskTier) -> int:
+    """How many entries it knows on disk."""
+    return len(tier._index)
 
 
 def load(tier: DiskTier, entries: Iterable[Entry]) -> list[object]:
@@ -135,7 +148,7 @@ def test_what_was_stored_comes_back_after_a_restart(house: House) -> None:
 
     tier = house.open()
 
-    assert tier.num_entries == 2
+    assert num_entries(tier) == 2
     assert tier.has(first.key)
     assert tier.has_checkpoint(first.key)
     assert tier.has(second.key)
@@ -155,13 +168,13 @@ def test_what_is_not_written_yet_comes_from_the_queue(house: House) -> None:
     assert tier.has(entry.key)
     assert tier.has_checkpoint(entry.key)
     assert load(tier, [entry]) == [contents(entry)]
-    assert tier.num_entries == 0
+    assert num_entries(tier) == 0
 
 
 def test_the_sizes_of_what_may_follow_are_known(house: House) -> None:
     tier = house.make()
     for tokens in ((7,), (1, 2, 3), (4, 5, 6)):
-        tier.store(key_of(tokens), ROOT, tokens, packed(tokens), None)
+        tier.store(Entry(key_of(tokens), ROOT, tokens, packed(tokens), None))
     assert tier.sizes_after(ROOT) == {1, 3}
     tier.open()
     tier.close(SECONDS)
@@ -242,17 +255,17 @@ def test_prompts_are_for_their_owner_only(house: House) -> None:
 @given(data=st.data(), mask=st.integers(1, 255))
 def test_a_flip_anywhere_in_a_file_is_seen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, mask: int) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
-    pieces = b"".join(file_format.encode(make_entry("one"), IDENTITY))
+    pieces = b"".join(disk_files.encode_entry(make_entry("one"), IDENTITY))
     offset = data.draw(st.integers(0, len(pieces) - 1) | st.integers(0, 1600))  # the header more often
     path.write_bytes(pieces)
-    assert contents(file_format.read(path, IDENTITY, key_of("one"))) == contents(make_entry("one"))
+    assert contents(disk_files.read_entry(path, IDENTITY, key_of("one"))) == contents(make_entry("one"))
 
     flip(path, offset, mask)
 
     with pytest.raises(Damaged):
-        file_format.read(path, IDENTITY, key_of("one"))
+        disk_files.read_entry(path, IDENTITY, key_of("one"))
     with suppress(Damaged, Foreign):  # it may not be seen here, but nothing else may happen
-        file_format.read_metadata(path, IDENTITY, key_of("one"))
+        disk_files.read_metadata(path, IDENTITY, key_of("one"))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -275,7 +288,7 @@ def test_of_ten_flipped_files_none_is_used_and_all_are_reported_once(house: Hous
     assert tier.num_damaged + tier.num_foreign == 10
     assert not any(tier.has(entry.key) or load(tier, [entry]) for entry in damaged)
     assert load(tier, entries[10:]) == [contents(entry) for entry in entries[10:]]
-    assert tier.num_entries == 4
+    assert num_entries(tier) == 4
 
 
 def test_ten_flipped_files_that_are_asked_for_at_once_are_not_used(house: House) -> None:
@@ -380,7 +393,7 @@ def test_a_file_under_the_name_of_another_key_is_foreign(house: House) -> None:
     tier = house.open()
 
     assert [(path, "its key is" in reason) for path, reason in house.reports] == [(house.file(other), True)]
-    assert (tier.num_foreign, tier.num_damaged, tier.num_entries) == (1, 0, 0)
+    assert (tier.num_foreign, tier.num_damaged, num_entries(tier)) == (1, 0, 0)
     assert load(tier, [other]) == []
     assert house.file(other).exists()
 
@@ -394,7 +407,7 @@ def test_a_file_of_another_model_is_foreign(house: House) -> None:
     tier = house.open()
 
     assert [(path, "its identity is" in reason) for path, reason in house.reports] == [(house.file(entry), True)]
-    assert (tier.num_foreign, tier.num_entries) == (1, 0)
+    assert (tier.num_foreign, num_entries(tier)) == (1, 0)
     assert load(tier, [entry]) == []
     assert load(house.open(identity=OTHER), [entry]) == [contents(entry)]
 
@@ -432,7 +445,7 @@ def age(house: House, *entries: Entry, identity: str = IDENTITY) -> None:
 
 
 def size_of(entry: Entry) -> int:
-    return sum(map(len, file_format.encode(entry, IDENTITY)))
+    return sum(map(len, disk_files.encode_entry(entry, IDENTITY)))
 
 
 def test_the_longest_unused_go_first(house: House) -> None:
@@ -440,7 +453,7 @@ def test_the_longest_unused_go_first(house: House) -> None:
     house.keep(*entries)
     age(house, *entries)
     tier = house.open(budget=int(8.9 * size_of(entries[0])))
-    assert tier.num_entries == 8
+    assert num_entries(tier) == 8
 
     assert load(tier, entries[:2]) != []  # the oldest two are used
     store(tier, make_entry("new", nbytes=40_000))
@@ -465,7 +478,7 @@ def test_the_budget_is_kept_while_writing(house: House) -> None:
 
     assert house.nbytes() > budget * 0.7
     assert [tier.has(entry.key) for entry in entries[-8:]] == [True] * 8
-    assert tier.num_entries == len(house.files())
+    assert num_entries(tier) == len(house.files())
 
 
 def test_a_smaller_budget_is_kept_from_the_start_on(house: House) -> None:
@@ -477,7 +490,7 @@ def test_a_smaller_budget_is_kept_from_the_start_on(house: House) -> None:
 
     assert house.nbytes() <= 3 * size_of(entries[0]) + 1000
     assert [tier.has(entry.key) for entry in entries] == [*[False] * 6, True, True]
-    assert tier.num_entries == 2
+    assert num_entries(tier) == 2
 
 
 def test_files_of_older_versions_count_and_go_too(house: House) -> None:
@@ -568,7 +581,7 @@ def test_a_full_queue_refuses(house: House) -> None:
     tier = house.make()  # not opened: nobody writes
     third = Packed("[]", (StoredArray("0", "U8", (QUEUE_BYTES // 3 + 1,), bytes(QUEUE_BYTES // 3 + 1)),))
 
-    taken = [tier.store(key_of(number), ROOT, (1,), third, None) for number in range(4)]
+    taken = [tier.store(Entry(key_of(number), ROOT, (1,), third, None)) for number in range(4)]
 
     assert taken == [True, True, False, False]
     assert tier.num_skipped == 2
@@ -579,8 +592,8 @@ def test_one_entry_larger_than_the_queue_is_taken_alone(house: House) -> None:
     tier = house.make()
     large = Packed("[]", (StoredArray("0", "U8", (QUEUE_BYTES + 1,), bytes(QUEUE_BYTES + 1)),))
 
-    assert tier.store(key_of(0), ROOT, (1,), large, None)
-    assert not tier.store(key_of(1), ROOT, (1,), large, None)
+    assert tier.store(Entry(key_of(0), ROOT, (1,), large, None))
+    assert not tier.store(Entry(key_of(1), ROOT, (1,), large, None))
 
 
 def test_after_a_clear_nothing_is_left(house: House) -> None:
@@ -600,7 +613,7 @@ def test_after_a_clear_nothing_is_left(house: House) -> None:
     tier.close(SECONDS)
     assert house.files() == {house.file(make_entry("theirs"), OTHER).name}
     assert tier.held_bytes == house.nbytes()
-    assert house.open().num_entries == 0
+    assert num_entries(house.open()) == 0
 
 
 def test_what_is_stored_after_a_clear_stays(house: House) -> None:
@@ -627,39 +640,32 @@ class Slow(tuple[StoredArray, ...]):
     may_go_on: threading.Event
 
     def __iter__(self) -> Iterator[StoredArray]:
-        if threading.current_thread().name == "weft-disk":
+        if threading.current_thread().name.startswith("weft-disk-write"):
             self.reached.set()
             assert self.may_go_on.wait(SECONDS)
         return super().__iter__()
 
 
 @pytest.fixture
-def writing(house: House) -> Iterator[tuple[DiskTier, Entry]]:
-    """A tier in the midst of writing an entry without a checkpoint; it goes on after the first thing that is done to it."""
+def writing(house: House) -> Iterator[tuple[DiskTier, Entry, threading.Event]]:
+    """A tier in the midst of writing an entry without a checkpoint; it goes on when the event is set."""
     entry = make_entry("slow", checkpoint=False)
     slow = Slow(entry.block.planes)
     tier = house.open()
-    tier.store(entry.key, entry.parent, entry.tokens, Packed(entry.block.description, slow), None)
+    tier.store(Entry(entry.key, entry.parent, entry.tokens, Packed(entry.block.description, slow), None))
     assert slow.reached.wait(SECONDS)
-    changed = tier._changed
-    notify_all = changed.notify_all
-
-    def go_on() -> None:
-        notify_all()
-        slow.may_go_on.set()
-
-    changed.notify_all = go_on  # type: ignore[method-assign]
-    yield tier, entry
+    yield tier, entry, slow.may_go_on
     slow.may_go_on.set()
 
 
 @pytest.mark.parametrize("forget", [lambda tier, _: tier.clear(), lambda tier, key: tier.forget([key])])
 def test_what_is_forgotten_while_it_is_written_is_gone(
-    house: House, writing: tuple[DiskTier, Entry], forget: Callable[[DiskTier, bytes], None]
+    house: House, writing: tuple[DiskTier, Entry, threading.Event], forget: Callable[[DiskTier, bytes], None]
 ) -> None:
-    tier, entry = writing
+    tier, entry, may_go_on = writing
 
     forget(tier, entry.key)
+    may_go_on.set()
     tier.close(SECONDS)
 
     assert tier.num_written == 1
@@ -668,11 +674,12 @@ def test_what_is_forgotten_while_it_is_written_is_gone(
 
 
 def test_a_checkpoint_that_comes_while_the_chunk_is_written_is_written_after_it(
-    house: House, writing: tuple[DiskTier, Entry]
+    house: House, writing: tuple[DiskTier, Entry, threading.Event]
 ) -> None:
-    tier, _ = writing
+    tier, _, may_go_on = writing
 
     store(tier, make_entry("slow"))
+    may_go_on.set()
     tier.close(SECONDS)
 
     assert tier.num_written == 2
@@ -766,7 +773,7 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        file_format.write(path, pieces())
+        disk_files.write_file(path, pieces())
 
     assert list(tmp_path.iterdir()) == []
 
@@ -788,16 +795,17 @@ def test_temporary_files_of_the_dead_are_removed_and_of_the_living_kept(house: H
 
 
 def test_a_writer_holds_the_lock_until_its_file_has_its_name(tmp_path: Path) -> None:
-    path = tmp_path / f"{key_of('one').hex()}.safetensors"
+    folder = CacheFolder(tmp_path, IDENTITY, PLENTY)
+    folder.make()
+    path = folder.file(key_of("one"))
     seen: list[Path] = []
 
     def pieces() -> Iterator[bytes]:
-        seen.extend(tmp_path.iterdir())
-        for temporary in seen:
-            file_format.remove_if_abandoned(temporary)
+        seen.extend(path.parent.iterdir())
+        folder.sweep()
         yield b"whole"
 
-    file_format.write(path, pieces())
+    disk_files.write_file(path, pieces())
 
     assert [temporary.suffix for temporary in seen] == [".tmp"]
     assert path.read_bytes() == b"whole"

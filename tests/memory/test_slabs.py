@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InternalError
-from weft.memory.slabs import Pool, RowState, StateTable
+from weft.memory.slabs import Pool, RowState, Slab, StateTable
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 
 FULL = FullAttention(Plane(2, 4, mx.float32), Plane(2, 6, mx.float32))
@@ -45,11 +45,15 @@ def allocate(pool: Pool, length: int, mark: float, upcoming: tuple[int, ...] = (
     return row
 
 
+def arrays_of(slab: Slab) -> list[mx.array]:
+    return [array for held in slab.layers.values() for array in (held.keys, held.values)]
+
+
 def check(row: RowState, mark: float) -> None:
     """The slot holds the row's own tokens, each window token at its place modulo the window."""
     slab = row.slab
     assert slab is not None
-    keys, ring = np.array(slab.keys[0][row.slot, 0, :, 0]), np.array(slab.values[1][row.slot, 0, :, 0])  # type: ignore[index]
+    keys, ring = np.array(slab.layers[0].keys[row.slot, 0, :, 0]), np.array(slab.layers[1].values[row.slot, 0, :, 0])
     assert keys[: row.length].tolist() == [1000 * mark + place for place in range(row.length)]
     for position in range(max(0, row.length - WINDOW.window), row.length):
         assert ring[position % len(ring)] == 1000 * mark + position
@@ -68,8 +72,8 @@ def test_a_row_that_fills_its_slot_moves_up_a_class_and_nobody_else_moves() -> N
     old, place = first.slab, (second.slab, second.slot)
     assert old is not None
     first.length += 1  # its last free place is taken
-    old.keys[0][first.slot, :, 31] = mx.full((2, 4), 1031.0)  # type: ignore[index]
-    old.values[1][first.slot, :, 31 % 10] = mx.full((1, 4), 1031.0)  # type: ignore[index]
+    old.layers[0].keys[first.slot, :, 31] = mx.full((2, 4), 1031.0)
+    old.layers[1].values[first.slot, :, 31 % 10] = mx.full((1, 4), 1031.0)
     rows.grow(first)
 
     assert first.slab is not old
@@ -82,13 +86,13 @@ def test_joining_and_leaving_touch_no_other_arrays() -> None:
     rows = pool()
     resident = allocate(rows, 100, 1.0)
     assert resident.slab is not None
-    before = [np.array(array) for array in resident.slab.arrays()]
-    arrays = [id(array) for array in resident.slab.arrays()]
+    before = [np.array(array) for array in arrays_of(resident.slab)]
+    arrays = [id(array) for array in arrays_of(resident.slab)]
     for length in (5, 40, 100, 130):
         rows.free(allocate(rows, length, 2.0))
 
-    assert [id(array) for array in resident.slab.arrays()] == arrays
-    assert all(np.array_equal(array, old) for array, old in zip(resident.slab.arrays(), before, strict=True))
+    assert [id(array) for array in arrays_of(resident.slab)] == arrays
+    assert all(np.array_equal(array, old) for array, old in zip(arrays_of(resident.slab), before, strict=True))
 
 
 def test_a_left_slot_is_used_again_and_an_empty_slab_goes() -> None:
@@ -194,9 +198,9 @@ def test_no_order_of_joining_growing_and_leaving_mixes_rows_up(events: list[int 
                     rows.grow(row)
                     token = [1000 * mark + row.length]
                     for layer in (0, 1):
-                        for planes in (row.slab.keys, row.slab.values):  # type: ignore[union-attr]
-                            array = planes[layer]
-                            array[row.slot, :, row.length % array.shape[2]] = mx.array(token)  # type: ignore[index, union-attr]
+                        held = row.slab.layers[layer]  # type: ignore[union-attr]
+                        for array in (held.keys, held.values):
+                            array[row.slot, :, row.length % array.shape[2]] = mx.array(token)
                     row.length += 1
         for row, mark in live:
             check(row, mark)

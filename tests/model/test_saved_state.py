@@ -17,8 +17,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 
 from driver import adapter_for, random_prompts
 from weft.errors import UnsupportedModel
-from weft.memory.disk import Packed, StoredArray
-from weft.memory.disk_entry import Damaged, Entry, encode, read, write
+from weft.memory.disk_files import Damaged, Entry, Packed, StoredArray, encode_entry, read_entry, write_file
 from weft.model.adapter import Adapter
 from weft.model.saved_state import NAMES, TYPES, SavedState, pack, restore, save_block, save_checkpoint, unpack
 from zoo import VOCABULARY
@@ -46,8 +45,8 @@ def saved_states(adapter: Adapter, dtype: mx.Dtype | None = None) -> tuple[Saved
 def through_a_file(packed: Packed, folder: Path) -> Packed:
     """The same, written and read again."""
     path = folder / "entry.safetensors"
-    write(path, encode(Entry(b"key", b"parent", (1, 2), packed, packed), "identity"))
-    found = read(path, "identity", b"key")
+    write_file(path, encode_entry(Entry(b"key", b"parent", (1, 2), packed, packed), "identity"))
+    found = read_entry(path, "identity", b"key")
     assert found.checkpoint == found.block
     return found.block
 

@@ -158,7 +158,7 @@ def test_after_one_that_left(build: Callable[[str], Adapter], cold: Callable[[st
 
 
 def disk_at(folder: Path) -> DiskTier:
-    disk = DiskTier(folder, "0" * 32, 1 << 30, lambda path, why: pytest.fail(f"{path}: {why}"))
+    disk = DiskTier(folder, "0" * 32, 1 << 30)
     disk.open()
     return disk
 
@@ -180,6 +180,7 @@ def test_after_a_restart(build: Callable[[str], Adapter], cold: Callable[[str], 
     check(run, sequences, cold(name))
     assert run.disk is not None
     run.disk.close(10)
+    assert (run.disk.num_damaged, run.disk.num_foreign) == (0, 0)
     if build(name).can_be_saved:
         assert sequences[0].prefix.num_cached == len(TRUNK) - 1
         assert sequences[1].prefix.num_cached == len(PROMPTS[1]) - 1

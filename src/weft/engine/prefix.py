@@ -16,7 +16,8 @@ from weft.engine.scheduler import Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
 from weft.ipc.messages import PrefixReuse
-from weft.memory.disk import DiskTier, Loaded
+from weft.memory.disk import DiskTier
+from weft.memory.disk_files import Entry
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
 from weft.model.saved_state import LayerCaches
 
@@ -41,7 +42,7 @@ class PrefixSharing:
         self.chunk_ends = chunk_ends
         self.disk = disk
         self.retained = RetainedCaches()
-        self._loads: dict[int, Future[list[Loaded]]] = {}  # by the id of the sequence that waits
+        self._loads: dict[int, Future[list[Entry]]] = {}  # by the id of the sequence that waits
 
     @property
     def held_bytes(self) -> int:
@@ -253,7 +254,7 @@ class PrefixSharing:
             checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
             if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
                 assert node.parent is not None
-                self.disk.store(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint))
+                self.disk.store(Entry(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint)))
 
 
 class RetainedCaches:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.metadata
-import logging
 import os
 import shutil
 import signal
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from weft.engine.engine import Engine
     from weft.memory.disk import DiskTier
     from weft.model.loader import LoadedModel
-
-logger = logging.getLogger("weft.engine")
 
 Progress = Callable[[str, int, int | None], None]
 
@@ -167,16 +164,12 @@ def bring_up(
 def _open_disk(folder: Path, budget_bytes: int, model: Path, facts: tuple[str, ...]) -> DiskTier:
     """The disk tier for engines of the same model, versions and way of computing."""
     from weft.memory.disk import DiskTier
-    from weft.memory.disk_identity import identity_of
+    from weft.memory.disk_files import identity_of
 
     versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
-    disk = DiskTier(folder, identity_of(model, (*versions, *facts), folder / "weights.json"), budget_bytes, _log_damage)
+    disk = DiskTier(folder, identity_of(model, (*versions, *facts), folder / "weights.json"), budget_bytes)
     disk.open()
     return disk
-
-
-def _log_damage(path: Path, why: str) -> None:
-    logger.warning("%s is not used: %s", path, why)
 
 
 def safe_memory() -> int | None:

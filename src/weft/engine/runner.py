@@ -21,7 +21,7 @@ from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
-from weft.memory.disk import Loaded, Packed
+from weft.memory.disk_files import Entry, Packed
 from weft.memory.slabs import Pool, RowState
 from weft.memory.views import make_batches
 from weft.model.adapter import Adapter, Chunk
@@ -205,7 +205,7 @@ class Runner:
         assert checkpoint is None or isinstance(checkpoint, SavedState)
         return pack(block), None if checkpoint is None else pack(checkpoint)
 
-    def unpacked(self, loaded: Loaded) -> tuple[SavedState, SavedState | None]:
+    def unpacked(self, loaded: Entry) -> tuple[SavedState, SavedState | None]:
         """Saved states from host data that was read from disk."""
         like = self.adapter.new_caches(1)
         return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)

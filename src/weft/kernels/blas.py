@@ -1,8 +1,7 @@
-"""Binds a fast matrix product into the process before MLX is loaded, and has the heap keep what MLX frees.
+"""Binds a fast matrix product into the process before MLX is loaded, and lets the heap keep what MLX frees.
 
-MLX's CPU wheel for Linux is linked against the reference BLAS, thirty to sixty times slower than OpenBLAS; the dynamic
-linker takes the three functions MLX needs from whatever was loaded first, so we load ours. This file knows the linker
-and ctypes, never MLX; whoever imports `mlx.core` calls `bind()` once before.
+MLX's CPU wheel for Linux is linked against the reference BLAS. The dynamic linker takes the three functions MLX needs from
+whatever was loaded first, so we load ours. Never imports MLX; whoever imports `mlx.core` calls `bind()` once before.
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ MISSING = (
     "float32 matrix products run on MLX's reference BLAS, thirty to sixty times slower than they could: "
     "install scipy-openblas32 and reinstall weft with a C compiler present, or install your system's libopenblas"
 )
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as malloc.h has them
-LARGEST_KEPT_BYTES = 32 << 20  # glibc's own limit
-MOST_KEPT_BYTES = 512 << 20
+MAX_KEPT_PIECE_BYTES = 32 << 20  # glibc's own limit
+MAX_KEPT_BYTES = 512 << 20
 TOO_LATE = "mlx.core was imported before weft.kernels.blas.bind(): its BLAS is bound already and stays as it is"
 
 
 @dataclass(frozen=True, slots=True)
 class BlasReport:
-    """What float32 products run on."""
+    """The BLAS that MLX's float32 products run on."""
 
     name: str  # "weft+openblas", "openblas", "stock", or "none": MLX does not use a BLAS of ours here
     path: str | None = None
@@ -39,7 +37,7 @@ class BlasReport:
 
 
 def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
-    """Put the best BLAS there is in MLX's way; never fails, and says what it did.
+    """Load the best BLAS there is, so that MLX will use it; never fails, and reports what it did.
 
     With `exact` a row's result has the same bits whatever other rows are computed with it, at any number of rows;
     without it OpenBLAS is asked where it is faster, which makes bits depend on the size of the batch.
@@ -50,51 +48,41 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
         return already_bound()
     keep_freed_memory()
     threads = max(1, threads or default_threads())
-    for find in (packaged_openblas, system_openblas):
+    for find in (packaged_openblas, lambda: ctypes.util.find_library("openblas")):
         backend = find()
-        report = backend and (bind_own(backend, threads, exact) or bind_plain(backend, threads))
-        if report:
+        if backend and (report := bind_own(backend, threads, exact) or bind_plain(backend, threads)):
             return report
     return BlasReport("stock", warning=MISSING)
 
 
 def keep_freed_memory() -> None:
-    """Let the C library hold on to what MLX frees: pages had anew from the system take three times as long to fill."""
+    """Let the C library keep what MLX frees: fresh pages from the system take three times as long to fill."""
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
-        mallopt(M_TRIM_THRESHOLD, MOST_KEPT_BYTES)
+        mallopt(-3, MAX_KEPT_PIECE_BYTES)  # M_MMAP_THRESHOLD in malloc.h
+        mallopt(-1, MAX_KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
 def is_mlx_on_cpu() -> bool:
     """Whether MLX computes with a CPU BLAS here: on Linux, unless a CUDA wheel is installed."""
-    return sys.platform == "linux" and not any(is_installed(name) for name in ("mlx-cuda-12", "mlx-cuda-13"))
-
-
-def is_installed(distribution: str) -> bool:
-    """Whether a distribution of this name is installed."""
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    wheels = (wheel for name in ("mlx-cuda-12", "mlx-cuda-13") for wheel in importlib.metadata.distributions(name=name))
+    return sys.platform == "linux" and next(wheels, None) is None
 
 
 def default_threads() -> int:
     """OPENBLAS_NUM_THREADS if it is a number, else the cores this process may use."""
-    wished = os.environ.get("OPENBLAS_NUM_THREADS", "")
-    return int(wished) if wished.isdecimal() and int(wished) > 0 else len(os.sched_getaffinity(0))
+    wanted = os.environ.get("OPENBLAS_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
 
 
 def compiled_library() -> Path | None:
-    """Our own library, if it could be compiled when weft was installed."""
-    here = Path(__file__).parent
-    candidates = (here / f"_blas{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    """The path of our own library; None if it could not be compiled when weft was installed."""
+    candidates = (Path(__file__).with_name(f"_blas{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.exists()), None)
 
 
 def packaged_openblas() -> str | None:
-    """The OpenBLAS of PyPI's scipy-openblas32; its functions carry a prefix, so only our library can use it."""
+    """The path of the OpenBLAS in PyPI's scipy-openblas32; its functions carry a prefix, so only our library can use it."""
     try:
         import scipy_openblas32
     except ImportError:
@@ -102,21 +90,11 @@ def packaged_openblas() -> str | None:
     return str(Path(scipy_openblas32.get_lib_dir()) / scipy_openblas32.get_library(fullname=True))
 
 
-def system_openblas() -> str | None:
-    """The name of the system's OpenBLAS, for the linker to find."""
-    return ctypes.util.find_library("openblas")
-
-
 def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
-    """Our product in front of `backend`; nothing if it was not compiled or the two do not fit."""
+    """Bind our product in front of the OpenBLAS `backend`; None if it is not compiled for this machine or they do not fit."""
     library = compiled_library()
-    if library is None:
-        return None
-    try:
-        own = ctypes.CDLL(str(library))
-    except OSError:
-        return None  # compiled for another machine
-    if not own.weft_blas_open(backend.encode()):
+    own = library and load_library(str(library))
+    if not own or not own.weft_blas_open(backend.encode()):
         return None
     own.weft_blas_exact(int(exact))
     own.weft_blas_threads(threads)
@@ -126,27 +104,31 @@ def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
 
 
 def bind_plain(backend: str, threads: int) -> BlasReport | None:
-    """OpenBLAS alone, if its functions carry the names MLX asks for."""
-    try:
-        library = ctypes.CDLL(backend)
-    except OSError:
-        return None
-    if not hasattr(library, "cblas_sgemm"):
+    """Bind OpenBLAS alone; None if its functions do not carry the names MLX asks for."""
+    library = load_library(backend)
+    if library is None or not hasattr(library, "cblas_sgemm"):
         return None
     set_openblas_threads(library, threads)
     ctypes.CDLL(backend, mode=ctypes.RTLD_GLOBAL)
     return BlasReport("openblas", library_of("cblas_sgemm"), threads)
 
 
+def load_library(path: str) -> ctypes.CDLL | None:
+    """The library at this path; None if it can not be loaded here."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(path)
+    return None
+
+
 def set_openblas_threads(library: ctypes.CDLL, threads: int) -> None:
-    """Tell OpenBLAS how many threads to use, under whichever name it listens to."""
+    """Set OpenBLAS's number of threads by whichever function it has for that."""
     for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
         if hasattr(library, name):
             getattr(library, name)(threads)
 
 
 def already_bound() -> BlasReport:
-    """What is in place when MLX is loaded already: ours from an earlier call, or a warning that it is too late."""
+    """Report the BLAS in place when MLX is loaded already: ours from an earlier call, or a warning that it is too late."""
     path = library_of("cblas_sgemm")
     if path is not None and path == str(compiled_library()):
         return BlasReport("weft+openblas", path, skinny=True)
@@ -155,22 +137,10 @@ def already_bound() -> BlasReport:
     return BlasReport("stock", path, warning=TOO_LATE)
 
 
-class _SymbolInfo(ctypes.Structure):
-    """C's Dl_info."""
-
-    _fields_ = (
-        ("library", ctypes.c_char_p),
-        ("library_base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
 def library_of(symbol: str) -> str | None:
-    """The file that a library loaded from now on would get this symbol from."""
-    process = ctypes.CDLL(None)
+    """The file from which a library loaded from now on takes this symbol; None if no loaded library has it."""
+    process, info = ctypes.CDLL(None), (ctypes.c_char_p * 4)()  # C's Dl_info: four pointers, the first to the file's name
     if not hasattr(process, symbol):
         return None
-    info = _SymbolInfo()
     address = ctypes.cast(getattr(process, symbol), ctypes.c_void_p)
-    return os.fsdecode(info.library) if process.dladdr(address, ctypes.byref(info)) else None
+    return os.fsdecode(info[0] or b"") if process.dladdr(address, info) else None

@@ -1,4 +1,4 @@
-"""One-token attention over a slab's ragged rows as two CUDA kernels: partial sums over spans of keys, then their union.
+"""Attention of one token per row over a slab's ragged rows as two CUDA kernels: sums over spans of keys, then their union.
 
 MLX has no variable-length attention: a masked batch takes five kernels and reads the padding too. Here each row reads its
 own keys and no others, and its numbers depend on its own length alone, whoever shares the slab.
@@ -6,10 +6,13 @@ own keys and no others, and its numbers depend on its own length alone, whoever 
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+
+from weft.memory.views import Reach
 
 SPAN = 256  # keys one block works through; a row's cuts are multiples of it
 THREADS = 128
@@ -128,11 +131,12 @@ UNION = """
 """
 
 
-@cache
-def can_attend(num_heads: int, key_heads: int, key_dim: int, value_dim: int) -> bool:
-    """Whether the kernels take these shapes."""
+def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+    """Whether the kernels take arrays of these types and shapes."""
+    num_heads, key_heads, key_dim, value_dim = queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
     return (
-        num_heads % key_heads == 0
+        queries.dtype == keys.dtype == values.dtype
+        and num_heads % key_heads == 0
         and num_heads // key_heads <= MAX_GROUP
         and all(dim % COLUMNS == 0 and dim <= 256 for dim in (key_dim, value_dim))
         and THREADS % (value_dim // COLUMNS) == 0
@@ -140,27 +144,24 @@ def can_attend(num_heads: int, key_heads: int, key_dim: int, value_dim: int) -> 
 
 
 def attend_ragged(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    *,
-    slots: mx.array,
-    bounds: mx.array,
-    longest: int,
-    constants: Constants,
+    queries: mx.array, keys: mx.array, values: mx.array, reach: Reach, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim).
+    """Attention of queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim).
 
-    Row i reads places bounds[2i] to bounds[2i + 1] of slot slots[i].
+    Row i reads places bounds[2i] to bounds[2i + 1] of its slot; the reach must have bounds.
     """
+    bounds, part = reach.bounds, reach.part
+    assert bounds is not None
     n, num_heads, _, key_dim = queries.shape
     heads, value_dim = keys.shape[1], values.shape[3]
     group = num_heads // heads
-    spans = -(-longest // SPAN)
+    spans = -(-min(part.longest, keys.shape[2]) // SPAN)
     template = [("T", keys.dtype), ("HEADS", heads), ("GROUP", group), ("VALUE_DIM", value_dim)]
+    if sinks is None:  # a sink of −∞ is none
+        sinks = _constant(-math.inf, mx.float32, num_heads)
     partial, union = _kernels()
     sums = partial(
-        inputs=[queries, keys, values, slots, bounds, constants.number(keys.shape[2]), constants.scale],
+        inputs=[queries, keys, values, part.slots, bounds, _constant(keys.shape[2], mx.int32), _constant(scale, mx.float32)],
         template=[*template, ("KEY_DIM", key_dim)],
         grid=(spans * THREADS, heads, n),
         threadgroup=(THREADS, 1, 1),
@@ -168,7 +169,7 @@ def attend_ragged(
         output_dtypes=[mx.float32],
     )[0]
     output: mx.array = union(
-        inputs=[sums, bounds, constants.number(spans), constants.sinks(num_heads)],
+        inputs=[sums, bounds, _constant(spans, mx.int32), sinks.astype(mx.float32)],
         template=template,
         grid=(value_dim, num_heads, n),
         threadgroup=(value_dim, 1, 1),
@@ -178,41 +179,15 @@ def attend_ragged(
     return output
 
 
-class Constants:
-    """The small arrays a kernel takes beside its data, made once a step."""
-
-    def __init__(self, scale: float, sinks: mx.array | None) -> None:
-        self.scale = mx.array([scale], mx.float32)
-        self._sinks = None if sinks is None else sinks.astype(mx.float32)
-        self._made: dict[Any, mx.array] = {}
-
-    def number(self, value: int) -> mx.array:
-        """An integer on the device."""
-        if value not in self._made:
-            self._made[value] = mx.array([value], mx.int32)
-        return self._made[value]
-
-    def sinks(self, num_heads: int) -> mx.array:
-        """Each head's attention sink; −∞, that is none, where the model has none."""
-        if self._sinks is None:
-            self._sinks = mx.full((num_heads,), -mx.inf, mx.float32)
-        return self._sinks
+@cache
+def _constant(number: float, dtype: mx.Dtype, size: int = 1) -> mx.array:
+    return mx.array([number] * size, dtype)
 
 
 @cache
 def _kernels() -> tuple[Any, Any]:
-    partial = mx.fast.cuda_kernel(
-        name="weft_attend_partial",
-        input_names=["queries", "keys", "values", "slots", "bounds", "places", "scale"],
-        output_names=["partial"],
-        source=PARTIAL,
-        header=HEADER,
-    )
-    union = mx.fast.cuda_kernel(
-        name="weft_attend_union",
-        input_names=["partial", "bounds", "num_spans", "sinks"],
-        output_names=["out"],
-        source=UNION,
-        header=HEADER,
-    )
-    return partial, union
+    def make(name: str, inputs: str, output: str, source: str) -> Any:
+        return mx.fast.cuda_kernel(name=name, input_names=inputs.split(), output_names=[output], source=source, header=HEADER)
+
+    partial = make("weft_attend_partial", "queries keys values slots bounds places scale", "partial", PARTIAL)
+    return partial, make("weft_attend_union", "partial bounds num_spans sinks", "out", UNION)

@@ -1,7 +1,7 @@
 """The gated delta rule in chunks: a prompt's recurrence as a few large matrix products instead of a loop over tokens.
 
 mlx-lm has a kernel for it on Metal and a Python loop elsewhere; `bind` puts this one into a loaded model where Metal is
-absent. It knows nothing of caches or layers; the loader calls `bind`, the model's layers call `gated_delta_update`.
+absent. It knows nothing of caches or layers; the adapter calls `bind`, the model's layers call `gated_delta_update`.
 
 The rule, per row and value head, with a state S of shape (V, K), a key k and a query q of K numbers, a value v of V:
 
@@ -18,31 +18,31 @@ Letters: B rows, T tokens, N chunks, C tokens of a chunk, H key heads, G value h
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gated_delta as stock
 
+from weft.kernels import modules_behind
+
 # Up to so many tokens single steps cost less than a chunk's fifty operations (two EPYC cores; H200).
 MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
 
 
 def bind(model: nn.Module) -> list[str]:
-    """Put our rule into every module of mlx-lm that this model's layers come from, and name those that hold it.
+    """Put our rule into every module of mlx-lm that this model's layers come from; returns the modules' names.
 
     With Metal nothing is touched: mlx-lm has kernels there. Calling it again changes nothing.
     """
     if mx.metal.is_available():
         return []
-    holders = [module for module in _modules_behind(model) if _holds_the_rule(module)]
+    known = (stock.gated_delta_update, gated_delta_update)
+    holders = [module for module in modules_behind(model) if getattr(module, "gated_delta_update", None) in known]
     for module in holders:
-        setattr(module, _NAME, gated_delta_update)
+        vars(module)["gated_delta_update"] = gated_delta_update
     return [module.__name__ for module in holders]
 
 
@@ -61,7 +61,7 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Stand in for mlx-lm's function of this name: gates and betas from their projections, then the rule."""
+    """Replace mlx-lm's function of this name: compute gates and betas from their projections, then apply the rule."""
     if not _on_cpu() and key.shape[1] <= MAX_STEPS_ON_GPU:  # mlx-lm's steps are compiled there: fewer launches
         arguments = (query, key, value, fading, writing, log_rate, bias, state, mask)
         options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
@@ -74,7 +74,14 @@ def gated_delta_update(
         gate = mx.exp(-rate * nn.softplus(fading + bias))
     else:
         gate = mx.exp(lower_bound * mx.sigmoid(rate * (fading.astype(mx.float32) + bias)))
-    return gated_delta_rule(query, key, value, gate, beta, state, mask)
+    if mask is not None:
+        gate, beta = skip_tokens(gate, beta, mask)
+    return gated_delta_rule(query, key, value, gate, beta, state)
+
+
+def skip_tokens(gate: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
+    """Gates and betas with which the tokens where `mask` (B, T) is False leave the state as it is; their outputs mean nothing."""
+    return mx.where(mask.reshape(*mask.shape, *[1] * (gate.ndim - 2)), gate, 1), mx.where(mask[..., None], beta, 0)
 
 
 def gated_delta_rule(
@@ -84,25 +91,20 @@ def gated_delta_rule(
     gate: mx.array,  # (B, T, HG) or (B, T, HG, K), between 0 and 1
     beta: mx.array,  # (B, T, HG), between 0 and 2
     state: mx.array | None = None,  # (B, HG, V, K)
-    mask: mx.array | None = None,  # (B, T), False where a token must leave the state as it is; its output means nothing
 ) -> tuple[mx.array, mx.array]:
-    """Give the outputs (B, T, HG, V) in the query's type, and the state after the last token in float32."""
+    """Apply the rule; returns the outputs (B, T, HG, V) in the query's type and the state after the last token in float32."""
     rows, length, heads, _ = key.shape
     groups, width = value.shape[2] // heads, value.shape[3]
-    if mask is not None:
-        gate = mx.where(mask.reshape(rows, length, *[1] * (gate.ndim - 2)), gate, 1)
-        beta = mx.where(mask[..., None], beta, 0)
     if state is None:
         state = mx.zeros((rows, heads * groups, width, key.shape[-1]))
-    tokens = _Tokens(*(array.astype(mx.float32) for array in (query, key, value, gate, beta)))
+    tokens = DeltaTokens(*(array.astype(mx.float32) for array in (query, key, value, gate, beta)))
     first = state.astype(mx.float32).reshape(rows, heads, groups, width, -1)
     output, last = _single_steps(tokens, first) if length <= MAX_STEPS_ON_CPU else _chunks(tokens, first)
     return output.astype(query.dtype), last.reshape(state.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What a stretch of tokens brings, in float32: (B, T, …) as the rule's arguments, or cut to (N, B, H, G, C, …)."""
+class DeltaTokens(NamedTuple):
+    """The rule's arguments for some tokens, in float32: (B, T, …) as they come, or (N, B, H, G, C, …) in chunks."""
 
     query: mx.array
     key: mx.array
@@ -110,16 +112,13 @@ class _Tokens:
     gate: mx.array
     beta: mx.array
 
-    def at(self, position: int) -> _Tokens:
-        """One of the tokens."""
+    def at(self, position: int) -> DeltaTokens:
         if self.key.shape[1] == 1:
             return self  # five slices are a fifth of a decode step on a CPU
-        here = slice(position, position + 1)
-        arrays = (self.query, self.key, self.value, self.gate, self.beta)
-        return _Tokens(*(array[:, here] for array in arrays))
+        return DeltaTokens(*(array[:, position : position + 1] for array in self))
 
-    def cut(self, size: int, heads: int, groups: int) -> _Tokens:
-        """Chunks of this size; the last one is filled with tokens that write nothing and fade nothing."""
+    def cut(self, size: int, heads: int, groups: int) -> DeltaTokens:
+        """The arguments in chunks of this size; the last is filled up with tokens that write nothing and fade nothing."""
         rows, length = self.key.shape[:2]
         missing = -length % size
 
@@ -129,17 +128,12 @@ class _Tokens:
             array = array.reshape(rows, (length + missing) // size, size, heads, groups, -1)
             return array.transpose(1, 0, 3, 4, 2, 5)
 
-        return _Tokens(
-            query=chunks(self.query, 1),
-            key=chunks(self.key, 1),
-            value=chunks(self.value, groups),
-            gate=chunks(self.gate, groups, filler=1.0),
-            beta=chunks(self.beta, groups),
-        )
+        query, key, value = chunks(self.query, 1), chunks(self.key, 1), chunks(self.value, groups)
+        return DeltaTokens(query, key, value, chunks(self.gate, groups, 1.0), chunks(self.beta, groups))
 
 
-def _single_steps(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
-    """The rule as it is written, token by token; the state is (B, H, G, V, K)."""
+def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
+    """Apply the rule as it is written, token by token, to a state (B, H, G, V, K)."""
     rows, heads, groups, width, _ = state.shape
     outputs = []
     for position in range(tokens.key.shape[1]):
@@ -153,14 +147,15 @@ def _single_steps(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]
     return mx.concatenate(outputs, axis=1), state
 
 
-def _chunks(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
-    """The rule for whole chunks at once; the state is (B, H, G, V, K)."""
+def _chunks(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
+    """Apply the rule to all chunks at once; the state before them is (B, H, G, V, K)."""
     rows, heads, groups, width, _ = state.shape
     length = tokens.key.shape[1]
     chunk = tokens.cut(_chunk_size(tokens), heads, groups)
     since_start = mx.cumprod(chunk.gate, axis=-2)  # what is left at each token of the state before the chunk
     until_end = mx.cumprod(chunk.gate, axis=-2, reverse=True, inclusive=False)  # what is left of it after the chunk
-    overlap, readout = _pairs(chunk)  # (N, B, H, G, C, C) each
+    # What token i's key and its query find of the key of an earlier token j, (N, B, H, G, C, C); the first counts for j < i.
+    overlap, readout = _pairs_by_head(chunk) if chunk.gate.shape[-1] == 1 else _pairs_by_number(chunk)
 
     # u = own − seen · Sᵀ, with the state S before the chunk
     solve = _inverse_of_one_plus(overlap * chunk.beta) * chunk.beta.swapaxes(-1, -2)
@@ -169,7 +164,7 @@ def _chunks(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
 
     # S' = S · carry + gain
     kept = chunk.key * until_end
-    whole = _places(kept.shape[-1]).diagonal * since_start[..., -1:, :]
+    whole = _patterns(kept.shape[-1]).diagonal * since_start[..., -1:, :]
     carry = mx.addmm(whole, seen.swapaxes(-1, -2), kept, alpha=-1.0)  # (N, B, H, G, K, K)
     gain = own.swapaxes(-1, -2) @ kept  # (N, B, H, G, V, K)
     states = [state]
@@ -183,39 +178,34 @@ def _chunks(tokens: _Tokens, state: mx.array) -> tuple[mx.array, mx.array]:
     return output[:, :length], states[-1]
 
 
-def _chunk_size(tokens: _Tokens) -> int:
-    """A power of two: the fastest on two EPYC cores by the key's width, and on an H200 from 256 tokens to 4,096."""
+def _chunk_size(tokens: DeltaTokens) -> int:
+    """Tokens of a chunk, a power of two: the fastest on two EPYC cores by the key's width, and on an H200 up to 4,096 tokens."""
     is_wide = tokens.key.shape[-1] >= 128 and tokens.gate.ndim == 3
     return min(64 if is_wide or not _on_cpu() else 32, 1 << (tokens.key.shape[1] - 1).bit_length())
 
 
-def _pairs(chunk: _Tokens) -> tuple[mx.array, mx.array]:
-    """What token i's key and its query find of the key of an earlier token j; the first counts below the diagonal."""
-    return _pairs_by_head(chunk) if chunk.gate.shape[-1] == 1 else _pairs_by_number(chunk)
-
-
-def _pairs_by_head(chunk: _Tokens) -> tuple[mx.array, mx.array]:
-    """One gate per head: between two tokens the state fades by one number, the product of the gates after j up to i.
+def _pairs_by_head(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
+    """Overlap and readout with one gate per head: from token j to i the state fades by the product of the gates after j.
 
     Products of gates, not exponentials of differences: nothing overflows, nothing cancels, and a gate of zero is fine.
     """
-    places = _places(chunk.key.shape[-2])
-    fading = mx.cumprod(mx.maximum(chunk.gate, places.not_earlier), axis=-2) * places.not_later
+    patterns = _patterns(chunk.key.shape[-2])
+    fading = mx.cumprod(mx.maximum(chunk.gate, patterns.not_earlier), axis=-2) * patterns.not_later
     keys = chunk.key.swapaxes(-1, -2)
     return (chunk.key @ keys) * fading, (chunk.query @ keys) * fading
 
 
-def _pairs_by_number(chunk: _Tokens) -> tuple[mx.array, mx.array]:
-    """One gate per number of the key: the product of gates from j to i is split where their blocks meet.
+def _pairs_by_number(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
+    """Overlap and readout with one gate per number of the key: the product of gates from j to i is split where their blocks meet.
 
     With blocks of 1, 2, 4 … tokens every pair j < i meets at one length only. From j to the end of its block and from
     the start of the next block to i are two factors of at most one each, so a product of matrices can be made of them.
     """
     size = chunk.key.shape[-2]
-    places = _places(size)
+    patterns = _patterns(size)
     overlap = mx.zeros((size, size))
-    readout = (chunk.query * chunk.key).sum(axis=-1, keepdims=True) * places.diagonal
-    for block, meets in places.meetings:
+    readout = (chunk.query * chunk.key).sum(axis=-1, keepdims=True) * patterns.diagonal
+    for block, meets in patterns.meetings:
         gate = mx.unflatten(chunk.gate, -2, (size // block, block))
         until_meeting = mx.flatten(mx.cumprod(gate, axis=-2, reverse=True, inclusive=False), -3, -2)
         since_meeting = mx.flatten(mx.cumprod(gate, axis=-2), -3, -2)
@@ -226,29 +216,23 @@ def _pairs_by_number(chunk: _Tokens) -> tuple[mx.array, mx.array]:
 
 
 def _inverse_of_one_plus(lower: mx.array) -> mx.array:
-    """The inverse of I plus what stands below the diagonal."""
-    if _on_cpu():
-        places = _places(lower.shape[-1])
-        return mx.linalg.tri_inv(mx.where(places.not_earlier, places.diagonal, lower))
-    return _inverse_by_doubling(lower)
+    """The inverse of the identity plus the part of `lower` below the diagonal.
 
-
-def _inverse_by_doubling(lower: mx.array) -> mx.array:
-    """The same in products of matrices: from the inverses of blocks on the diagonal to those of blocks twice as long.
-
+    A GPU has no solver for it: there by products, from the inverses of blocks on the diagonal to those of blocks twice as long.
     Never by powers of the triangle: with keys alike they grow like binomials and drown the answer.
     """
-    places = _places(lower.shape[-1])
-    inverse = places.diagonal
-    for block, meets in places.meetings:
+    patterns = _patterns(lower.shape[-1])
+    if _on_cpu():
+        return mx.linalg.tri_inv(mx.where(patterns.not_earlier, patterns.diagonal, lower))
+    inverse = patterns.diagonal
+    for block, meets in patterns.meetings:
         between = mx.where(meets, lower, 0)
         inverse = inverse - between if block == 1 else mx.addmm(inverse, inverse @ between, inverse, alpha=-1.0)
     return inverse
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Fixed patterns over the pairs (i, j) of a square's rows and columns."""
+class PairPatterns(NamedTuple):
+    """Fixed patterns over the rows i and columns j of a square matrix."""
 
     diagonal: mx.array  # 1 where j = i, else 0
     not_later: mx.array  # 1 where j ≤ i
@@ -257,13 +241,13 @@ class _Places:
 
 
 @cache
-def _places(size: int) -> _Places:
+def _patterns(size: int) -> PairPatterns:
     index = np.arange(size)
 
     def meets(block: int) -> mx.array:
         return mx.array((index[:, None] // block % 2 == 1) & (index[:, None] // block == index // block + 1))
 
-    return _Places(
+    return PairPatterns(
         diagonal=mx.array(np.eye(size, dtype=np.float32)),
         not_later=mx.array(np.tri(size, dtype=np.float32)),
         not_earlier=mx.array(np.tri(size, dtype=np.float32).T),
@@ -273,16 +257,3 @@ def _places(size: int) -> _Places:
 
 def _on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
-
-
-_NAME = "gated_delta_update"
-
-
-def _modules_behind(model: nn.Module) -> Iterator[ModuleType]:
-    """The Python modules that define the model's layers and their base classes."""
-    names = {base.__module__ for layer in model.modules() for base in type(layer).__mro__}
-    return (sys.modules[name] for name in sorted(names))
-
-
-def _holds_the_rule(module: ModuleType) -> bool:
-    return getattr(module, _NAME, None) in (stock.gated_delta_update, gated_delta_update)

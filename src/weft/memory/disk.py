@@ -1,7 +1,7 @@
-"""The second tier of the prefix cache: chunks of the tree as files, kept across restarts, bounded in bytes.
+"""The second tier of the prefix cache: chunks of the prefix tree as files, kept across restarts, bounded in bytes.
 
 Nothing on disk is trusted: an entry's digest is compared at every load, and once after each start. The engine's thread only
-asks and queues; one thread writes and verifies, another loads. Knows nothing of models; `engine` uses it. Imports no mlx.
+asks and queues; one thread writes and deletes, another loads and verifies. Knows no models; `engine` uses it. Imports no mlx.
 """
 
 from __future__ import annotations
@@ -10,202 +10,166 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from weft.memory import disk_entry as file_format
-from weft.memory.disk_entry import Damaged, Entry, Foreign, Packed, StoredArray
-from weft.memory.disk_folder import Folder
-from weft.memory.disk_identity import identity_of
-
-__all__ = ["DiskTier", "Loaded", "Packed", "StoredArray", "identity_of"]
+from weft.memory import disk_files
+from weft.memory.disk_files import CacheFolder, Damaged, Entry, Foreign
 
 QUEUE_BYTES = 256 << 20
-WARNING_SECONDS = 60.0  # a disk that can not be written is mentioned once in so long
+WARNING_SECONDS = 60.0  # a disk that can not be written is logged once in so long
 
-Loaded = Entry
 log = logging.getLogger("weft.memory")
 
 
-@dataclass(frozen=True, eq=False)
-class _IndexedEntry:
-    """What is known of an entry that is on disk."""
-
+class _IndexedEntry(NamedTuple):
     parent: bytes
     has_checkpoint: bool
     nbytes: int
 
 
 class DiskTier:
-    """The entries of one identity. What is not there, or not right, is a miss and never an error."""
+    """The disk tier of one model's prefix cache. An entry that is missing or wrong is a miss and never an error."""
 
-    def __init__(self, folder: Path, identity: str, budget_bytes: int, on_damage: Callable[[Path, str], None]) -> None:
+    def __init__(self, folder: Path, identity: str, budget_bytes: int) -> None:
         self.identity = identity
         self.num_written = self.num_loaded = self.num_evicted = 0
         self.num_damaged = self.num_foreign = self.num_skipped = 0
-        self._folder = Folder(folder, identity, budget_bytes)
-        self._on_damage = on_damage
-        self._changed = threading.Condition()  # guards all that follows, and the numbers
-        self._kept: dict[bytes, _IndexedEntry] = {}
-        self._queue: dict[bytes, Entry] = {}  # to be written, oldest first
-        self._queued_bytes = 0
-        self._sizes: dict[bytes, set[int]] = {}  # of the chunks that were ever here after a key
+        self._folder = CacheFolder(folder, identity, budget_bytes)
+        self._lock = threading.Lock()  # guards all that follows, and the numbers
+        self._index: dict[bytes, _IndexedEntry] = {}  # entries on disk
+        self._queue: dict[bytes, Entry] = {}  # entries to be written
+        self._children: dict[bytes, dict[bytes, int]] = {}  # parent → child → its number of tokens, of all that were ever here
         self._unverified: set[bytes] = set()
-        self._num_loading = 0
-        self._generation = 0  # counts how often something was forgotten
-        self._doomed: set[bytes] = set()  # their files are to be deleted
-        self._is_clearing = False  # all files are
-        self._is_closed = False
+        self._generation = 0  # counts how often something was forgotten: loads from before are void
+        self._is_open = self._is_closed = False
         self._next_warning = 0.0
-        self._worker = threading.Thread(target=self._work, name="weft-disk", daemon=True)
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="weft-disk-load")
+        self._writer = ThreadPoolExecutor(1, "weft-disk-write")  # writes and deletes, in the order in which they were asked for
+        self._loader = ThreadPoolExecutor(1, "weft-disk-load")  # loads and verifies
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all files in the folder, whatever their identity, as last seen."""
         return self._folder.held_bytes
 
-    @property
-    def num_entries(self) -> int:
-        """Entries that are on disk."""
-        return len(self._kept)
-
     def open(self) -> None:
-        """Read the headers of what is there, and begin to work. A folder that can not be made is met again at each write."""
+        """Read the headers of all files, then begin to write and verify. A folder that can not be made is no error."""
         with suppress(OSError):
             self._folder.make()
         self._folder.sweep()
         for key, nbytes in self._folder.entries():
-            self._learn(key, nbytes)
+            path = self._folder.file(key)
+            try:
+                metadata = disk_files.read_metadata(path, self.identity, key)
+            except (Damaged, Foreign, OSError) as error:
+                self._refuse(path, error)
+                continue
+            parent = bytes.fromhex(metadata.parent)
+            self._children.setdefault(parent, {})[key] = metadata.tokens.count(",") + 1
+            self._index[key] = _IndexedEntry(parent, metadata.checkpoint is not None, nbytes)
         self._make_room(0)
-        self._unverified = set(self._kept)
-        self._worker.start()
+        self._unverified = set(self._index)
+        self._loader.submit(self._verify_next)
+        with self._lock:
+            self._is_open = True
+            for key in self._queue:
+                self._writer.submit(self._write, key)
 
     def has(self, key: bytes) -> bool:
-        """Whether it can be loaded: it is on disk, or on its way there."""
-        return key in self._queue or key in self._kept  # in this order: a file that is written goes from one to the other
+        """Whether an entry can be loaded: it is on disk, or on its way there."""
+        return key in self._queue or key in self._index  # in this order: a written entry goes from one to the other
 
     def has_checkpoint(self, key: bytes) -> bool:
-        """Whether it can be loaded with a checkpoint."""
-        queued, kept = self._queue.get(key), self._kept.get(key)
-        return (queued is not None and queued.checkpoint is not None) or (kept is not None and kept.has_checkpoint)
+        queued, indexed = self._queue.get(key), self._index.get(key)
+        return (queued is not None and queued.checkpoint is not None) or (indexed is not None and indexed.has_checkpoint)
 
     def sizes_after(self, key: bytes) -> set[int]:
-        """How many tokens those may have whose parent this is."""
-        return self._sizes.get(key, set())
+        """The numbers of tokens that entries with this parent may have."""
+        return set(self._children.get(key, {}).values())
 
-    def store(self, key: bytes, parent_key: bytes, tokens: Sequence[int], block: Packed, checkpoint: Packed | None) -> bool:
-        """Have it written. False if too much is waiting. What is there already is written again only for its checkpoint."""
-        if self.has_checkpoint(key) or (checkpoint is None and self.has(key)):
+    def store(self, entry: Entry) -> bool:
+        """Queue an entry for writing; False if too much waits already. A known one is written again only for its checkpoint."""
+        if self.has_checkpoint(entry.key) or (entry.checkpoint is None and self.has(entry.key)):
             return True
-        entry = Entry(key, parent_key, tuple(tokens), block, checkpoint)
-        with self._changed:
-            is_full = bool(self._queue) and self._queued_bytes + entry.nbytes > QUEUE_BYTES  # one alone may have any size
-            if is_full or self._is_closed:
+        with self._lock:
+            queued_bytes = sum(queued.nbytes for queued in self._queue.values())
+            if self._is_closed or (queued_bytes and queued_bytes + entry.nbytes > QUEUE_BYTES):  # one alone may have any size
                 self.num_skipped += 1
                 return False
-            self._unqueue(key)
-            self._queue[key] = entry
-            self._sizes.setdefault(parent_key, set()).add(len(entry.tokens))
-            self._queued_bytes += entry.nbytes
-            self._changed.notify_all()
+            self._queue[entry.key] = entry
+            self._children.setdefault(entry.parent, {})[entry.key] = len(entry.tokens)
+            if self._is_open:
+                self._writer.submit(self._write, entry.key)
         return True
 
-    def load(self, keys: Sequence[bytes]) -> Future[list[Loaded]]:
-        """Read these, in order, up to the first that is gone or damaged."""
-        with self._changed:
-            wanted = [(key, self._queue.get(key) or self._kept.get(key)) for key in keys]
-            future = self._loader.submit(self._load, wanted, self._generation)
-            self._num_loading += 1
-        future.add_done_callback(self._loading_ended)
-        return future
+    def load(self, keys: Sequence[bytes]) -> Future[list[Entry]]:
+        """Load entries in the background, in order, up to the first that is gone or damaged."""
+        return self._loader.submit(self._load, keys, self._generation)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Never give these again, nor what was computed on top of them. As with `clear`, the files go in the background."""
-        with self._changed:
-            parents = {key: kept.parent for key, kept in self._kept.items()}
-            parents |= {key: entry.parent for key, entry in self._queue.items()}
-            self._doom(_with_descendants(keys, parents))
+        """Never load these entries again, nor what was computed on top of them; the files are deleted in the background."""
+        doomed, waiting = set[bytes](), list(keys)
+        while waiting:
+            if (key := waiting.pop()) not in doomed:
+                doomed.add(key)
+                waiting += self._children.get(key, ())
+        self._forget(doomed)
 
     def clear(self) -> None:
-        """Forget everything of this identity. The files go in the background, before anything new is written."""
-        with self._changed:
-            self._is_clearing = True
-            self._doom({*self._kept, *self._queue})
+        """Forget everything of this identity; the files are deleted in the background, before anything new is written."""
+        self._forget(None)
 
     def close(self, seconds: float) -> None:
-        """Finish what is queued, at most so long, and stop. Loads that have not begun are cancelled."""
-        deadline = time.monotonic() + seconds
-        with self._changed:
-            if self._worker.is_alive():
-                self._changed.wait_for(lambda: not (self._queue or self._doomed or self._is_clearing), seconds)
-            self._is_closed = True
-            self._changed.notify_all()
-        self._loader.shutdown(wait=False, cancel_futures=True)
-        if self._worker.is_alive():
-            self._worker.join(max(0.0, deadline - time.monotonic()))
+        """Write what is queued, for at most so long, and stop. Loads that have not begun are cancelled."""
+        with self._lock:
+            is_working, self._is_closed = self._is_open and not self._is_closed, True
+        if is_working:
+            wait([self._writer.submit(int)], seconds)  # done when all before it is
+        for executor in (self._writer, self._loader):
+            executor.shutdown(wait=False, cancel_futures=True)
 
-    def _learn(self, key: bytes, nbytes: int) -> None:
-        path = self._folder.file(key)
-        try:
-            metadata = file_format.read_metadata(path, self.identity, key)
-        except (Damaged, Foreign, OSError) as error:
-            self._refuse(path, error)
-            return
-        self._sizes.setdefault(bytes.fromhex(metadata.parent), set()).add(metadata.tokens.count(",") + 1)
-        self._kept[key] = _IndexedEntry(bytes.fromhex(metadata.parent), metadata.checkpoint is not None, nbytes)
+    def _forget(self, keys: set[bytes] | None) -> None:
+        with self._lock:
+            gone = {*self._index, *self._queue} if keys is None else keys
+            self._generation += 1
+            self._unverified -= gone
+            for key in gone:
+                self._index.pop(key, None)
+                self._queue.pop(key, None)
+            if not self._is_closed:
+                self._writer.submit(self._delete, keys)
 
-    # The worker's thread: clears, then writes, then verifies.
+    # The writer's thread.
 
-    def _work(self) -> None:
-        while (job := self._next_job()) is not None:
-            job()
-
-    def _next_job(self) -> Callable[[], None] | None:
-        with self._changed:
-            self._changed.wait_for(self._has_work)
-            if self._is_closed:
-                return None
-            if self._doomed or self._is_clearing:
-                return self._delete
-            if self._queue:
-                return partial(self._write, next(iter(self._queue.values())))
-            return partial(self._verify, self._unverified.pop())
-
-    def _has_work(self) -> bool:
-        """Verifying is not urgent: it gives way to loads, for which a request waits."""
-        urgent = self._is_closed or self._is_clearing or self._doomed or self._queue
-        return bool(urgent or (self._unverified and not self._num_loading))
-
-    def _delete(self) -> None:
-        with self._changed:
-            doomed, self._doomed = self._doomed, set()
-            is_clearing, self._is_clearing = self._is_clearing, False
-            self._changed.notify_all()
-        self._folder.remove([key for key, _ in self._folder.entries()] if is_clearing else doomed)
+    def _delete(self, keys: set[bytes] | None) -> None:
+        self._folder.remove([key for key, _ in self._folder.entries()] if keys is None else keys)
         self._make_room(0)
 
-    def _write(self, entry: Entry) -> None:
-        kept = None
+    def _write(self, key: bytes) -> None:
+        entry = self._queue.get(key)
+        if entry is None:  # forgotten, or written together with its checkpoint
+            return
+        nbytes = 0
         try:
-            kept = self._written(entry)
+            nbytes = self._write_file(entry)
         except OSError as error:
-            self._warn(error)
-        with self._changed:
-            self.num_written += kept is not None
-            self.num_skipped += kept is None
-            if self._queue.get(entry.key) is entry:  # else it was cleared, or there is more of it by now
-                if kept is not None:
-                    self._kept[entry.key] = kept
-                self._unqueue(entry.key)
-            self._changed.notify_all()
+            if time.monotonic() >= self._next_warning:
+                self._next_warning = time.monotonic() + WARNING_SECONDS
+                log.warning("a prefix was not kept on disk: %s", error)
+        with self._lock:
+            self.num_written += nbytes > 0
+            self.num_skipped += nbytes == 0
+            if self._queue.get(key) is entry:  # else it was forgotten, or its checkpoint has come meanwhile
+                if nbytes:
+                    self._index[key] = _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
+                del self._queue[key]
 
-    def _written(self, entry: Entry) -> _IndexedEntry:
-        pieces = file_format.encode(entry, self.identity)
+    def _write_file(self, entry: Entry) -> int:
+        """Write an entry's file and return its size. Raises OSError."""
+        pieces = disk_files.encode_entry(entry, self.identity)
         nbytes = sum(len(piece) for piece in pieces)
         path = [entry.key, *self._ancestry(entry.parent)]
         self._folder.touch(path)  # first, so that room is not made among its own ancestors
@@ -213,114 +177,78 @@ class DiskTier:
         if not self._folder.has_room(nbytes):
             raise OSError(errno.ENOSPC, f"{nbytes} bytes do not fit into {self._folder.budget_bytes} of the cache folder")
         self._folder.make()
-        file_format.write(self._folder.file(entry.key), pieces)
+        disk_files.write_file(self._folder.file(entry.key), pieces)
         self._folder.touch(path)  # again, so that it goes before its ancestors when room is made
-        before = self._kept.get(entry.key)
+        before = self._index.get(entry.key)
         self._folder.held_bytes += nbytes - (before.nbytes if before is not None else 0)
-        return _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
-
-    def _verify(self, key: bytes) -> None:
-        kept = self._kept.get(key)
-        if kept is not None:
-            self._read(key, kept)
+        return nbytes
 
     def _make_room(self, nbytes: int) -> None:
         evicted = self._folder.make_room(nbytes)
-        with self._changed:
+        with self._lock:
             self.num_evicted += len(evicted)
             for path in evicted:
                 if path.parent == self._folder.home:
-                    self._kept.pop(bytes.fromhex(path.stem), None)
+                    self._index.pop(bytes.fromhex(path.stem), None)
 
-    def _warn(self, error: OSError) -> None:
-        if time.monotonic() >= self._next_warning:
-            self._next_warning = time.monotonic() + WARNING_SECONDS
-            log.warning("a prefix was not kept on disk: %s", error)
+    def _ancestry(self, key: bytes) -> Iterator[bytes]:
+        """The key of an entry, of the one before it, and so on, while they are on disk; bounded, for files may claim anything."""
+        for _ in range(len(self._index)):
+            if (indexed := self._index.get(key)) is None:
+                return
+            yield key
+            key = indexed.parent
 
-    # The loader's thread, and what both use.
+    # The loader's thread.
 
-    def _load(self, wanted: list[tuple[bytes, Entry | _IndexedEntry | None]], generation: int) -> list[Loaded]:
-        loaded: list[Loaded] = []
-        for key, known in wanted:
-            found = self._read(key, known) if isinstance(known, _IndexedEntry) else known
-            if found is None:
+    def _verify_next(self) -> None:
+        """Verify one entry that was found at the start. The next one queues behind the loads that a request waits for."""
+        with self._lock:
+            key = self._unverified.pop() if self._unverified and not self._is_closed else None
+        if key is not None:
+            self._find(key)
+            self._loader.submit(self._verify_next)
+
+    def _load(self, keys: Sequence[bytes], generation: int) -> list[Entry]:
+        loaded: list[Entry] = []
+        for key in keys:
+            if (entry := self._find(key)) is None:
                 break
-            loaded.append(found)
+            loaded.append(entry)
         if loaded:
-            self._folder.touch([*(found.key for found in reversed(loaded)), *self._ancestry(loaded[0].parent)])
-        with self._changed:
+            self._folder.touch([*(entry.key for entry in reversed(loaded)), *self._ancestry(loaded[0].parent)])
+        with self._lock:
             if generation != self._generation:
                 return []
             self.num_loaded += len(loaded)
-            self._unverified.difference_update(found.key for found in loaded)
+            self._unverified.difference_update(entry.key for entry in loaded)
         return loaded
 
-    def _loading_ended(self, _: Future[list[Loaded]]) -> None:
-        with self._changed:
-            self._num_loading -= 1
-            self._changed.notify_all()
-
-    def _read(self, key: bytes, kept: _IndexedEntry) -> Entry | None:
-        """An entry from disk. One that is not right is dropped, and reported by whoever met it first."""
+    def _find(self, key: bytes) -> Entry | None:
+        """An entry from the queue or from disk. One whose file is gone or not right is dropped."""
+        known = self._queue.get(key) or self._index.get(key)
+        if known is None or isinstance(known, Entry):
+            return known
         path = self._folder.file(key)
         try:
-            return file_format.read(path, self.identity, key)
-        except (FileNotFoundError, NotADirectoryError):
-            self._drop(key, kept)
+            return disk_files.read_entry(path, self.identity, key)
         except (Damaged, Foreign, OSError) as error:
-            if self._drop(key, kept):
+            with self._lock:
+                if self._index.get(key) is not known:  # it was forgotten, evicted or written again meanwhile
+                    return None
+                del self._index[key]
+                self._folder.held_bytes -= known.nbytes
+            if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 self._refuse(path, error)
-        return None
-
-    def _drop(self, key: bytes, kept: _IndexedEntry) -> bool:
-        with self._changed:
-            if self._kept.get(key) is not kept:
-                return False
-            del self._kept[key]
-            self._folder.held_bytes -= kept.nbytes
-            return True
+            return None
 
     def _refuse(self, path: Path, error: Exception) -> None:
-        """Report a file that is not used. A damaged one is deleted; a foreign one is somebody's, and left to its age."""
-        with self._changed:
-            self.num_foreign += isinstance(error, Foreign)
-            self.num_damaged += not isinstance(error, Foreign)
-        if not isinstance(error, Foreign):
+        """Log a file that is not used. A damaged one is deleted; a foreign one stays until room is needed."""
+        is_foreign = isinstance(error, Foreign)
+        with self._lock:
+            self.num_foreign += is_foreign
+            self.num_damaged += not is_foreign
+        if not is_foreign:
             with suppress(OSError):
                 path.unlink()
-        self._on_damage(path, str(error))
-
-    def _ancestry(self, key: bytes) -> Iterator[bytes]:
-        """This entry, the one before it, and so on, as far as they are here; bounded, for files may claim anything."""
-        for _ in range(len(self._kept)):
-            kept = self._kept.get(key)
-            if kept is None:
-                return
-            yield key
-            key = kept.parent
-
-    def _doom(self, keys: set[bytes]) -> None:
-        self._generation += 1
-        self._doomed |= keys
-        for key in keys:
-            self._kept.pop(key, None)
-            self._unverified.discard(key)
-            self._unqueue(key)
-        self._changed.notify_all()
-
-    def _unqueue(self, key: bytes) -> None:
-        entry = self._queue.pop(key, None)
-        self._queued_bytes -= entry.nbytes if entry is not None else 0
-
-
-def _with_descendants(keys: Sequence[bytes], parents: dict[bytes, bytes]) -> set[bytes]:
-    children: dict[bytes, list[bytes]] = {}
-    for key, parent in parents.items():
-        children.setdefault(parent, []).append(key)
-    found, waiting = set[bytes](), list(keys)
-    while waiting:
-        key = waiting.pop()
-        if key not in found:
-            found.add(key)
-            waiting += children.get(key, ())
-    return found
+        log.warning("%s is not used: %s", path, error)

@@ -1,8 +1,8 @@
-"""What was computed once: a tree of prompt chunks, each with its keys and values, some with the states of all other layers.
+"""The prefix cache in memory: a tree of prompt chunks, each with its keys and values, some with the states of other layers.
 
 A child is found by its chunk's tokens, so a path is both the tokens and the places where they were cut. An exact tree follows
-only a prompt's own cuts: the states at the end are bit for bit what a cold run has there. Any other takes the tokens however
-they were cut, and lets prompts be cut where they part. Knows tokens and bytes; blocks and checkpoints are opaque, no mlx.
+only a prompt's own cuts: the states at the end are bit for bit what a cold run has there. Any other tree takes the tokens
+however they were cut, and lets prompts be cut where they diverge. Knows tokens and bytes; blocks and checkpoints are opaque.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from weft.ipc.messages import PrefixReuse
 
 LATTICE = 4  # every so many chunks a checkpoint is kept, whatever comes
 PROTECTED_SHARE = 0.5  # of the budget is for prompts that were used again; the rest is for new ones
-MAX_EVICTED_KEYS = 20_000  # nodes that had to go and are remembered by name, to say so when they are missed
+MAX_EVICTED_KEYS = 20_000  # evicted nodes whose keys are remembered, so that a later miss can be explained
 MAX_LOOKED_AT = 256  # children of one node that are compared with a prompt that missed
-MIN_SHARED = 16  # tokens; prompts that share fewer of a chunk are not cut where they part
+MIN_SHARED = 16  # tokens; prompts that share fewer of a chunk are not cut where they diverge
+
+
+Tokens = tuple[int, ...]
 
 
 class Stored(Protocol):
-    """Something with a size."""
+    """Something with a size in bytes: a block or a checkpoint."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes it holds."""
+    def nbytes(self) -> int: ...
 
 
 class Node:
-    """A chunk that is in memory; `length` tokens lead to its end."""
+    """One chunk of a prompt that is in memory; `length` tokens lead to its end."""
 
-    def __init__(
-        self, number: int, parent: Node | None, tokens: tuple[int, ...], key: bytes, block: Stored | None = None
-    ) -> None:
+    def __init__(self, number: int, parent: Node | None, tokens: Tokens, key: bytes, block: Stored | None = None) -> None:
         self.number = number
         self.parent = parent
         self.tokens = tokens
@@ -46,39 +46,36 @@ class Node:
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.block = block
         self.checkpoint: Stored | None = None  # the states of all layers without keys and values, at its end; None: dropped
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[Tokens, Node] = {}
         self.sizes: Counter[int] = Counter()  # of the children's chunks
-        self.pins = 0  # sequences that stand on it
+        self.pins = 0  # sequences whose prefix ends here
         self.hits = 0  # sequences that went on from it or from behind it
         self.used_at = 0.0
-        self.keep = False  # its checkpoint is worth its bytes: a prompt ended here, or two parted
+        self.keep = False  # its checkpoint is worth its bytes: a prompt ended here, or two diverged
         self.is_protected = False  # one-off prompts do not push it out
-        self.is_detached: bool = (
-            parent is not None and parent.is_detached
-        )  # it was thrown out while somebody stood on it or behind it
+        self.is_detached: bool = parent is not None and parent.is_detached  # it was evicted or invalidated while in use
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what it holds."""
         return sum(stored.nbytes for stored in (self.block, self.checkpoint) if stored is not None)
 
     @property
     def is_worth_a_checkpoint(self) -> bool:
-        """Whether a prompt will probably go on from here, or could at no cost."""
+        """Whether a checkpoint should be kept here: a prompt will probably go on from it, or it costs nothing."""
         is_free = self.checkpoint is not None and not self.checkpoint.nbytes
         return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
 
     def path(self) -> list[Node]:
-        """From the first chunk to this one."""
+        """The nodes from the first chunk to this one, without the root."""
         nodes: list[Node] = []
-        node: Node | None = self
-        while node is not None and node.parent is not None:
+        node = self
+        while node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
 
     def subtree(self) -> Iterator[Node]:
-        """It and all behind it, parents before children."""
+        """This node and all behind it, parents before children."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -87,11 +84,11 @@ class Node:
 
 
 class PrefixTree:
-    """Owns the nodes and their ages. Bounded in bytes; what a sequence stands on is never taken away.
+    """Owns all prefix nodes and their ages. Bounded in bytes; pinned nodes are never evicted.
 
     Nodes are in one of two rows, each ordered by last use: new ones, and protected ones, which were used again or whose
-    owner said that it will come again. A use counts for the whole path, so the oldest of a row has no children in it. New
-    ones go first. Protected ones have half the budget: what is beyond becomes new again, so nothing stays for ever.
+    client will come again (`is_retained`). A use counts for the whole path, so the oldest of a row has no children in it. New
+    ones are evicted first. Protected ones have half the budget: what is beyond becomes new again, so nothing stays for ever.
     """
 
     def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic, *, is_exact: bool = False) -> None:
@@ -111,36 +108,24 @@ class PrefixTree:
         return len(self._new) + len(self._protected)
 
     def root(self, salt: str = "") -> Node:
-        """Where the prompts with this salt begin."""
+        """The node at which the prompts with this salt begin."""
         if salt not in self._roots:
-            node = self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
-            node.checkpoint = _NoState()
+            self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
         return self._roots[salt]
 
     def roots(self) -> list[tuple[str, Node]]:
-        """All salts and where their prompts begin."""
         return list(self._roots.items())
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots, the most recently used first, parents before children."""
+        return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
 
     def match(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
         """The deepest node from `start` on at which every layer can be restored; `ends` are the prompt's own cuts."""
-        return self._along(prompt, start, ends) if self.is_exact else self._anyhow(prompt, start)
-
-    def _along(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
-        node = found = start
-        for tokens in chunks_of(prompt, start.length, ends):
-            child = node.children.get(tokens)
-            if child is None:
-                break
-            node = child
-            if node.checkpoint is not None:
-                found = node
-        return found
-
-    def _anyhow(self, prompt: Sequence[int], start: Node) -> Node:
         found, waiting, last = start, [start], len(prompt) - 1  # the last token is always computed
         while waiting:
             node = waiting.pop()
-            for size in node.sizes:
+            for size in [next(ends, node.length) - node.length] if self.is_exact else node.sizes:
                 child = node.children.get(tuple(prompt[node.length : node.length + size]))
                 if child is not None and child.length <= last:
                     waiting.append(child)
@@ -149,7 +134,7 @@ class PrefixTree:
         return found
 
     def best_cut(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
-        """Where a chunk after `node` is best cut, so that known prompts and these others share what comes before."""
+        """Where a chunk after `node` is best cut, so that known prompts and `others` share what comes before; None: nowhere."""
         known = itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
         shared = [_num_same(child.tokens, prompt, node.length) for child in known]
         shared += [_num_same(tuple(other[node.length : end]), prompt, node.length) for other in others]
@@ -158,93 +143,12 @@ class PrefixTree:
             return None
         return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
 
-    def hit(self, node: Node) -> None:
-        """A sequence goes on from here."""
-        for one in node.path():
-            one.hits += 1
-        self._protect(node)
-        self._touch(node)
-
-    def enter(
-        self, parent: Node, tokens: tuple[int, ...], block: Stored, checkpoint: Stored | None, *, is_retained: bool = False
-    ) -> Node:
-        """A chunk is there after `parent`. Gives its node; an older one is kept, and gets what it lacks."""
-        node = parent.children.get(tokens)
-        if node is None:
-            node = parent.children[tokens] = Node(next(self._numbers), parent, tokens, key_of(parent.key, tokens), block)
-            parent.sizes[len(tokens)] += 1
-            if not node.is_detached:
-                self._new[node] = None
-                self.held_bytes += block.nbytes
-        if node.checkpoint is None and checkpoint is not None:
-            node.checkpoint = checkpoint
-            self._resized(node, checkpoint.nbytes)
-        if is_retained:
-            self._protect(node)
-        self._touch(node)
-        return node
-
-    def pin(self, node: Node) -> None:
-        """A sequence stands here."""
-        node.pins += 1
-
-    def unpin(self, node: Node) -> None:
-        """It has left. What nobody needs any more goes when there is no room."""
-        node.pins -= 1
-        self._thin(node)
-        self.shrink()
-        self._forget_empty_root(node)
-
-    def shrink(self, budget_bytes: int | None = None) -> None:
-        """Back to the budget: leaves first, new ones before protected ones, of each the longest unused first."""
-        budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
-            self._demote(next(iter(self._protected)))
-        while self.held_bytes > budget:
-            rows = (self._new, self._protected)
-            victim = next((node for row in rows for node in row if not node.children and not node.pins), None)
-            if victim is None:
-                return
-            self._evict(victim)
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether so much more can be kept; what is not needed goes for it."""
-        self.shrink(self.budget_bytes - num_bytes)
-        return self.held_bytes + num_bytes <= self.budget_bytes
-
-    def limit(self, budget_bytes: int) -> None:
-        """Have another budget from now on."""
-        if budget_bytes != self.budget_bytes:
-            self.budget_bytes = budget_bytes
-            self.shrink()
-
-    def clear(self) -> int:
-        """Forget everything that nobody stands on; how many nodes that were."""
-        before = len(self)
-        self.shrink(0)
-        self._evicted_keys.clear()
-        return before - len(self)
-
-    def invalidate(self, node: Node) -> int:
-        """Throw a node and all behind it out, at once and for all: what is in it is wrong. How many nodes that were."""
-        if node.parent is None or node.is_detached:
-            return 0
-        _detach(node)
-        nodes = list(node.subtree())
-        for one in nodes:
-            self._drop(one)
-        return len(nodes)
-
-    def nodes(self) -> Iterator[Node]:
-        """All of them, the most recently used first, parents before children."""
-        return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
-
     def explain_miss(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
-        """Why a prompt can stand on no more than `prefix_node`; `end` is where its next chunk ends."""
+        """Why no more of a prompt is cached than up to `prefix_node`; `end` is where its next chunk ends."""
         root = self.root(salt)
         if salt and not root.children:
             return PrefixReuse("salt")
-        position, instead = self._known(root, prompt)
+        position, instead = self._longest_known(root, prompt)
         known = prompt[position] if position < len(prompt) else None
         chunk = tuple(prompt[prefix_node.length : end])
         if position >= end:
@@ -254,9 +158,9 @@ class PrefixTree:
             return PrefixReuse("evicted", prefix_node.length)
         return PrefixReuse("differs", prefix_node.length, position, known, instead)
 
-    def _known(self, root: Node, prompt: Sequence[int]) -> tuple[int, int | None]:
+    def _longest_known(self, root: Node, prompt: Sequence[int]) -> tuple[int, int | None]:
         """How many of a prompt's tokens some known prompt begins with, wherever that was cut, and what it has next."""
-        best: tuple[int, int | None] = (0, None)
+        found: list[tuple[int, int | None]] = [(0, None)]
         waiting = [root]
         while waiting:
             node = waiting.pop()
@@ -265,29 +169,96 @@ class PrefixTree:
                 if same == len(child.tokens):
                     waiting.append(child)
                 instead = child.tokens[same] if same < len(child.tokens) else None
-                if node.length + same > best[0] or (node.length + same == best[0] and best[1] is None):
-                    best = node.length + same, instead
-        return best
+                found.append((node.length + same, instead))
+        return max(found, key=lambda one: (one[0], one[1] is not None))
 
-    def _thin(self, node: Node) -> None:
-        """Drop a checkpoint that is not worth its bytes."""
-        if node.parent is None or node.pins or node.is_worth_a_checkpoint or node.checkpoint is None:
-            return
-        self._resized(node, -node.checkpoint.nbytes)
-        node.checkpoint = None
+    def hit(self, node: Node) -> None:
+        """Count a sequence that goes on from this node: its path becomes protected and the most recently used."""
+        for one in node.path():
+            one.hits += 1
+        self._protect(node)
+        self._touch(node)
+
+    def enter(self, parent: Node, tokens: Tokens, block: Stored, checkpoint: Stored | None, *, is_retained: bool = False) -> Node:
+        """Enter a computed chunk after `parent` and return its node; an older node is kept, and gets what it lacks."""
+        node = parent.children.get(tokens)
+        if node is None:
+            node = parent.children[tokens] = Node(next(self._numbers), parent, tokens, key_of(parent.key, tokens), block)
+            parent.sizes[len(tokens)] += 1
+            if not node.is_detached:
+                self._new[node] = None
+                self._resize(node, block.nbytes)
+        if node.checkpoint is None and checkpoint is not None:
+            node.checkpoint = checkpoint
+            self._resize(node, checkpoint.nbytes)
+        if is_retained:
+            self._protect(node)
+        self._touch(node)
+        return node
+
+    def pin(self, node: Node) -> None:
+        node.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Release a pinned node: it may be evicted, and a checkpoint that is not worth its bytes is dropped."""
+        node.pins -= 1
+        if node.parent is not None and not node.pins and not node.is_worth_a_checkpoint and node.checkpoint is not None:
+            self._resize(node, -node.checkpoint.nbytes)
+            node.checkpoint = None
+        self.shrink()
+        self._forget_empty_root(node)
+
+    def shrink(self, budget_bytes: int | None = None) -> None:
+        """Evict down to the budget: leaves first, new ones before protected ones, of each the least recently used first."""
+        budget = self.budget_bytes if budget_bytes is None else budget_bytes
+        while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
+            self._move(next(iter(self._protected)), is_protected=False)
+        while self.held_bytes > budget:
+            rows = (self._new, self._protected)
+            victim = next((node for row in rows for node in row if not node.children and not node.pins), None)
+            if victim is None:
+                return
+            self._evict(victim)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Evict what is not needed until so many bytes more fit; returns whether they do."""
+        self.shrink(self.budget_bytes - num_bytes)
+        return self.held_bytes + num_bytes <= self.budget_bytes
+
+    def limit(self, budget_bytes: int) -> None:
+        if budget_bytes != self.budget_bytes:
+            self.budget_bytes = budget_bytes
+            self.shrink()
+
+    def clear(self) -> int:
+        """Evict everything that is not in use; returns the number of evicted nodes."""
+        before = len(self)
+        self.shrink(0)
+        self._evicted_keys.clear()
+        return before - len(self)
+
+    def invalidate(self, node: Node) -> int:
+        """Remove a node and all behind it at once, even if in use: what is in it is wrong. Returns the number of nodes."""
+        if node.parent is None or node.is_detached:
+            return 0
+        _detach(node)
+        nodes = list(node.subtree())
+        for one in nodes:
+            self._drop(one)
+        return len(nodes)
 
     def _touch(self, node: Node) -> None:
         now = self.clock()
-        above: Node | None = node
-        while above is not None and above.parent is not None and not above.is_detached:
+        for above in reversed(node.path()):
+            if above.is_detached:
+                return
             above.used_at = now
             self._row(above).move_to_end(above)
-            above = above.parent
 
     def _row(self, node: Node) -> OrderedDict[Node, None]:
         return self._protected if node.is_protected else self._new
 
-    def _resized(self, node: Node, num_bytes: int) -> None:
+    def _resize(self, node: Node, num_bytes: int) -> None:
         if not node.is_detached:
             self.held_bytes += num_bytes
             self._protected_bytes += num_bytes * node.is_protected
@@ -295,19 +266,16 @@ class PrefixTree:
     def _protect(self, node: Node) -> None:
         for one in node.path():
             if not one.is_protected and not one.is_detached:
-                del self._new[one]
-                one.is_protected = True
-                self._protected[one] = None
-                self._protected_bytes += one.nbytes
+                self._move(one, is_protected=True)
 
-    def _demote(self, node: Node) -> None:
-        self._protected_bytes -= node.nbytes
-        del self._protected[node]
-        node.is_protected = False
-        self._new[node] = None
+    def _move(self, node: Node, *, is_protected: bool) -> None:
+        del self._row(node)[node]
+        node.is_protected = is_protected
+        self._row(node)[node] = None
+        self._protected_bytes += node.nbytes if is_protected else -node.nbytes
 
     def _evict(self, node: Node) -> None:
-        """Take a leaf away, and what is left above it that nobody can go on from."""
+        """Evict a leaf, and the nodes above it from which nobody can go on any more."""
         parent = _detach(node)
         self._drop(node)
         self.num_evicted += 1
@@ -320,35 +288,22 @@ class PrefixTree:
 
     def _drop(self, node: Node) -> None:
         del self._row(node)[node]
-        self._resized(node, -node.nbytes)
+        self._resize(node, -node.nbytes)
         node.is_detached = True
 
     def _forget_empty_root(self, node: Node) -> None:
-        """Salts are as many as clients like: one that nothing is kept for leaves nothing behind."""
+        """Forget a root without prompts: there are as many salts as clients like."""
         if node.parent is None and not node.pins and not node.children:
             self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
 
 
-class _NoState:
-    """The states before the first token: none."""
-
-    nbytes = 0
-
-
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The name of the path that goes on from the one named `parent` with these tokens."""
+    """The key of a path: the path with the key `parent`, extended by these tokens."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
 
 
-def chunks_of(prompt: Sequence[int], start: int, ends: Iterator[int]) -> Iterator[tuple[int, ...]]:
-    """The chunks of a prompt from `start` on."""
-    for end in ends:
-        yield tuple(prompt[start:end])
-        start = end
-
-
 def _detach(node: Node) -> Node:
-    """Take a node away from its parent, which it gives."""
+    """Take a node away from its parent and return the parent."""
     parent = node.parent
     assert parent is not None
     del parent.children[node.tokens]
@@ -356,6 +311,6 @@ def _detach(node: Node) -> Node:
     return parent
 
 
-def _num_same(tokens: tuple[int, ...], prompt: Sequence[int], start: int) -> int:
+def _num_same(tokens: Tokens, prompt: Sequence[int], start: int) -> int:
     there = prompt[start : start + len(tokens)]
     return next((index for index, (one, other) in enumerate(zip(tokens, there, strict=False)) if one != other), len(there))

@@ -1,19 +1,23 @@
 """What each layer must remember, declared once at load as frozen values.
 
-A spec knows its bytes (fixed, per token, window) and its exact geometry; arrays that do not have that geometry are not
-let in. The adapter reads the specs off the model, the pool builds memory from them, admission counts with them.
+A spec knows the bytes of a row and its exact geometry; other arrays are not let in. The adapter reads the specs off the model,
+the pool builds memory from them, admission counts with them.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+Geometry = tuple[tuple[int, ...], mx.Dtype]  # a shape without the batch axis, and its numbers' type
+
 
 @dataclass(frozen=True)
 class Plane:
-    """One token's keys (or values) in one layer: heads × dim numbers."""
+    """The geometry of one token's keys (or values) in one layer: heads × dim numbers."""
 
     heads: int
     dim: int
@@ -21,16 +25,11 @@ class Plane:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes one token takes."""
         return self.heads * self.dim * self.dtype.size
 
     def matches(self, array: mx.array) -> bool:
         """Whether `array` [1, heads, tokens, dim] has exactly this geometry."""
-        return array.shape[0] == 1 and (array.shape[1], array.shape[3], array.dtype) == (
-            self.heads,
-            self.dim,
-            self.dtype,
-        )
+        return (array.shape[:2], array.shape[3], array.dtype) == ((1, self.heads), self.dim, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,10 @@ class FullAttention:
     values: Plane
 
     def slots_needed(self, tokens: int) -> int:
-        """Token places a row of this length fills."""
+        """Token places that a row of so many tokens fills."""
         return tokens
 
     def bytes_at(self, tokens: int) -> int:
-        """Bytes a row of this length needs."""
         return self.slots_needed(tokens) * (self.keys.token_bytes + self.values.token_bytes)
 
 
@@ -56,7 +54,6 @@ class SlidingWindow(FullAttention):
     window: int
 
     def slots_needed(self, tokens: int) -> int:
-        """Token places a row of this length fills."""
         return min(tokens, self.window)
 
 
@@ -64,18 +61,10 @@ class SlidingWindow(FullAttention):
 class Recurrent:
     """Arrays of a fixed size (gated delta, Mamba, short convolution …). None: a place the model leaves empty."""
 
-    parts: tuple[tuple[tuple[int, ...], mx.Dtype] | None, ...]  # shapes without the batch axis
+    parts: tuple[Geometry | None, ...]
 
-    def bytes_at(self, tokens: int) -> int:  # noqa: ARG002 - the same question for every kind
-        """Bytes a row needs, whatever its length."""
-        total = 0
-        for part in self.parts:
-            if part is not None:
-                size = part[1].size
-                for axis in part[0]:
-                    size *= axis
-                total += size
-        return total
+    def bytes_at(self, tokens: int) -> int:  # noqa: ARG002 - a row of any length needs as many
+        return sum(math.prod(part[0]) * part[1].size for part in self.parts if part is not None)
 
 
 LayerSpec = FullAttention | SlidingWindow | Recurrent
@@ -83,29 +72,29 @@ LayerSpec = FullAttention | SlidingWindow | Recurrent
 
 @dataclass(frozen=True)
 class KeyValues:
-    """One row's keys and values in one layer, oldest first: [1, heads, tokens, dim]."""
+    """Keys and values of one layer: [1, heads, tokens, dim] of a row, oldest first, or [slots, heads, places, dim] of a slab."""
 
     keys: mx.array
     values: mx.array
 
 
 LayerContents = KeyValues | tuple[mx.array | None, ...]
+RowContents = Sequence[LayerContents | None]  # what one row's layers hold
 
 
 def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> str | None:
-    """Why these contents can not be held by this spec, or None when they fit exactly."""
+    """Why this spec can not hold the contents of a row of `length` tokens; None when they fit exactly."""
     match spec, contents:
         case (_, None):
             return "it is empty"
         case (FullAttention(), KeyValues()):
             if not (spec.keys.matches(contents.keys) and spec.values.matches(contents.values)):
                 return f"keys {contents.keys.shape} and values {contents.values.shape} are not {spec.keys} and {spec.values}"
-            if contents.keys.shape[2] != spec.slots_needed(length):
-                return f"it holds {contents.keys.shape[2]} tokens of a row of {length}"
-            return None
+            held = contents.keys.shape[2]
+            return None if held == spec.slots_needed(length) else f"it holds {held} tokens of a row of {length}"
         case (Recurrent(), tuple()):
             found = tuple(None if array is None else (array.shape[1:], array.dtype) for array in contents)
-            alone = all(array is None or array.shape[0] == 1 for array in contents)
-            return None if found == spec.parts and alone else f"arrays {found} are not {spec.parts}"
+            is_one_row = all(array is None or array.shape[0] == 1 for array in contents)
+            return None if found == spec.parts and is_one_row else f"arrays {found} are not {spec.parts}"
         case _:
             return f"{type(contents).__name__} is no content for {type(spec).__name__}"

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from weft.errors import UnsupportedModel
 from weft.kernels.attention import seam_over
+from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.gated_delta import bind as bind_gated_delta
-from weft.kernels.layers import bind as bind_layers
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.memory.views import Batch, CompositeView, KeyValueView, StateView
 from weft.model.loader import LoadedModel

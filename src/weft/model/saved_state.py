@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from weft.errors import UnsupportedModel
-from weft.memory.disk_entry import Damaged, Packed, StoredArray
+from weft.memory.disk_files import Damaged, Packed, StoredArray
 
 LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one row
 

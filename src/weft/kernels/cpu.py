@@ -1,0 +1,188 @@
+"""Softmax, SiLU, RMSNorm and rotary positions on a CPU as one operation each, and the layers that use them in place of mlx's.
+
+MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
+the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays
+lazy and in MLX's order. The adapter calls `bind`, `attention` uses the softmax. Where our product is not bound mlx's own run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections import deque
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations
+from mlx_lm.models.rope_utils import Llama3RoPE
+
+from weft.kernels import modules_behind
+
+SOFTMAX, SILU, RMS_NORM, ROTATE = 0x1B58, 0x1B59, 0x1B5A, 0x1B5B  # upper halves of the alphas, as in native/sgemm.c
+MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
+
+
+def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
+    """softmax(queries @ keys), (…, heads · tokens, dim) by (…, dim, span); `mask` is added to scores, or "causal", or None."""
+    if isinstance(mask, mx.array):
+        return mx.addmm(mask, queries, keys, alpha=_alpha(SOFTMAX), beta=1.0)
+    return mx.addmm(_full((), 0.0), queries, keys, alpha=_alpha(SOFTMAX, tokens if mask == "causal" else 0), beta=0.0)
+
+
+def fused_silu(gate: mx.array) -> mx.array:
+    """gate · sigmoid(gate) in one operation of our product."""
+    return mx.addmm(gate, _full((*gate.shape[:-1], 1), 0.0), _full((1, gate.shape[-1]), 0.0), alpha=_alpha(SILU), beta=1.0)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """x over the root of its mean square, times the weight, in one operation of our product."""
+    return mx.addmm(x, _full((*x.shape[:-1], 1), eps), weight[None], alpha=_alpha(RMS_NORM), beta=1.0)
+
+
+def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
+    """Rotate the first numbers of x (B, heads, T, dim) by `angles`, (B or 1, 1, T, as many): cosines and then sines."""
+    # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
+    nothing = mx.broadcast_to(_full((angles.shape[-1], x.shape[-1]), 0.0), (*x.shape[:2], angles.shape[-1], x.shape[-1]))
+    return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
+
+
+class RotaryAngles:
+    """Cosines and sines of rotary positions, made once for all layers of a step. One for each model."""
+
+    def __init__(self) -> None:  # a model has one or two kinds of positions, asked for by every layer of a step
+        self._known: deque[tuple[int | mx.array, mx.array | None, tuple[object, ...], mx.array]] = deque(maxlen=4)
+
+    def at(
+        self, offset: int | mx.array, tokens: int, dims: int, base: float | None, scale: float, freqs: mx.array | None
+    ) -> mx.array:
+        """The cosines and sines (B or 1, 1, T, dims) for the tokens behind each row's offset."""
+        kind = (tokens, dims, base, scale)
+        for known, its_freqs, its_kind, angles in self._known:
+            is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
+            if is_here and its_freqs is freqs and its_kind == kind:
+                return angles
+        rates = mx.exp(mx.arange(0, -(dims // 2), -1) * (math.log(base or 1.0) / (dims // 2))) if freqs is None else 1.0 / freqs
+        places = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1)
+        turns = places * scale * rates
+        found = mx.concatenate([mx.cos(turns), mx.sin(turns)], axis=-1)
+        self._known.appendleft((offset, freqs, kind, found))
+        return found
+
+
+@functools.cache
+def is_bound(dtype: mx.Dtype) -> bool:
+    """Whether MLX's matrix product for this type is ours; found by trying its additional operations."""
+    if dtype != mx.float32 or mx.default_device() == mx.gpu:
+        return False
+    queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4).swapaxes(-1, -2) / 20
+    causal = mx.where(mx.arange(5)[None] <= mx.arange(2, 5)[:, None], 0.0, -1e30)
+    rotated = rotate(queries[None], RotaryAngles().at(7, 3, 4, 100.0, 1.0, None), is_traditional=False)
+    pairs = [
+        (attention_weights(queries, keys, None, 3), mx.softmax(queries @ keys, axis=-1)),
+        (attention_weights(queries, keys, "causal", 3), mx.softmax(queries @ keys + causal, axis=-1)),
+        (attention_weights(queries, keys, causal, 3), mx.softmax(queries @ keys + causal, axis=-1)),
+        (fused_silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
+        (rms_norm(queries, queries[0, 0], 0.1), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
+        (rotated, mx.fast.rope(queries[None], 4, traditional=False, base=100.0, scale=1.0, offset=7)),
+    ]
+    return all(bool(mx.allclose(found, right, atol=1e-5)) for found, right in pairs)
+
+
+@functools.lru_cache(256)
+def _full(shape: tuple[int, ...], number: float) -> mx.array:
+    found = mx.full(shape, number)
+    mx.eval(found)  # sync: it has no part in anybody's graph
+    return found
+
+
+@functools.lru_cache(256)
+def _alpha(operation: int, detail: int = 0) -> float:
+    number: float = struct.unpack("<f", struct.pack("<I", operation << 16 | detail))[0]
+    return number
+
+
+class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
+    """An RMSNorm in one operation."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight = self["weight"]
+        if x.ndim > 1 and weight.dtype == mx.float32 and is_bound(x.dtype):
+            return rms_norm(x, weight, self.eps)
+        return super().__call__(x)  # type: ignore[no-any-return]
+
+
+class FusedRotation:
+    """The common part of our RoPE layers: one operation on x (B, heads, T, dim), with angles made once a step."""
+
+    angles: RotaryAngles  # the model's
+
+    def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        if x.ndim != 4 or not is_bound(x.dtype):
+            return super().__call__(x, offset)  # type: ignore[misc,no-any-return]
+        freqs = getattr(self, "_freqs", None)
+        base, scale = (self.base, self.scale) if freqs is None else (None, 1.0)
+        angles = self.angles.at(offset, x.shape[2], self.dims, base, scale, freqs)
+        return rotate(x, angles, is_traditional=self.traditional)
+
+
+class FusedRoPE(FusedRotation, nn.RoPE):  # type: ignore[misc]
+    """A RoPE in one operation."""
+
+
+class FusedLlama3RoPE(FusedRotation, Llama3RoPE):  # type: ignore[misc]
+    """A RoPE in one operation, for models with rotation frequencies of their own."""
+
+
+FUSED_LAYERS = {nn.RMSNorm: FusedRMSNorm, nn.RoPE: FusedRoPE, Llama3RoPE: FusedLlama3RoPE}
+
+
+def silu(x: mx.array) -> mx.array:
+    """x · sigmoid(x). Where e^−x overflows to infinity the quotient is zero, as it should be."""
+    return fused_silu(x) if x.ndim > 1 and is_bound(x.dtype) else x / (1.0 + mx.power(math.e, -x))
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) · x."""
+    return silu(gate) * x
+
+
+def precise_swiglu(like: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) · x, computed in float32 and returned in the type of `like`."""
+    return swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(like.dtype)
+
+
+class NNWithOurSilu(ModuleType):
+    """A module with everything of `mlx.nn`, but with our silu."""
+
+    silu = staticmethod(silu)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(nn, name)
+
+
+def bind(model: Any) -> list[str]:
+    """Put our layers and functions into a model that runs on a CPU; returns the names of the modules that were changed."""
+    if mx.default_device() == mx.gpu:
+        return []
+    angles = RotaryAngles()
+    for layer in model.modules():
+        layer.__class__ = FUSED_LAYERS.get(type(layer), type(layer))
+        if isinstance(layer, FusedRotation):
+            layer.angles = angles
+    return [module.__name__ for module in modules_behind(model) if _bind_functions(module)]
+
+
+def _bind_functions(module: ModuleType) -> bool:
+    if module is activations or not module.__name__.startswith("mlx_lm."):
+        return False
+    found, ours = vars(module), {"swiglu": swiglu, "precise_swiglu": precise_swiglu}
+    changed: dict[str, Any] = {name: own for name, own in ours.items() if found.get(name) is getattr(activations, name)}
+    # What is compiled for any shape must not look at shapes, as ours does: such a module keeps its silu.
+    is_compiled = any(type(value) is type(activations.swiglu) for name, value in found.items() if name not in changed)
+    if found.get("nn") is nn and not is_compiled:
+        changed["nn"] = NNWithOurSilu("mlx.nn")
+    found.update(changed)
+    return bool(changed)
