@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
-from weft.api.anthropic import schema as anthropic
-from weft.api.openai import responses, schema
+from weft.api.anthropic import request as anthropic
+from weft.api.openai import chat, completions
+from weft.api.openai import request as openai
+from weft.api.openai.responses import request as responses
 from weft.api.openapi import document
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -177,10 +179,10 @@ class Wire:
 
 
 WIRES = (
-    Wire("Chat", schema.ChatRequest, schema.NOT_YET, schema.HARMLESS),
-    Wire("Completions", schema.CompletionRequest, schema.NOT_YET, schema.HARMLESS),
-    Wire("Responses", responses.ResponseRequest, responses.NOT_HERE, schema.HARMLESS | responses.HARMLESS),
-    Wire("Messages", anthropic.MessagesRequest, anthropic.NOT_DONE, anthropic.HARMLESS),
+    Wire("Chat", chat.ChatRequest, openai.RULES.refused, openai.RULES.harmless),
+    Wire("Completions", completions.CompletionRequest, openai.RULES.refused, openai.RULES.harmless),
+    Wire("Responses", responses.ResponseRequest, responses.RULES.refused, responses.RULES.harmless),
+    Wire("Messages", anthropic.MessagesRequest, anthropic.RULES.refused, anthropic.RULES.harmless),
 )
 
 
