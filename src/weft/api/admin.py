@@ -98,7 +98,6 @@ class Admin:
         return json_response({"object": "list", "data": rows, "has_more": False, **ends})
 
     async def show_model(self, request: Request) -> Response:
-        """Show one served model."""
         return json_response(self._model(self.service.find(request.path_params["id"])))
 
     async def list_available(self, _: Request) -> Response:
@@ -138,7 +137,6 @@ class Admin:
         )
 
     async def metrics(self, _: Request) -> Response:
-        """The metrics in Prometheus' text format."""
         metrics = self.service.metrics
         for model in self.service.models:
             status = model.supervisor.status
@@ -190,7 +188,6 @@ class Admin:
         )
 
     async def tokenize(self, request: Request) -> Response:
-        """The token ids of a text or of messages."""
         given = await self._read(request, TokenizeRequest)
         codec, ready = self.service.find(given.model).require()
         if given.messages is not None:
@@ -203,7 +200,6 @@ class Admin:
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids."""
         given = await self._read(request, DetokenizeRequest)
         codec, ready = self.service.find(given.model).require()
         if given.tokens and max(given.tokens) >= ready.limits.vocab_size:

@@ -1,7 +1,6 @@
 """The route table, and the one handler behind every generating endpoint: read this first.
 
-A dialect brings a `translate` function from JSON to a `ParsedRequest`; everything between that and the bytes on the socket is
-done here, in the same way for all of them.
+A dialect brings `translate`, from JSON to a `ParsedRequest`; all between that and the bytes on the socket is done here for all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What all dialects share: the rules for fields, a parsed request, the base of replies, and JSON inside frames.
+"""What all dialects share: rules for fields, `ParsedRequest`, the base of replies, and JSON inside frames. Knows no HTTP.
 
-A dialect (OpenAI's, Anthropic's, Ollama's) is a `translate` function that makes a `ParsedRequest` of a body, and a subclass of
-`Reply` that makes bytes of deltas. The handler in `app` knows only these two. Nothing here knows HTTP.
+A dialect (OpenAI's, Anthropic's, Ollama's) is a `translate` function and a subclass of `Reply`; `app` knows only these two.
 """
 
 from __future__ import annotations

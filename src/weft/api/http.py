@@ -1,7 +1,6 @@
 """HTTP itself: the guard that lets requests in, bodies bounded in bytes, seconds and depth, deadlines, and the page's files.
 
-Web pages are the danger on loopback: any page may send requests to localhost (hence the check of Origin), and a page's own
-name may be made to resolve to us (DNS rebinding, hence Host). Knows no endpoint but /health, and no field of any body.
+Knows no endpoint but /health, and no field of any body. `app` puts it around and into all endpoints.
 """
 
 from __future__ import annotations
@@ -165,8 +164,8 @@ class Deadline:
 class Guard:
     """The app's one middleware: checks Host, Origin and key, gives every request an id, and reports the errors that escape.
 
-    It stands inside Starlette's own, which would report an error as plain text. /health and `open_paths` need no key;
-    `on_response` is called with the status of every response.
+    Web pages are the danger on loopback: any page may send requests to localhost (hence the check of Origin), and a page's own
+    name may be made to resolve to us (DNS rebinding, hence Host). /health and `open_paths` need no key.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: Iterable[str], on_response: Callable[[int], None]) -> None:
@@ -294,6 +293,5 @@ class Page:
         self.files["/"] = self.files.pop("/page/index.html")
 
     async def serve_file(self, request: Request) -> Response:
-        """Serve the file at the request's path."""
         path = request.url.path
         return Response(self.files[path], headers=PAGE_HEADERS, media_type=PAGE_TYPES[PurePath(path).suffix or ".html"])

@@ -1,7 +1,6 @@
-"""GET /v1/events: a stream of what changes on the server, for the page and any other watcher.
+"""GET /v1/events: a stream of what changes on the server, for the page and any other watcher. Shows numbers, never text.
 
-A watcher looks a few times a second at the requests that are running. Nothing is counted, kept or sent while nobody watches,
-and nothing is done for a single token. Shows numbers and causes, never text.
+A watcher looks a few times a second at the running requests; nothing is counted or kept while nobody watches.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -55,23 +53,13 @@ class LiveEvents:
             self.service.watchers.remove(view.end_request)
 
 
-@dataclass
-class SeenRequest:
-    """What one watcher knows of a request."""
-
-    arrived: float  # seconds since 1970
-    row: EventRow = field(default_factory=dict)  # as last sent
-    num_tokens: int = 0  # of the answer, counted so far
-    num_computed: int | None = None  # of the prompt, when last looked; None: nothing yet
-    num_prefilled: int = 0  # tokens of the prompt that were computed for this request, counted so far
-
-
 class LiveView:
     """What one watcher has seen; finds what is new."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._seen: dict[ActiveRequest, SeenRequest] = {}
+        self._rows: dict[ActiveRequest, EventRow] = {}  # as last sent
+        self._num_own: Counter[ActiveRequest] = Counter()  # tokens of prompts that were computed for the request itself
         self._ended: list[ActiveRequest] = []
         self._gaps = {model.name: service.metrics.gaps(model.name) for model in service.models}
         self._num_tokens: Counter[str] = Counter()  # by model, since the last tick
@@ -91,7 +79,8 @@ class LiveView:
         requests = (*ended, *self.service.submitted())
         rows = [row for request in requests if (row := self._news(request, request in ended)) is not None]
         for request in ended:
-            self._seen.pop(request, None)
+            self._rows.pop(request, None)
+            del self._num_own[request]
         rows += [{"id": request.id, "state": "queued"} for request in self.service.waiting]
         seconds, self._num_quiet = now - (self._last or now), 0 if rows else self._num_quiet + 1
         if self._num_quiet % QUIET_TICKS and self._last is not None:
@@ -102,28 +91,25 @@ class LiveView:
 
     def _news(self, request: ActiveRequest, is_over: bool) -> EventRow | None:
         """The row of a request if it has changed. What was done for the request is added to its model's counts."""
-        if (seen := self._seen.get(request)) is None:
-            seen = self._seen[request] = SeenRequest(time.time() - time.monotonic() + request.arrived)
-        row = self._row(request, seen, is_over)
-        computed = row["computed"] or None
+        row, last = self._row(request, is_over), self._rows.get(request, {})
         # The first count includes what was cached, and is not counted.
-        fresh = 0 if seen.num_computed is None or computed is None else computed - seen.num_computed
+        fresh = row["computed"] - last["computed"] if row["computed"] and last.get("computed") else 0
         if request.choices[0].timings is not None:
-            fresh = row["prompt_tokens"] - row["cached_tokens"] - seen.num_prefilled
-        self._num_tokens[request.model] += row["tokens"] - seen.num_tokens
+            fresh = row["prompt_tokens"] - row["cached_tokens"] - self._num_own[request]
+        self._num_tokens[request.model] += row["tokens"] - last.get("tokens", 0)
         self._num_prefilled[request.model] += max(0, fresh)
-        seen.num_tokens, seen.num_computed = row["tokens"], computed
-        seen.num_prefilled += max(0, fresh)
-        is_new, seen.row = row != seen.row, row
-        return row if is_new else None
+        self._num_own[request] += max(0, fresh)
+        self._rows[request] = row
+        return row if row != last else None
 
-    def _row(self, request: ActiveRequest, seen: SeenRequest, is_over: bool) -> EventRow:
+    def _row(self, request: ActiveRequest, is_over: bool) -> EventRow:
         usage, generation = request.usage, request.generation
+        arrived = round(time.time() - time.monotonic() + request.arrived, 3)
         row = {
             "id": request.id,
             "model": request.model,
             "wire": generation.dialect,
-            "arrived": round(seen.arrived, 3),
+            "arrived": self._rows.get(request, {}).get("arrived", arrived),
             "state": "finished" if is_over else self._state(request),
             "choices": len(request.choices),
             "prompt_tokens": usage.prompt_tokens,

@@ -1,7 +1,6 @@
-"""Ollama's dialect: the part of it that programs need which know no other one.
+"""Ollama's dialect, as far as programs need it that know no other one: generating is translated, models are shown as Ollama does.
 
-POST /api/chat and /api/generate are pure translators between bodies, deltas and lines of JSON. The other endpoints show what the
-service knows of its models as Ollama would; embeddings are refused.
+`translate_chat` and `translate_generate` know no HTTP and no model; the endpoints of `OllamaModels` show what the service knows.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -142,7 +142,7 @@ def translate_chat(body: dict[str, Any]) -> ParsedRequest:
     messages = _messages(request.messages or [])
     prompts = (types.Conversation(messages, given),) if messages else ()
     selection = read_tool_selection(None, tools) if tools else None
-    return _parsed(request, ignored, prompts, OllamaChatReply, tool_choice=selection)
+    return _parsed(request, ignored, prompts, is_chat=True, tool_choice=selection)
 
 
 def translate_generate(body: dict[str, Any]) -> ParsedRequest:
@@ -154,7 +154,7 @@ def translate_generate(body: dict[str, Any]) -> ParsedRequest:
     elif request.prompt:
         system = (types.Message("system", request.system),) if request.system else ()
         prompts = (types.Conversation((*system, types.Message("user", _content(request.prompt, request.images)))),)
-    return _parsed(request, ignored, prompts, OllamaGenerateReply, split_thinking=not request.raw)
+    return _parsed(request, ignored, prompts, is_chat=False, split_thinking=not request.raw)
 
 
 def _read(body: dict[str, Any], kind: type[OllamaBody]) -> tuple[OllamaBody, tuple[str, ...]]:
@@ -167,7 +167,7 @@ def _read(body: dict[str, Any], kind: type[OllamaBody]) -> tuple[OllamaBody, tup
 
 
 def _parsed(
-    request: OllamaRequest, ignored: tuple[str, ...], prompts: tuple[types.Prompt, ...], reply: type[OllamaReply], **more: Any
+    request: OllamaRequest, ignored: tuple[str, ...], prompts: tuple[types.Prompt, ...], *, is_chat: bool, **more: Any
 ) -> ParsedRequest:
     options, form, think = request.options or Options(), request.format, request.think
     sampling = pick_fields(options, "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed") | {
@@ -186,6 +186,7 @@ def _parsed(
         effort="max" if think is True else "none" if think is False else think,
         **more,
     )
+    reply = partial(OllamaReply, is_chat=is_chat)
     return ParsedRequest(generation, request.stream is not False, ignored, reply, media_type=NDJSON)
 
 
@@ -207,16 +208,9 @@ def _messages(given: Sequence[OllamaMessage]) -> tuple[types.Message, ...]:
         answered = _answered(message, open_calls) if message.role == "tool" else None
         if answered in open_calls:
             open_calls.remove(answered)
-        messages.append(
-            types.Message(
-                role=message.role,
-                content=_content(message.content or "", message.images),
-                reasoning=message.thinking,
-                tool_calls=tuple(calls),
-                tool_call_id=message.tool_call_id or (answered.id if answered is not None else None),
-                name=message.tool_name,
-            )
-        )
+        content = _content(message.content or "", message.images)
+        call_id = message.tool_call_id or (answered.id if answered is not None else None)
+        messages.append(types.Message(message.role, content, message.thinking, tuple(calls), call_id, message.tool_name))
     return tuple(messages)
 
 
@@ -235,41 +229,40 @@ def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
 class OllamaReply(Reply):
     """A reply as one JSON object, or as lines of them; the last line says that it is done and what it took."""
 
-    def __init__(self, header: ReplyHeader) -> None:
+    def __init__(self, header: ReplyHeader, is_chat: bool) -> None:
         super().__init__()
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.created))
         self._head = {"model": header.model, "created_at": created}
+        self._is_chat = is_chat
         self._open_calls: dict[int, tuple[CallOpened, list[str]]] = {}
-
-    def show(self, text: str, thinking: str, calls: list[dict[str, Any]], /) -> dict[str, Any]:
-        """The fields of a line, or of the body, with this text, reasoning and calls."""
-        raise NotImplementedError
 
     def kind_of(self, delta: Delta) -> Any:
         return "call" if isinstance(delta, CallOpened | CallArguments | CallClosed) else type(delta)
 
     def frame_run(self, _choice: int, run: list[Delta]) -> bytes:
         if isinstance(finish := run[0], Finish):
-            return self._line(**self.show("", "", []), done=True, **_ending(finish))
-        shown = (join_texts(run, Text), join_texts(run, Reasoning), self._complete_calls(run))
-        return self._line(**self.show(*shown), done=False) if any(shown) else b""
+            return self._line(self._show([]) | {"done": True} | _ending(finish))
+        shown = self._show(run)
+        return self._line(shown | {"done": False}) if shown != self._show([]) else b""
 
     def frame_heartbeat(self, *_: int) -> bytes:
-        return self._line(**self.show("", "", []), done=False)
+        return self._line(self._show([]) | {"done": False})
 
     def frame_error(self, error: WeftError) -> bytes:
         return encode_json(ollama_body(error)) + b"\n"
 
     def make_body(self) -> dict[str, Any]:
         """The body of a reply that is not streamed; where nothing was generated, it says that the model is loaded."""
-        deltas = self.collected[0]
-        finish = next((delta for delta in deltas if isinstance(delta, Finish)), None)
-        shown = self.show(join_texts(deltas, Text), join_texts(deltas, Reasoning), self._complete_calls(deltas))
-        return {**self._head, **shown, "done": True, **({"done_reason": "load"} if finish is None else _ending(finish))}
+        finish = next((delta for delta in self.collected[0] if isinstance(delta, Finish)), None)
+        ending = {"done_reason": "load"} if finish is None else _ending(finish)
+        return self._head | self._show(self.collected[0]) | {"done": True} | ending
 
-    def _complete_calls(self, deltas: Sequence[Delta]) -> list[dict[str, Any]]:
-        """The calls that became complete: programs expect arguments as an object, so one that is cut can not be shown."""
-        complete = []
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return encode_json(self._head | fields) + b"\n"
+
+    def _show(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The fields for these deltas. Only complete calls are shown: programs expect their arguments as an object."""
+        thinking, calls = join_texts(deltas, Reasoning), []
         for delta in deltas:
             match delta:
                 case CallOpened(index=index):
@@ -279,27 +272,11 @@ class OllamaReply(Reply):
                 case CallClosed(index=index):
                     opened, texts = self._open_calls.pop(index)
                     function = {"index": index, "name": opened.name, "arguments": msgspec.json.decode("".join(texts))}
-                    complete.append({"id": opened.id, "function": function})
-        return complete
-
-    def _line(self, **fields: Any) -> bytes:
-        return encode_json({**self._head, **fields}) + b"\n"
-
-
-class OllamaChatReply(OllamaReply):
-    """A message, or its pieces."""
-
-    def show(self, text: str, thinking: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        message |= {name: value for name, value in (("thinking", thinking), ("tool_calls", calls)) if value}
-        return {"message": message}
-
-
-class OllamaGenerateReply(OllamaReply):
-    """A text, or its pieces."""
-
-    def show(self, text: str, thinking: str, _calls: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"response": text, **({"thinking": thinking} if thinking else {})}
+                    calls.append({"id": opened.id, "function": function})
+        text, more = join_texts(deltas, Text), {"thinking": thinking} if thinking else {}
+        if not self._is_chat:
+            return {"response": text, **more}
+        return {"message": {"role": "assistant", "content": text, **more, **({"tool_calls": calls} if calls else {})}}
 
 
 def _ending(finish: Finish) -> dict[str, Any]:
@@ -328,7 +305,6 @@ class OllamaModels:
         self.started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
     async def version(self, _: Request) -> Response:
-        """The version of Ollama whose dialect is spoken, and weft's."""
         return json_response({"version": DIALECT_VERSION, "weft": __version__})
 
     async def tags(self, _: Request) -> Response:
@@ -338,7 +314,8 @@ class OllamaModels:
 
     async def ps(self, _: Request) -> Response:
         """List the loaded models. None is ever unloaded by itself."""
-        return json_response({"models": [self._loaded_row(model) for model in self.service.models if model.is_ready]})
+        rows = [self._row(model) | _place(*model.require()) for model in self.service.models if model.is_ready]
+        return json_response({"models": rows})
 
     async def show(self, request: Request) -> Response:
         """Show what one model can, how long its context is, and its chat template."""
@@ -379,11 +356,10 @@ class OllamaModels:
             "details": {} if model.ready is None else _details(model.ready),
         }
 
-    def _loaded_row(self, model: ServedModel) -> dict[str, Any]:
-        _, ready = model.require()
-        size_vram = 0 if ready.device == "cpu" else ready.memory.get("weights", 0)
-        place = {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
-        return self._row(model) | place
+
+def _place(_codec: object, ready: Ready) -> dict[str, Any]:
+    size_vram = 0 if ready.device == "cpu" else ready.memory.get("weights", 0)
+    return {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
 
 
 def _details(ready: Ready) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The OpenAPI document of the server, served at /openapi.json.
 
-Requests are described by the structs that read them, so that the document can not drift from what is accepted. Operations,
-errors and replies are described by hand, in openapi_replies.json. Knows no route table.
+Requests are described by the structs that read them, so they can not drift; all else is written in openapi_replies.json.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """How an error is reported: its status, its headers, and its body in the dialect of the path that was requested.
 
-Every error that weft raises on purpose has one row in the table below. Whatever has none is a 500 that reveals nothing of the
-inside. Of the endpoints it knows only how their paths begin, which decides what an error looks like there.
+Errors that weft raises on purpose have a row in the table below; whatever has none is a 500 that reveals nothing of the inside.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""A reply on its way to a client: streamed frame by frame, or as one body. A client that goes away ends its request at once.
+"""A reply on its way to a client, as a stream or as one body; a client that goes away ends its request at once.
 
-Headers leave before any work; silence is filled with heartbeats; an error after the headers is an event of its own, never a
-regular end. Knows no dialect.
+Silence is filled with heartbeats, and an error after the headers is an event of its own, never a regular end. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ class EventStream:
     headers: dict[str, str]
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream from its headers to its end."""
         error: BaseException | None = None
         headers = STREAM_HEADERS + [(name.encode(), value.encode()) for name, value in self.headers.items()]
         watch = asyncio.create_task(_abandon_when_gone(self.active, receive, self.deadline))

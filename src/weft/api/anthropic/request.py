@@ -1,7 +1,6 @@
 """POST /v1/messages and its count of tokens: a body into a `GenerationRequest`; blocks become texts, calls and results.
 
-What weft has no use for (results of tools that Anthropic runs, reasoning it has sealed) is left out and reported as ignored; what
-would change the answer, like an image, is handed on and refused where the model can not take it. Knows no HTTP and no model.
+Blocks without use here are left out and reported as ignored; an image is handed on, for the model to take or to refuse.
 """
 
 from __future__ import annotations
@@ -326,9 +325,16 @@ def _read_part(block: dict[str, Any], place: str) -> dict[str, Any]:
     match block:
         case {"type": "text", "text": text}:
             return _text(_check(text, str, f"{place}.text"))
-        case {"type": "document", "source": source}:
+        case {
+            "type": "document",
+            "source": {"type": "text", "data": str() as given} | {"type": "content", "content": str() | list() as given},
+        }:
             heads = [head for name in ("title", "context") if isinstance(head := block.get(name), str) and head]
-            return _text("\n".join([*heads, _read_document(source, f"{place}.source")]))
+            text = given if isinstance(given, str) else _join_blocks(given, f"{place}.source.content")
+            return _text("\n".join([*heads, text]))
+        case {"type": "document", "source": _}:
+            place = f"{place}.source"
+            raise UnsupportedParameter(f"{place}: only documents of plain text are taken here; send the text of this one", place)
         case {"type": "search_result", "title": str(title), "source": str(source), "content": list(content)}:
             return _text("\n".join([title, source, _join_blocks(content, f"{place}.content")]))
         case {"type": "compaction", "content": str(text)} | {"type": "tool_reference", "tool_name": str(text)}:
@@ -338,15 +344,6 @@ def _read_part(block: dict[str, Any], place: str) -> dict[str, Any]:
         case {"type": str()}:
             return block
     raise InvalidRequest(f"{place}.type must be a string", f"{place}.type")
-
-
-def _read_document(source: Any, place: str) -> str:
-    match source:
-        case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
-            return text
-        case {"type": "content", "content": list(content)}:
-            return _join_blocks(content, f"{place}.content")
-    raise UnsupportedParameter(f"{place}: only documents of plain text are taken here; send the text of this one", place)
 
 
 def _join_blocks(content: list[Any], place: str) -> str:

@@ -86,11 +86,20 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     tools = read_tools(request.tools)
     choice = read_tool_selection(request.tool_choice, tools, request.parallel_tool_calls)
+    continues = bool(request.continue_final_message)
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
+    conversation = Conversation(
+        read_messages(request.messages),
+        template_tools(request.tools or ()),  # also those that may not be called: the prompt stays the same
+        request.chat_template_kwargs or {},
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continue_final_message=continues,
+    )
     generation = request.read_generation(
-        (_conversation(request),),
+        (conversation,),
         request.max_completion_tokens or request.max_tokens,
         logprobs,
-        n=request.n or 1,
         grammar=read_grammar(request),
         tool_choice=choice if tools else None,
         thinking_budget=request.thinking_budget,
@@ -99,19 +108,6 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     custom = frozenset(tool.name for tool in tools if tool.is_custom)
     reply = partial(ChatReply, request=request, has_logprobs=logprobs is not None, custom=custom)
     return ParsedRequest(generation, bool(request.stream), ignored, reply)
-
-
-def _conversation(request: ChatRequest) -> Conversation:
-    continues = bool(request.continue_final_message)
-    if continues and request.add_generation_prompt:
-        raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
-    return Conversation(
-        messages=read_messages(request.messages),
-        tools=template_tools(request.tools or ()),  # also those that may not be called: the prompt stays the same
-        template_kwargs=request.chat_template_kwargs or {},
-        add_generation_prompt=not continues and request.add_generation_prompt is not False,
-        continue_final_message=continues,
-    )
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
@@ -130,15 +126,9 @@ def read_message(message: ChatMessage, place: str) -> Message:
         content = [_part(part, f"{place}.content[{index}]") for index, part in enumerate(content)]
     if content and message.prompt_cache_breakpoint not in (None, False):
         marks.add(len(content) - 1 if isinstance(content, list) else 0)
-    return Message(
-        role=message.role,
-        content=content,
-        reasoning=message.reasoning if message.reasoning_content is None else message.reasoning_content,
-        tool_calls=tuple(_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())),
-        tool_call_id=message.tool_call_id,
-        name=message.name,
-        breakpoints=tuple(sorted(marks)),
-    )
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    calls = [_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
+    return Message(message.role, content, reasoning, tuple(calls), message.tool_call_id, message.name, tuple(sorted(marks)))
 
 
 def _is_marked(part: dict[str, Any], place: str) -> bool:

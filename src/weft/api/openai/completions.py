@@ -5,7 +5,7 @@ Knows no HTTP and no model. `app` calls `translate` and feeds the reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -15,13 +15,13 @@ from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
 from weft.api.openai.reply import OpenAIReply, logprob_of, tokens_of
 from weft.api.openai.request import MAX_CHOICES, RULES, CommonRequest, TokenId, read_grammar
 from weft.errors import InvalidRequest
-from weft.text.types import Delta, Prompt, Reasoning, Text, Token
+from weft.text.types import Delta, Prompt, Token
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
     """The body of POST /v1/completions."""
 
-    # One text, several, one list of ids, or several: msgspec can not say that a list is all of one kind, `_prompts` checks it.
+    # One text, several, one list of ids, or several; msgspec can not say that a list is all of one kind.
     prompt: str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 only with echo
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
@@ -31,30 +31,25 @@ class CompletionRequest(CommonRequest, kw_only=True):
 def translate(body: dict[str, Any]) -> ParsedRequest:
     """Parse a body. Raises InvalidRequest that names the field."""
     request, ignored = RULES.read(body, CompletionRequest)
-    prompts, n = _prompts(request.prompt), request.n or 1
+    prompts, n = _read_prompts(request.prompt), request.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequest(f"{len(prompts)} prompts with n {n} make more than {MAX_CHOICES} choices; send fewer", "prompt")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("max_tokens 0 asks for nothing; only with echo is there something to tell", "max_tokens")
     # OpenAI stops after 16 tokens by default. Here, as in every dialect, the default is the rest of the context.
-    grammar, echo = read_grammar(request), bool(request.echo)
-    generation = request.read_generation(
-        prompts, request.max_tokens, request.logprobs, n=n, grammar=grammar, echo=echo, split_thinking=False
-    )
+    own = {"grammar": read_grammar(request), "echo": bool(request.echo), "split_thinking": False}
+    generation = request.read_generation(prompts, request.max_tokens, request.logprobs, **own)
     return ParsedRequest(generation, bool(request.stream), ignored, partial(CompletionReply, request=request, prompts=prompts))
 
 
-def _prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
-    """One text, several, one list of ids, or several."""
-    match prompt:
-        case str():
-            return (prompt,)
-        case [int(), *_] if all(isinstance(item, int) for item in prompt):
-            return (tuple(prompt),)
-        case [str(), *_] if all(isinstance(item, str) for item in prompt):
-            return tuple(prompt)
-        case [list(), *_] if all(isinstance(item, list) for item in prompt):
-            return tuple(tuple(ids) for ids in prompt)
+def _read_prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return (tuple(prompt),)
+    if kinds in ({str}, {list}):
+        return tuple(item if isinstance(item, str) else tuple(item) for item in prompt)
     raise InvalidRequest("prompt must be a text, a list of texts, a list of token ids or a list of such lists", "prompt")
 
 
@@ -77,21 +72,19 @@ class CompletionReply(OpenAIReply):
         return {"text": join_texts(deltas), "logprobs": self._logprobs(choice, deltas) if self.has_logprobs else None}
 
     def _logprobs(self, choice: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        tokens = [pair for delta in deltas if isinstance(delta, Text | Reasoning) for pair in self._place_tokens(choice, delta)]
+        offsets, end = [], self._lengths[choice]
+        for delta in deltas:
+            begin, end = end, end + len(join_texts([delta]))
+            for token in tokens_of([delta]):
+                offsets.append(min(begin, end))  # a token that shows half a character begins within its delta
+                begin += len(token.text)
+        self._lengths[choice] = end
         return {
-            "tokens": [token.text for token, _ in tokens],
-            "token_logprobs": [logprob_of(token) for token, _ in tokens],
-            "top_logprobs": [_top(token) for token, _ in tokens],
-            "text_offset": [offset for _, offset in tokens],
+            "tokens": [token.text for token in tokens_of(deltas)],
+            "token_logprobs": [logprob_of(token) for token in tokens_of(deltas)],
+            "top_logprobs": [_top(token) for token in tokens_of(deltas)],
+            "text_offset": offsets,
         }
-
-    def _place_tokens(self, choice: int, delta: Text | Reasoning) -> Iterator[tuple[Token, int]]:
-        """A delta's tokens and where in the text they begin; a token that shows half a character begins within its delta."""
-        begin = self._lengths[choice]
-        self._lengths[choice] = end = begin + len(delta.text)
-        for token in tokens_of([delta]):
-            yield token, min(begin, end)
-            begin += len(token.text)
 
 
 def _top(token: Token) -> dict[str, float | None] | None:

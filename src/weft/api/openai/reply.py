@@ -1,7 +1,6 @@
 """Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares.
 
-A dialect adds what one of its choices looks like. Chunks and bodies are made by the same few functions, so that they agree.
-Knows no tokens beyond those that deltas show.
+Chunks and bodies are made by the same few functions, so that they agree. A dialect adds what one of its choices looks like.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The fields that OpenAI's dialects share, as a typed struct, and the `GenerationRequest` that is made of them.
 
-A field acts (it stands in a struct), is refused when it would act, is harmless by design, or is unknown; `RULES` lists those
-that do not act. Knows no conversation and no reply; `chat`, `completions` and `responses` build on it.
+`RULES` lists the fields that do not act. Knows no conversation and no reply; `chat`, `completions` and `responses` build on it.
 """
 
 from __future__ import annotations
@@ -44,16 +43,12 @@ RULES = FieldRules(
         "guided_whitespace_pattern": (),
         "include_reasoning": (True,),
         "modalities": (["text"],),
-        "audio": (),
-        "prediction": (),
-        "web_search_options": (),
+        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
         "suffix": ("",),
         "best_of": (1,),
         "xtc_probability": (0,),
         "dry_multiplier": (0,),
-        "repetition_detection": (),
-        "draft_model": (),
-        "logprobs_mode": (),
+        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode"), ()),
         "return_progress": (False,),
         "timings_per_token": (False,),
     },
@@ -166,6 +161,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
         return GenerationRequest(
             model=self.model,
             prompts=prompts,
+            n=self.n or 1,
             sampling=self._read_sampling(max_tokens, logprobs),
             stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             skip_special_tokens=self.skip_special_tokens is not False,

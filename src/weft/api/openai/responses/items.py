@@ -1,14 +1,12 @@
 """The input items of a Responses request, read as the messages that every other dialect has.
 
-An answer comes as several items (its reasoning, its text, its calls) and becomes one message. An item that can not be shown to
-a model is refused by its place. Knows no tools beyond their names, and no HTTP.
+An answer comes as several items (its reasoning, its text, its calls) and becomes one message. Knows no HTTP and no model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +27,9 @@ class MessageItem(msgspec.Struct, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
 
+    def read(self, place: str) -> Message:
+        return read_message(ChatMessage(role=self.role, content=_content(self.content)), place)
+
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
     """The reasoning of an earlier answer: in clear, sealed by us, or else its summary."""
@@ -36,6 +37,9 @@ class ReasoningItem(msgspec.Struct, kw_only=True):
     content: list[Part] | None = None
     encrypted_content: str | None = None
     summary: list[Part] | None = None
+
+    def read(self, _place: str) -> Message:
+        return Message("assistant", None, _text(self.content) or unseal(self.encrypted_content or "") or _text(self.summary))
 
 
 class CallItem(msgspec.Struct, kw_only=True):
@@ -46,6 +50,9 @@ class CallItem(msgspec.Struct, kw_only=True):
     arguments: str
     namespace: str | None = None
 
+    def read(self, _place: str) -> Message:
+        return _call(flat_name(self.name, self.namespace), self.arguments, self.call_id)
+
 
 class CustomCallItem(msgspec.Struct, kw_only=True):
     """A call of a tool that takes a text."""
@@ -55,12 +62,43 @@ class CustomCallItem(msgspec.Struct, kw_only=True):
     input: str
     namespace: str | None = None
 
+    def read(self, _place: str) -> Message:
+        return _call(flat_name(self.name, self.namespace), wrap_custom_input(self.input), self.call_id)
+
 
 class ResultItem(msgspec.Struct, kw_only=True):
     """The result of a call."""
 
     call_id: str
     output: str | list[Part]
+
+    def read(self, place: str) -> Message:
+        return read_message(ChatMessage(role="tool", content=_content(self.output), tool_call_id=self.call_id), place)
+
+
+ITEMS: dict[str, type[MessageItem | ReasoningItem | CallItem | CustomCallItem | ResultItem]] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": ResultItem,
+}
+# Calls of OpenAI's own tools and their results: the tool's name, the field with the arguments, the field with the result.
+OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
+    "local_shell_call": ("local_shell", "action", None),
+    "local_shell_call_output": ("local_shell", None, "output"),
+    "shell_call": ("shell", "action", None),
+    "shell_call_output": ("shell", None, "output"),
+    "apply_patch_call": ("apply_patch", "operation", None),
+    "apply_patch_call_output": ("apply_patch", None, "output"),
+    "tool_search_call": ("tool_search", "arguments", None),
+    "tool_search_output": ("tool_search", None, "tools"),
+    "web_search_call": ("web_search", "action", "results"),
+    "file_search_call": ("file_search", "queries", "results"),
+    "code_interpreter_call": ("code_interpreter", "code", "outputs"),
+    "mcp_call": ("mcp", "arguments", "output"),
+}
 
 
 def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
@@ -71,7 +109,7 @@ def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
             if messages and _is_one_answer(messages[-1], message):
                 messages[-1] = _join(messages[-1], message)
             else:
-                messages.append(message)
+                messages.append(replace(message, place=place))
     return tuple(message for message in messages if message.content is not None or message.tool_calls)
 
 
@@ -88,7 +126,7 @@ def resolve_items(given: str | Sequence[Item], referred: Mapping[str, Item]) -> 
 
 def unknown_kinds(items: Sequence[Item]) -> set[str]:
     """The kinds of items that are not known here; these are left out, because clients send more kinds every month."""
-    return {f"input.{item['type']}" for item in items if "type" in item and item["type"] not in READERS}
+    return {f"input.{item['type']}" for item in items if "type" in item and item["type"] not in ITEMS | OWN_ITEMS}
 
 
 def find_references(given: Any) -> set[str]:
@@ -109,99 +147,38 @@ def complete_item(item: Item, item_id: str) -> Item:
 def _read(item: Item, place: str) -> list[Message]:
     kind = item.get("type", "message")
     if kind == "compaction":
-        message = f"{place}.type compaction: only the server that wrote it can read it; send the conversation itself"
-        raise InvalidRequest(message, f"{place}.type")
+        why = "only the server that wrote it can read it; send the conversation itself"
+        raise InvalidRequest(f"{place}.type compaction: {why}", f"{place}.type")
     if not isinstance(kind, str):
         raise InvalidRequest(f"{place}.type must be a string", f"{place}.type")
-    reader = READERS.get(kind)
-    return [] if reader is None else [replace(message, place=place) for message in reader(item, place)]
+    if kind in ITEMS:
+        read = convert(item, ITEMS[kind], place).read(place)
+        return [] if read.reasoning == "" else [read]  # reasoning that can not be read
+    return _read_own(item, place, *OWN_ITEMS[kind]) if kind in OWN_ITEMS else []
 
 
-def _read_message(item: Item, place: str) -> list[Message]:
-    given = convert(item, MessageItem, place)
-    return [read_message(ChatMessage(role=given.role, content=_content(given.content)), place)]
-
-
-def _read_reasoning(item: Item, place: str) -> list[Message]:
-    given = convert(item, ReasoningItem, place)
-    text = _text(given.content) or unseal(given.encrypted_content or "") or _text(given.summary)
-    return [Message("assistant", None, reasoning=text)] if text else []
-
-
-def _read_call(item: Item, place: str) -> list[Message]:
-    call = convert(item, CallItem, place)
-    return _call(flat_name(call.name, call.namespace), call.arguments, call.call_id)
-
-
-def _read_custom_call(item: Item, place: str) -> list[Message]:
-    call = convert(item, CustomCallItem, place)
-    return _call(flat_name(call.name, call.namespace), wrap_custom_input(call.input), call.call_id)
-
-
-def _read_result(item: Item, place: str) -> list[Message]:
-    result = convert(item, ResultItem, place)
-    return [read_message(ChatMessage(role="tool", content=_content(result.output), tool_call_id=result.call_id), place)]
-
-
-def _read_own_call(item: Item, place: str, name: str, field: str) -> list[Message]:
-    """A call of one of OpenAI's own tools, whose arguments are in this field."""
-    called = item.get("name")
-    return _call(called if isinstance(called, str) else name, _arguments(item, field, place), _call_id(item, place))
-
-
-def _read_own_result(item: Item, place: str, field: str) -> list[Message]:
-    """The result of one of OpenAI's own tools: this field, or where that is missing the error or the status."""
-    given = next((item[name] for name in (field, "error", "status") if item.get(name) is not None), "completed")
-    text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
-    return [Message("tool", text, tool_call_id=_call_id(item, place))]
-
-
-def _read_both(item: Item, place: str, name: str, field: str, result: str) -> list[Message]:
-    """A call of one of OpenAI's own tools and its result, in one item."""
-    return [*_read_own_call(item, place, name, field), *_read_own_result(item, place, result)]
-
-
-READERS: dict[str, Callable[[Item, str], list[Message]]] = {
-    "message": _read_message,
-    "reasoning": _read_reasoning,
-    "function_call": _read_call,
-    "function_call_output": _read_result,
-    "custom_tool_call": _read_custom_call,
-    "custom_tool_call_output": _read_result,
-    "local_shell_call": partial(_read_own_call, name="local_shell", field="action"),
-    "local_shell_call_output": partial(_read_own_result, field="output"),
-    "shell_call": partial(_read_own_call, name="shell", field="action"),
-    "shell_call_output": partial(_read_own_result, field="output"),
-    "apply_patch_call": partial(_read_own_call, name="apply_patch", field="operation"),
-    "apply_patch_call_output": partial(_read_own_result, field="output"),
-    "tool_search_call": partial(_read_own_call, name="tool_search", field="arguments"),
-    "tool_search_output": partial(_read_own_result, field="tools"),
-    "web_search_call": partial(_read_both, name="web_search", field="action", result="results"),
-    "file_search_call": partial(_read_both, name="file_search", field="queries", result="results"),
-    "code_interpreter_call": partial(_read_both, name="code_interpreter", field="code", result="outputs"),
-    "mcp_call": partial(_read_both, name="mcp", field="arguments", result="output"),
-}
-
-
-def _call(name: str, arguments: str, call_id: str) -> list[Message]:
-    return [Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id),))]
-
-
-def _arguments(item: Item, field: str, place: str) -> str:
-    match item.get(field):
-        case None:
-            raise InvalidRequest(f"{place}.{field} is required", f"{place}.{field}")
-        case str(text) if field == "arguments":
-            return text
-        case value:
-            return msgspec.json.encode(value if isinstance(value, dict) else {field: value}).decode()
-
-
-def _call_id(item: Item, place: str) -> str:
-    given = item.get("call_id") or item.get("id") or f"call_{place}"
-    if not isinstance(given, str):
+def _read_own(item: Item, place: str, name: str, arguments: str | None, result: str | None) -> list[Message]:
+    """A call of one of OpenAI's own tools, its result, or both in one item."""
+    call_id = item.get("call_id") or item.get("id") or f"call_{place}"
+    messages = []
+    if arguments is not None:
+        called, given = item.get("name"), item.get(arguments)
+        if given is None:
+            raise InvalidRequest(f"{place}.{arguments} is required", f"{place}.{arguments}")
+        if not (isinstance(given, str) and arguments == "arguments"):
+            given = msgspec.json.encode(given if isinstance(given, dict) else {arguments: given}).decode()
+        messages.append(_call(called if isinstance(called, str) else name, given, call_id))
+    if result is not None:  # where there is none, the error or the status says something
+        given = next((item[field] for field in (result, "error", "status") if item.get(field) is not None), "completed")
+        text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        messages.append(Message("tool", text, tool_call_id=call_id))
+    if not isinstance(call_id, str):
         raise InvalidRequest(f"{place}.call_id must be a string", f"{place}.call_id")
-    return given
+    return messages
+
+
+def _call(name: str, arguments: str, call_id: str) -> Message:
+    return Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id),))
 
 
 def _is_one_answer(last: Message, message: Message) -> bool:
@@ -212,13 +189,10 @@ def _is_one_answer(last: Message, message: Message) -> bool:
 
 
 def _join(last: Message, message: Message) -> Message:
-    return replace(
-        last,
-        content=last.content if message.content is None else message.content,
-        reasoning="\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None,
-        tool_calls=last.tool_calls + message.tool_calls,
-        breakpoints=message.breakpoints or last.breakpoints,
-    )
+    content = last.content if message.content is None else message.content
+    reasoning = "\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None
+    calls, breakpoints = last.tool_calls + message.tool_calls, message.breakpoints or last.breakpoints
+    return replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=breakpoints)
 
 
 def _is_reference(item: Item) -> bool:

@@ -1,7 +1,6 @@
 """The tools of a Responses request: read as Chat Completions writes them, and named in the output as the client knows them.
 
-Namespaces are flattened, because models call a tool by one name. Tools that a server would have to run itself are left out and
-reported as ignored. Knows no model and no HTTP.
+Namespaces are flattened: models call a tool by one name. Tools that a server would have to run itself are left out.
 """
 
 from __future__ import annotations
@@ -25,25 +24,18 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class ClientTool:
-    """A tool as its client knows it."""
+class SentTool:
+    """A tool as its client sent it."""
 
-    name: str
+    kind: str
+    name: str = ""
     namespace: str | None = None
-    is_custom: bool = False
+    place: str = "tools"
+    shape: ToolShape | None = None  # as Chat Completions writes it; None: a kind that is not done here
 
     @property
-    def fields(self) -> dict[str, str]:
-        """The fields by which a call names the tool."""
+    def names(self) -> dict[str, str]:
         return {"name": self.name} if self.namespace is None else {"name": self.name, "namespace": self.namespace}
-
-
-@dataclass(frozen=True)
-class _SentTool:
-    place: str
-    kind: str
-    client: ClientTool
-    shape: ToolShape | None = None  # as Chat Completions writes it; None: a kind that is not done here
 
 
 class OutputTools:
@@ -56,11 +48,11 @@ class OutputTools:
         ours = [one for one in sent if one.shape is not None]
         self._tools = _read_placed(shapes, [one.place for one in ours])
         self.template_tools = template_tools(shapes)
-        self._clients = {tool.name: one.client for tool, one in zip(self._tools, ours, strict=True)}
+        self._sent = {tool.name: one for tool, one in zip(self._tools, ours, strict=True)}  # by flat name
 
-    def find(self, flat: str) -> ClientTool:
+    def find(self, flat: str) -> SentTool:
         """The tool that the model calls by this flat name."""
-        return self._clients.get(flat) or ClientTool(flat)
+        return self._sent.get(flat) or SentTool("function", flat)
 
     def select(self, given: Any, parallel: bool | None) -> ToolSelection | None:
         """Which tools may be called; None where there are none. Raises InvalidRequest."""
@@ -81,7 +73,7 @@ class OutputTools:
         """The flat names of one entry of allowed_tools; none for a tool of a kind that is not done here."""
         match tool:
             case {"type": "namespace", "name": str(name)}:
-                yield from (flat for flat, client in self._clients.items() if client.namespace == name)
+                yield from (flat for flat, one in self._sent.items() if one.namespace == name)
             case {"type": "function" | "custom", "name": str(name)}:
                 yield self._find_flat(name, tool.get("namespace"))
             case {"type": str()}:
@@ -90,12 +82,12 @@ class OutputTools:
                 raise InvalidRequest("tool_choice.tools must be tools with a type and a name", "tool_choice")
 
     def _find_flat(self, name: str, namespace: Any) -> str:
-        if isinstance(namespace, str) or name in self._clients:
+        if isinstance(namespace, str) or name in self._sent:
             return flat_name(name, namespace)
-        return next((flat for flat, client in self._clients.items() if client.name == name), name)
+        return next((flat for flat, one in self._sent.items() if one.name == name), name)
 
 
-def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[_SentTool]:
+def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[SentTool]:
     match tool:
         case {"type": "namespace", "name": str(name), "tools": list(tools)} if namespace is None:
             for index, inner in enumerate(_introduce(tools, tool.get("description"))):
@@ -105,12 +97,11 @@ def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[
         case {"type": "function" | "custom" as kind}:
             inner = tool[kind] if isinstance(tool.get(kind), dict) else tool  # some send it as Chat Completions has it
             shape = {key: inner[key] for key in ACTING_FIELDS if inner.get(key) is not None}
-            client = ClientTool(str(shape.get("name")), namespace, is_custom=kind == "custom")
-            if isinstance(shape.get("name"), str):
-                shape["name"] = flat_name(shape["name"], namespace)
-            yield _SentTool(place, kind, client, {"type": kind, kind: shape})
+            if isinstance(own := shape.get("name"), str):
+                shape["name"] = flat_name(own, namespace)
+            yield SentTool(kind, str(own), namespace, place, {"type": kind, kind: shape})
         case {"type": str(kind)}:
-            yield _SentTool(place, kind, ClientTool(kind))
+            yield SentTool(kind)
         case _:
             raise InvalidRequest(f"{place}.type must be a string", f"{place}.type")
 

@@ -1,7 +1,6 @@
 """The reply to a Responses request: a response as one body, or the events of its making, in their exact order.
 
 Both come out of the same steps: each output item yields events while it is made, and is part of the response when it is done.
-Knows deltas and the names of tools; nothing of HTTP, and nothing of the request beyond what the response repeats.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ class ResponseReply(Reply):
                 yield from self._extend("reasoning", parts, run)
             case CallOpened(id=call_id, name=name):
                 tool = self.shape.tools.find(name)
-                kind, text_field = ("custom_tool_call", "input") if tool.is_custom else ("function_call", "arguments")
-                yield from self._open(CallOutput(kind, text_field, {"call_id": call_id, **tool.fields}))
+                kind, text_field = ("custom_tool_call", "input") if tool.kind == "custom" else ("function_call", "arguments")
+                yield from self._open(CallOutput(kind, text_field, {"call_id": call_id, **tool.names}))
             case CallArguments() if isinstance(self._open_item, CallOutput):
                 yield from self._open_item.add(run)
             case CallClosed() if isinstance(self._open_item, CallOutput):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import FieldRules, ParsedRequest
+from weft.api.dialect import FieldRules, ParsedRequest, pick_fields
 from weft.api.openai import request as openai
 from weft.api.openai.request import TIERS, ConversationRequest, Count, ResponseFormat, Schema, read_format, read_grammar
 from weft.api.openai.responses.items import Item, read_items, resolve_items, unknown_kinds
@@ -42,11 +42,7 @@ RULES = FieldRules(
         "background": (False,),
         "conversation": (),
         "context_management": ([],),
-        "moderation": (),
-        "prompt": (),
-        "max_tokens": (),
-        "max_completion_tokens": (),
-        "reasoning_effort": (),
+        **dict.fromkeys(("moderation", "prompt", "max_tokens", "max_completion_tokens", "reasoning_effort"), ()),
     },
     harmless=openai.RULES.harmless | {"client_metadata", "access_programs", "image"},
 )
@@ -129,14 +125,9 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
         effort=thinking.effort,
     )
     keep = past.keep if request.store is not False else None
-    shape = ResponseShape(
-        repeated=_repeated(request, thinking) | {"store": keep is not None},
-        tools=tools,
-        items=[*past.items, *items],
-        has_summary=(thinking.summary or thinking.generate_summary or "none") != "none",
-        is_sealed=SEALED in includes,
-        keep=keep,
-    )
+    repeated = _repeated(request, thinking) | {"store": keep is not None}
+    has_summary = (thinking.summary or thinking.generate_summary or "none") != "none"
+    shape = ResponseShape(repeated, tools, [*past.items, *items], has_summary, SEALED in includes, keep)
     missing = {f"include.{name}" for name in includes - INCLUDABLE} | {f"tools.{kind}" for kind in tools.missing}
     ignored += tuple(sorted(missing | unknown_kinds(items)))
     return ParsedRequest(generation, bool(request.stream), ignored, partial(ResponseReply, shape=shape), streams_overflow=True)
@@ -176,7 +167,7 @@ def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
     tier, empty = request.service_tier, dict.fromkeys(("description", "parameters", "strict"))  # what a function may lack
     same = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
     return {
-        **{name: getattr(request, name) for name in same},
+        **pick_fields(request, *same),
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "prompt_cache_key": request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else None,

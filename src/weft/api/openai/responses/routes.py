@@ -51,7 +51,6 @@ class StoredResponses:
         return Past(items, referred, partial(self.store.keep, api_key) if self.store.max_count else None)
 
     async def get(self, request: Request) -> Response:
-        """Show a stored response."""
         if request.query_params.get("stream", "false") != "false":
             raise UnsupportedParameter("stream: a response that is finished can not be streamed again; leave it out", "stream")
         return json_response((await self._find(request)).response)
@@ -74,19 +73,16 @@ class StoredResponses:
         return json_response({"object": "list", "data": page, **ends, "has_more": len(items) > len(page)})
 
     async def delete(self, request: Request) -> Response:
-        """Delete a stored response."""
         response_id = request.path_params["id"]
         if not await self.store.delete(request.state.api_key, response_id):
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel the request whose response is being made."""
         cancel_request(self.service, request.path_params["id"])
         return json_response({"id": request.path_params["id"], "object": "response", "status": "cancelled", "output": []})
 
     async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens of a request's prompt."""
         body = await read_json(request, self.config)
         parsed = await asyncio.to_thread(translate, body, await self.recall(body, request.state.api_key))
         num_tokens = await self.service.count_tokens(parsed.generation)

@@ -1,7 +1,6 @@
 """Responses stored for clients that come back to them: a SQLite file, bounded in number, bytes and age.
 
-A response belongs to the API key it was requested with; with other keys it is not found. All of it happens in one thread beside
-the event loop, one call after another, so that a response is found right after it was given to `keep`.
+A response is found only with the API key it was requested with. One thread does it all, beside the event loop and in order.
 """
 
 from __future__ import annotations
