@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
-from weft.api.anthropic import schema as anthropic
-from weft.api.openai import responses, schema
+from weft.api.anthropic import request as anthropic
+from weft.api.openai import chat, completions
+from weft.api.openai import request as openai
+from weft.api.openai.responses import request as responses
 from weft.api.openapi import document
 
 PAGE = Path(__file__).with_suffix(".md")
@@ -178,10 +180,10 @@ class Dialect:
 
 
 DIALECTS = (
-    Dialect("Chat", schema.ChatRequest, schema.NOT_YET, schema.HARMLESS),
-    Dialect("Completions", schema.CompletionRequest, schema.NOT_YET, schema.HARMLESS),
-    Dialect("Responses", responses.ResponseRequest, responses.NOT_HERE, schema.HARMLESS | responses.HARMLESS),
-    Dialect("Messages", anthropic.MessagesRequest, anthropic.NOT_DONE, anthropic.HARMLESS),
+    Dialect("Chat", chat.ChatRequest, openai.RULES.refused, openai.RULES.harmless),
+    Dialect("Completions", completions.CompletionRequest, openai.RULES.refused, openai.RULES.harmless),
+    Dialect("Responses", responses.ResponseRequest, responses.RULES.refused, responses.RULES.harmless),
+    Dialect("Messages", anthropic.MessagesRequest, anthropic.RULES.refused, anthropic.RULES.harmless),
 )
 
 

@@ -68,7 +68,7 @@ def test_operations_lists_every_metric() -> None:
 def test_troubleshooting_has_every_error_code() -> None:
     page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
     source = "".join(path.read_text(encoding="utf-8") for path in Path(problems.__file__).parent.rglob("*.py"))
-    raised = set(re.findall(r'BorderError\(\s*\d+, "(\w+)"', source)) | {code for _, _, code in problems._TABLE if code}
+    raised = set(re.findall(r'BorderError\(\s*\d+, "(\w+)"', source)) | {code for _, _, code, _ in problems._TABLE if code}
 
     assert "invalid_api_key" in raised
     assert {code for code in raised if f"`{code}`" not in page} == set()

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from weft.api.body import LARGE_BYTES, MAX_BRACKETS, MAX_DEPTH, Disconnected, read_json
+from weft.api.http import LARGE_BYTES, MAX_BRACKETS, MAX_DEPTH, Disconnected, read_json
 from weft.api.problems import BorderError, status_of
+from weft.config import ServerConfig
 from weft.errors import InvalidRequest
 
 
@@ -34,7 +35,8 @@ class Sent:
         return self.messages[self.num_taken - 1]
 
     def read(self, max_bytes: int = 2**24, seconds: float = 5.0) -> dict[str, Any]:
-        return asyncio.run(read_json(Request(self.scope, self.receive), max_bytes=max_bytes, seconds=seconds))
+        config = ServerConfig(max_body_bytes=max_bytes, body_seconds=seconds)
+        return asyncio.run(read_json(Request(self.scope, self.receive), config))
 
 
 def refusal(sent: Sent, **limits: Any) -> Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.api.guards import Guard
+from weft.api.http import Guard
 from weft.api.problems import handle
+from weft.config import ServerConfig
 from weft.errors import QueueFull
 
 KEY = "sk-secret-ü"
@@ -34,6 +36,10 @@ class Answer:
     @property
     def code(self) -> str | None:
         return json.loads(self.body)["error"]["code"] if self.status >= 400 else None
+
+
+def guarded(app: ASGIApp, on_response: Callable[[int], None] = lambda _: None, **settings: Any) -> Guard:
+    return Guard(app, ServerConfig(**settings), (), on_response)
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -89,7 +95,7 @@ def ask(guard: ASGIApp, *headers: tuple[str, str], path: str = "/", method: str 
     ],
 )
 def test_loopback_names_addresses_and_known_names_may_enter(host: str) -> None:
-    guard = Guard(app, allowed_hosts=["Box.Example:8000", "::"])
+    guard = guarded(app, allowed_hosts=["Box.Example:8000", "::"])
 
     assert ask(guard, ("host", host)).status == 200
 
@@ -110,7 +116,7 @@ def test_loopback_names_addresses_and_known_names_may_enter(host: str) -> None:
     ],
 )
 def test_a_name_that_may_resolve_to_us_by_another_hand_is_refused(host: str) -> None:
-    answer = ask(Guard(app, allowed_hosts=["box.example"]), ("host", host))
+    answer = ask(guarded(app, allowed_hosts=["box.example"]), ("host", host))
 
     assert (answer.status, answer.code) == (403, "forbidden_host")
     assert f"--allowed-host {host.split(':')[0]}" in json.loads(answer.body)["error"]["message"]
@@ -142,21 +148,21 @@ def test_a_name_that_may_resolve_to_us_by_another_hand_is_refused(host: str) -> 
     ],
 )
 def test_a_host_of_another_form_is_a_400(host: str) -> None:
-    answer = ask(Guard(app), ("host", host))
+    answer = ask(guarded(app), ("host", host))
 
     assert (answer.status, answer.code) == (400, "invalid_host")
 
 
 def test_a_bracketed_word_of_hexadecimal_letters_is_no_address() -> None:
-    assert ask(Guard(app), ("host", "[bad.cafe]")).status == 403
+    assert ask(guarded(app), ("host", "[bad.cafe]")).status == 403
 
 
 def test_two_hosts_are_a_400_even_when_they_agree() -> None:
-    assert ask(Guard(app), ("host", "localhost"), ("host", "localhost")).status == 400
+    assert ask(guarded(app), ("host", "localhost"), ("host", "localhost")).status == 400
 
 
 def test_only_http_1_0_may_come_without_a_host() -> None:
-    guard = Guard(app)
+    guard = guarded(app)
 
     assert ask(guard, version="1.0").status == 200
     assert ask(guard, version="2").status == 400
@@ -167,7 +173,7 @@ def test_only_http_1_0_may_come_without_a_host() -> None:
     ["http://localhost:3000", "https://127.0.0.1", "http://[::1]:8080", "tauri://localhost", "HTTP://LOCALHOST", PAGE],
 )
 def test_pages_from_this_machine_and_known_pages_may_enter_and_read(origin: str) -> None:
-    answer = ask(Guard(app, allowed_origins=[PAGE + "/"]), ("origin", origin))
+    answer = ask(guarded(app, allowed_origins=[PAGE + "/"]), ("origin", origin))
 
     assert answer.status == 200
     assert answer.headers["access-control-allow-origin"] == origin
@@ -175,7 +181,7 @@ def test_pages_from_this_machine_and_known_pages_may_enter_and_read(origin: str)
 
 
 def test_our_own_page_may_enter_under_whichever_address_it_was_loaded() -> None:
-    guard = Guard(app)
+    guard = guarded(app)
 
     assert ask(guard, ("host", "192.168.1.5:8000"), ("origin", "http://192.168.1.5:8000")).status == 200
     assert ask(guard, ("host", "192.168.1.5:8000"), ("origin", "http://192.168.1.5:9000")).status == 403
@@ -200,7 +206,7 @@ def test_our_own_page_may_enter_under_whichever_address_it_was_loaded() -> None:
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_pages_from_elsewhere_are_refused_and_can_not_read_why(origin: str, method: str) -> None:
-    guard = Guard(app, allowed_origins=[PAGE])
+    guard = guarded(app, allowed_origins=[PAGE])
 
     answer = ask(guard, ("origin", origin), ("access-control-request-method", "POST"), method=method)
 
@@ -209,17 +215,17 @@ def test_pages_from_elsewhere_are_refused_and_can_not_read_why(origin: str, meth
 
 
 def test_two_origins_are_refused_even_when_both_are_good() -> None:
-    assert ask(Guard(app), ("origin", "http://localhost"), ("origin", "http://localhost")).status == 403
+    assert ask(guarded(app), ("origin", "http://localhost"), ("origin", "http://localhost")).status == 403
 
 
 def test_without_an_origin_nothing_is_said_about_origins() -> None:
-    assert ask(Guard(app)).headers.keys() == {"x-request-id", "request-id", "content-type", "content-length"}
+    assert ask(guarded(app)).headers.keys() == {"x-request-id", "request-id", "content-type", "content-length"}
 
 
 def test_a_preflight_is_answered_here_and_needs_no_key() -> None:
     wish = [("access-control-request-method", "POST"), ("access-control-request-headers", "authorization, x-stainless-os")]
 
-    answer = ask(Guard(app, api_keys=[KEY]), ("origin", "http://localhost"), *wish, method="OPTIONS")
+    answer = ask(guarded(app, api_keys=[KEY]), ("origin", "http://localhost"), *wish, method="OPTIONS")
 
     assert (answer.status, answer.body) == (204, b"")
     assert "POST" in answer.headers["access-control-allow-methods"]
@@ -229,7 +235,7 @@ def test_a_preflight_is_answered_here_and_needs_no_key() -> None:
 
 
 def test_options_that_are_no_preflight_need_the_key() -> None:
-    guard = Guard(app, api_keys=[KEY])
+    guard = guarded(app, api_keys=[KEY])
 
     assert ask(guard, ("origin", "http://localhost"), method="OPTIONS").status == 401
     assert ask(guard, ("access-control-request-method", "POST"), method="OPTIONS").status == 401
@@ -249,7 +255,7 @@ SENT_KEY = KEY.encode().decode("latin-1")
     ],
 )
 def test_any_of_the_keys_opens_by_either_header(header: tuple[str, str]) -> None:
-    assert ask(Guard(app, api_keys=["other", KEY]), header).status == 200
+    assert ask(guarded(app, api_keys=["other", KEY]), header).status == 200
 
 
 @pytest.mark.parametrize(
@@ -267,18 +273,18 @@ def test_any_of_the_keys_opens_by_either_header(header: tuple[str, str]) -> None
     ],
 )
 def test_without_the_key_nobody_enters(headers: list[tuple[str, str]]) -> None:
-    answer = ask(Guard(app, api_keys=[KEY]), *headers)
+    answer = ask(guarded(app, api_keys=[KEY]), *headers)
 
     assert (answer.status, answer.code) == (401, "invalid_api_key")
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
 def test_an_empty_key_opens_nothing() -> None:
-    assert ask(Guard(app, api_keys=[""]), ("x-api-key", ""), ("authorization", "Bearer ")).status == 401
+    assert ask(guarded(app, api_keys=[""]), ("x-api-key", ""), ("authorization", "Bearer ")).status == 401
 
 
 def test_health_is_open_without_the_key_but_not_to_any_host() -> None:
-    guard = Guard(app, api_keys=[KEY])
+    guard = guarded(app, api_keys=[KEY])
 
     assert ask(guard, path="/health").status == 200
     assert ask(guard, ("host", "evil.example"), path="/health").status == 403
@@ -286,11 +292,11 @@ def test_health_is_open_without_the_key_but_not_to_any_host() -> None:
 
 
 def test_the_host_is_looked_at_before_the_key() -> None:
-    assert ask(Guard(app, api_keys=[KEY]), ("host", "evil.example"), ("x-api-key", SENT_KEY)).status == 403
+    assert ask(guarded(app, api_keys=[KEY]), ("host", "evil.example"), ("x-api-key", SENT_KEY)).status == 403
 
 
 def test_a_page_that_may_enter_can_read_that_its_key_is_wrong() -> None:
-    answer = ask(Guard(app, api_keys=[KEY]), ("origin", "http://localhost"))
+    answer = ask(guarded(app, api_keys=[KEY]), ("origin", "http://localhost"))
 
     assert answer.status == 401
     assert answer.headers["access-control-allow-origin"] == "http://localhost"
@@ -298,7 +304,7 @@ def test_a_page_that_may_enter_can_read_that_its_key_is_wrong() -> None:
 
 @pytest.mark.parametrize("given", ["a", "chatcmpl-1:2.3_4", "x" * 128])
 def test_a_harmless_id_of_the_clients_is_kept(given: str) -> None:
-    answer = ask(Guard(app), ("x-request-id", given))
+    answer = ask(guarded(app), ("x-request-id", given))
 
     assert answer.headers["x-request-id"] == given
     assert answer.body.decode() == given
@@ -306,24 +312,24 @@ def test_a_harmless_id_of_the_clients_is_kept(given: str) -> None:
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", "ä", "a/b", "a\n"])
 def test_any_other_id_is_replaced(given: str) -> None:
-    answer = ask(Guard(app), ("x-request-id", given))
+    answer = ask(guarded(app), ("x-request-id", given))
 
     assert len(answer.headers["x-request-id"]) == 32
     assert answer.body.decode() == answer.headers["x-request-id"]
 
 
 def test_two_requests_have_two_ids() -> None:
-    guard = Guard(app)
+    guard = guarded(app)
 
     assert ask(guard).headers["x-request-id"] != ask(guard).headers["x-request-id"]
 
 
 def test_refusals_carry_the_id_too() -> None:
-    assert ask(Guard(app), ("host", "evil.example"), ("x-request-id", "abc")).headers["x-request-id"] == "abc"
+    assert ask(guarded(app), ("host", "evil.example"), ("x-request-id", "abc")).headers["x-request-id"] == "abc"
 
 
 def test_an_error_of_the_house_that_escapes_is_told_as_such_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    answer = ask(Guard(app), path="/busy")
+    answer = ask(guarded(app), path="/busy")
 
     assert (answer.status, answer.code) == (429, "queue_full")
     assert answer.headers["retry-after"] == "2"
@@ -331,7 +337,7 @@ def test_an_error_of_the_house_that_escapes_is_told_as_such_and_not_logged(caplo
 
 
 def test_anything_else_that_escapes_is_a_500_with_the_traceback_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    answer = ask(Guard(app), ("x-request-id", "abc"), path="/broken")
+    answer = ask(guarded(app), ("x-request-id", "abc"), path="/broken")
 
     assert (answer.status, answer.code) == (500, "internal_error")
     assert b"secret" not in answer.body
@@ -341,7 +347,7 @@ def test_anything_else_that_escapes_is_a_500_with_the_traceback_in_the_log(caplo
 
 
 def test_what_escapes_after_the_start_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
-    answer = ask(Guard(app), path="/broken-late")
+    answer = ask(guarded(app), path="/broken-late")
 
     assert answer.status == 200
     assert "too late" in caplog.text
@@ -352,7 +358,7 @@ def test_inside_starlette_every_error_is_told_and_logged_by_the_guard(caplog: py
         raise QueueFull("full") if request.url.path == "/busy" else RuntimeError("inside")
 
     routes = [Route(path, fail) for path in ("/busy", "/broken")]
-    starlette = Starlette(routes=routes, middleware=[Middleware(Guard)], exception_handlers={HTTPException: handle})
+    starlette = Starlette(routes=routes, middleware=[Middleware(guarded)], exception_handlers={HTTPException: handle})
 
     answers = [ask(starlette, path=path) for path in ("/busy", "/broken", "/nowhere")]
 
@@ -373,8 +379,8 @@ def test_inside_starlette_every_error_is_told_and_logged_by_the_guard(caplog: py
         ("/v1/models", {"error": {"type": "invalid_request_error", "param": None, "code": "invalid_api_key"}}),
     ],
 )
-def test_a_refusal_has_the_shape_of_the_wire_that_was_knocked_at(path: str, told: dict[str, Any]) -> None:
-    answer = ask(Guard(app, api_keys=[KEY]), ("x-request-id", "abc"), path=path)
+def test_a_refusal_has_the_shape_of_the_dialect_that_was_requested(path: str, told: dict[str, Any]) -> None:
+    answer = ask(guarded(app, api_keys=[KEY]), ("x-request-id", "abc"), path=path)
     body = json.loads(answer.body)
 
     assert answer.status == 401
@@ -382,15 +388,15 @@ def test_a_refusal_has_the_shape_of_the_wire_that_was_knocked_at(path: str, told
     assert body == told
 
 
-def test_a_refusal_on_ollamas_wire_is_a_sentence() -> None:
-    answer = ask(Guard(app, api_keys=[KEY]), path="/api/chat")
+def test_a_refusal_in_ollamas_dialect_is_a_sentence() -> None:
+    answer = ask(guarded(app, api_keys=[KEY]), path="/api/chat")
 
     assert "x-api-key" in json.loads(answer.body)["error"]
 
 
 def test_every_status_is_reported_also_of_refusals() -> None:
     seen: list[int] = []
-    guard = Guard(app, on_response=seen.append)
+    guard = guarded(app, on_response=seen.append)
 
     for path in ("/", "/busy", "/broken"):
         ask(guard, path=path)
@@ -406,6 +412,6 @@ def test_what_is_not_http_passes() -> None:
         passed.append((scope, receive, send))
 
     scope = {"type": "lifespan"}
-    asyncio.run(Guard(inner)(scope, None, None))  # type: ignore[arg-type]
+    asyncio.run(guarded(inner)(scope, None, None))  # type: ignore[arg-type]
 
     assert passed == [({"type": "lifespan"}, None, None)]

@@ -9,10 +9,11 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from weft.api.anthropic import messages
+from weft.api import ollama
+from weft.api.anthropic import request as messages
 from weft.api.dialect import ReplyHeader
-from weft.api.ollama import chat as ollama
-from weft.api.openai import chat, completions, responses
+from weft.api.openai import chat, completions
+from weft.api.openai.responses import request as responses
 from weft.api.openapi import document
 from weft.errors import InvalidRequest
 from weft.text.types import Finish, ReuseExplanation, Text, Usage
@@ -251,9 +252,9 @@ def test_replies_are_as_described(translate: Any, body: dict[str, Any], name: st
         (("$: wrong",), ReuseExplanation("differs", 0, "", 0, "", "a", "b")),
     ):
         reply = translate(body).reply(ReplyHeader("1", 1, "m", "f"))
-        reply.take(0, [Text("a"), Finish("stop", usage=Usage(1, 1, reuse=reuse), schema_errors=errors)])
+        reply.collect_deltas(0, [Text("a"), Finish("stop", usage=Usage(1, 1, reuse=reuse), schema_errors=errors)])
 
-        _validator(name).validate(json.loads(json.dumps(reply.whole())))
+        _validator(name).validate(json.loads(json.dumps(reply.make_body())))
 
 
 def test_tokenize_needs_one_of_its_three_texts() -> None:

@@ -72,14 +72,14 @@ ANTHROPIC_TABLE = [
 
 
 @pytest.mark.parametrize(("error", "status", "kind"), ANTHROPIC_TABLE, ids=lambda value: type(value).__name__)
-def test_the_same_error_has_a_name_of_its_own_on_anthropics_wire(error: WeftError, status: int, kind: str) -> None:
+def test_the_same_error_has_a_name_of_its_own_in_anthropics_dialect(error: WeftError, status: int, kind: str) -> None:
     response = problem(error, "abc", MESSAGES)
 
     assert response.status_code == status_of(error, MESSAGES) == status
     assert json.loads(response.body) == {"type": "error", "error": {"type": kind, "message": "words"}, "request_id": "abc"}
 
 
-def test_each_wire_is_known_by_how_its_paths_begin() -> None:
+def test_each_dialect_is_known_by_how_its_paths_begin() -> None:
     told = {path: json.loads(problem(QueueFull("full"), "abc", path).body) for path in (MESSAGES, "/api/chat", "/v1/models")}
 
     assert told[MESSAGES]["error"]["type"] == "overloaded_error"

@@ -11,7 +11,7 @@ import pytest
 
 import weft
 from fronts import front
-from weft.api.page import TYPES, Page
+from weft.api.http import PAGE_TYPES, Page
 
 FOLDER = Path(weft.__file__).parent / "page"
 FILES = sorted(FOLDER.iterdir())
@@ -40,7 +40,7 @@ def test_every_file_is_served_with_its_type_and_a_policy(guarded: httpx2.Client)
         answer = guarded.get(path)
 
         assert answer.content == file.read_bytes()
-        assert answer.headers["content-type"].startswith(TYPES[file.suffix])
+        assert answer.headers["content-type"].startswith(PAGE_TYPES[file.suffix])
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
         assert answer.headers["x-content-type-options"] == "nosniff"

@@ -1,95 +1,126 @@
-"""How the server is: health, models, status, metrics, and text ⇄ ids for those who count tokens themselves."""
+"""weft's own endpoints: health, models, status, metrics, cached prefixes, cancelling, and text ⇄ token ids.
+
+Shows what the service and the model registry know; generates nothing and knows no dialect but the shape of chat messages.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from weft import __version__
-from weft.api.body import read_json
-from weft.api.dialect import request_ids
-from weft.api.openai.chat import messages_of
-from weft.api.openai.schema import DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest, converted
-from weft.api.openapi import document
+from weft.api.dialect import Body, SomeText, convert, pick_fields, request_ids, reused_fields
+from weft.api.http import json_response, read_json
+from weft.api.openai.chat import ChatMessage, read_messages
+from weft.api.openai.request import TokenId
 from weft.api.problems import BorderError
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
+from weft.ipc.messages import Prefixes, PrefixNode
 from weft.metrics import CONTENT_TYPE
+from weft.serving.active_request import MAX_REPORTS
 from weft.serving.model import ServedModel
 from weft.serving.registry import ModelOption, ModelRegistry
 from weft.serving.service import Service
+from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
 
-
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A value as a JSON body."""
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+MAX_EXCERPT = 200  # characters shown of a cached chunk
 
 
-class Status:
-    """The endpoints around the generating ones."""
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize: one of prompt, content and messages."""
 
-    def __init__(self, service: Service, config: ServerConfig) -> None:
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    model: str | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class ClearRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/cache/clear, which may be left out."""
+
+    model: str | None = None
+
+
+class LoadRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/models/load."""
+
+    model: SomeText
+    fetch: bool | None = None  # download it where it is not on this machine
+    force: bool | None = None  # try it even if it does not fit
+
+
+class UnloadRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/models/unload. The name is never left out: unloading ends answers."""
+
+    model: SomeText
+
+
+class Admin:
+    """The endpoints beside those of the dialects."""
+
+    def __init__(self, service: Service, config: ServerConfig, registry: ModelRegistry) -> None:
         self.service = service
         self.config = config
+        self.registry = registry
         self.started = time.time()
-        self.registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
 
-    async def health(self, request: Request) -> Response:  # noqa: ARG002 - the endpoints' signature
-        """200 when every model the server was started with answers, else 503 and how far each is."""
-        models = {served.name: condition_of(served) for served in self.service.models}
-        states = {condition_of(served)["status"] for served in self.service.models if not served.is_guest}
+    async def health(self, _: Request) -> Response:
+        """Status 200 when every model the server was started with answers, else 503 with the condition of each."""
+        models = {model.name: condition_of(model) for model in self.service.models}
+        states = {condition_of(model)["status"] for model in self.service.models if not model.is_guest}
         states |= {"stopping"} if self.service.is_stopping else set()
         status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
         return json_response({"status": status, "models": models}, code, headers)
 
-    async def models(self, request: Request) -> Response:  # noqa: ARG002
-        """Everything served, those that answer first; one list for OpenAI's and Anthropic's clients."""
-        rows = [self._model(served) for served in sorted(self.service.models, key=lambda served: not served.is_ready)]
-        ids = [row["id"] for row in rows]
-        return json_response(
-            {
-                "object": "list",
-                "data": rows,
-                "has_more": False,
-                "first_id": next(iter(ids), None),
-                "last_id": next(reversed(ids), None),
-            },
-        )
+    async def list_models(self, _: Request) -> Response:
+        """List the served models, those that answer first; one list for clients of OpenAI and of Anthropic."""
+        rows = [self._model(model) for model in sorted(self.service.models, key=lambda model: not model.is_ready)]
+        ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]} if rows else {"first_id": None, "last_id": None}
+        return json_response({"object": "list", "data": rows, "has_more": False, **ends})
 
-    async def model(self, request: Request) -> Response:
-        """One of them."""
+    async def show_model(self, request: Request) -> Response:
         return json_response(self._model(self.service.find(request.path_params["id"])))
 
-    async def available(self, request: Request) -> Response:  # noqa: ARG002
-        """The models on this machine, and whether each would fit beside those that are loaded."""
-        options = await self.registry.options()
-        return json_response(
-            {"object": "list", "data": [_option(option) for option in options], "free_bytes": self.registry.free_bytes}
-        )
+    async def list_available(self, _: Request) -> Response:
+        """List the models on this machine, and whether each would fit beside those that are loaded."""
+        rows = [_option(option) for option in await self.registry.options()]
+        return json_response({"object": "list", "data": rows, "free_bytes": self.registry.free_bytes})
 
     async def load(self, request: Request) -> Response:
-        """Bring a model up: 202 when that has begun, 200 when it is there already."""
-        asked = converted(await self._body(request), LoadRequest)
-        served, is_new = await self.registry.load(asked.model, fetch=bool(asked.fetch), force=bool(asked.force))
-        return json_response(self._model_status(served), 202 if is_new else 200)
+        """Load a model: status 202 when that has begun, 200 when it was loaded before."""
+        wanted = await self._read(request, LoadRequest)
+        model, is_new = await self.registry.load(wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))
+        return json_response(self._model_status(model), 202 if is_new else 200)
 
     async def unload(self, request: Request) -> Response:
-        """Take a model out. Its answers may end first; the reply comes when its memory is free."""
-        asked = converted(await self._body(request), UnloadRequest)
-        await self.registry.unload(asked.model)
-        return json_response({"id": asked.model, "object": "model", "status": {"value": "unloaded"}})
+        """Unload a model. Its running answers may finish first; the response comes when its memory is free."""
+        name = (await self._read(request, UnloadRequest)).model
+        await self.registry.unload(name)
+        return json_response({"id": name, "object": "model", "status": {"value": "unloaded"}})
 
-    async def status(self, request: Request) -> Response:  # noqa: ARG002
-        """The state of the house, for tools and for the curious."""
-        engines = [served.supervisor for served in self.service.models]
+    async def status(self, _: Request) -> Response:
+        """Show the whole server's state: engines, rows, requests, memory and models."""
+        models = self.service.models
+        engines, kinds = [model.supervisor for model in models], sorted({kind for model in models for kind in model.memory})
         return json_response(
             {
                 "version": __version__,
@@ -100,128 +131,160 @@ class Status:
                 "rows_running": sum(engine.status.running for engine in engines),
                 "rows_waiting": sum(engine.status.waiting for engine in engines),
                 "requests": len(self.service.submitted()),
-                "memory": _sum([served.memory for served in self.service.models]),
-                "models": [self._model_status(served) for served in self.service.models],
+                "memory": {kind: sum(model.memory.get(kind, 0) for model in models) for kind in kinds},
+                "models": [self._model_status(model) for model in models],
             }
         )
 
-    async def metrics(self, request: Request) -> Response:  # noqa: ARG002
-        """Prometheus' text format."""
+    async def metrics(self, _: Request) -> Response:
         metrics = self.service.metrics
-        for served in self.service.models:
-            metrics.engine(served.name, served.is_ready, served.supervisor.restarts)
-            metrics.rows(served.name, served.supervisor.status.running, served.supervisor.status.waiting)
-            metrics.memory(served.name, served.memory)
-            metrics.prefixes(served.name, served.supervisor.status.prefixes)
+        for model in self.service.models:
+            status = model.supervisor.status
+            metrics.engine(model.name, model.is_ready, model.supervisor.restarts)
+            metrics.rows(model.name, status.running, status.waiting)
+            metrics.memory(model.name, model.memory)
+            metrics.prefixes(model.name, status.prefixes)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
-    async def openapi(self, request: Request) -> Response:  # noqa: ARG002
-        """The document of all this."""
-        return json_response(document(__version__))
-
     async def cancel(self, request: Request) -> Response:
-        """End a request by its id (x-request-id, or the id of its reply)."""
+        """Cancel a request by its id (x-request-id) or the id of its reply."""
+        cancel_request(self.service, request.path_params["id"])
+        return json_response({"id": request.path_params["id"], "cancelled": True})
+
+    async def list_cache(self, _: Request) -> Response:
+        """List the cached chunks of prompts of every model that answers."""
+        ready = [model for model in self.service.models if model.is_ready]
+        cached = await asyncio.gather(*(model.supervisor.client.prefixes() for model in ready))
+        rows = [(model.name, one, model.require()[0].tokenizer) for model, one in zip(ready, cached, strict=True)]
+        # In a thread: there may be thousands of chunks.
+        return json_response({"models": await asyncio.to_thread(lambda: [_show_cache(*row) for row in rows])})
+
+    async def clear_cache(self, request: Request) -> Response:
+        """Evict the cached prefixes that no running request uses: of one model, or of all."""
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+        name = (await self._read(request, ClearRequest)).model if has_body else None
+        models = [model for model in self.service.models if model.failed is None and not model.is_leaving]
+        models = models if name is None else [self.service.find(name)]
+        for model in models:
+            model.require()
+        left = await asyncio.gather(*(model.supervisor.client.prefixes(clear=True) for model in models))
+        return json_response({"cleared": {model.name: one.num_cleared for model, one in zip(models, left, strict=True)}})
+
+    async def report_request(self, request: Request) -> Response:
+        """Report how much of a request's prompt was cached, and why no more."""
         given = request.path_params["id"]
-        if any(self.service.cancel(request_id) for request_id in request_ids(given)):
-            return json_response({"id": given, "cancelled": True})
-        raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
+        report = next(filter(None, map(self.service.report, request_ids(given))), None)
+        if report is None:
+            message = f"Nothing is known of request {given!r}: it has no first token yet, or is not among the last {MAX_REPORTS}."
+            raise BorderError(404, "request_not_found", message)
+        usage, before = report.usage, {} if report.usage.reuse is None else {"before": report.usage.reuse.before}
+        seconds = pick_fields(usage, "queue_seconds", "prefill_seconds", "decode_seconds")
+        return json_response(
+            pick_fields(report, "id", "model", "created")
+            | pick_fields(usage, "prompt_tokens", "cached_tokens", "completion_tokens")
+            | {name: round(value, 6) for name, value in seconds.items()}
+            | reused_fields(usage)
+            | before
+        )
 
     async def tokenize(self, request: Request) -> Response:
-        """Text or messages → ids."""
-        asked = converted(await self._body(request), TokenizeRequest)
-        codec, ready = self.service.find(asked.model).require()
-        if asked.messages is not None:
-            conversation = Conversation(messages_of(asked.messages))
-            ids = (await asyncio.to_thread(codec.encode, conversation)).ids
-        elif (text := asked.prompt if asked.prompt is not None else asked.content) is not None:
-            special = asked.add_special_tokens is not False
+        given = await self._read(request, TokenizeRequest)
+        codec, ready = self.service.find(given.model).require()
+        if given.messages is not None:
+            ids = (await asyncio.to_thread(codec.encode, Conversation(read_messages(given.messages)))).ids
+        elif (text := given.prompt if given.prompt is not None else given.content) is not None:
+            special = given.add_special_tokens is not False
             ids = await asyncio.to_thread(codec.tokenizer.encode, text, add_special_tokens=special)
         else:
             raise InvalidRequest("give a prompt, a content or messages to tokenize", "prompt")
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
-        """Ids → text."""
-        asked = converted(await self._body(request), DetokenizeRequest)
-        codec, ready = self.service.find(asked.model).require()
-        if asked.tokens and max(asked.tokens) >= ready.limits.vocab_size:
+        given = await self._read(request, DetokenizeRequest)
+        codec, ready = self.service.find(given.model).require()
+        if given.tokens and max(given.tokens) >= ready.limits.vocab_size:
             raise InvalidRequest(f"tokens must be below the vocabulary's size of {ready.limits.vocab_size}", "tokens")
-        text = await asyncio.to_thread(codec.tokenizer.decode, asked.tokens)
+        text = await asyncio.to_thread(codec.tokenizer.decode, given.tokens)
         return json_response({"prompt": text, "content": text})
 
-    async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_json(request, max_bytes=self.config.max_body_bytes, seconds=self.config.body_seconds)
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        return convert(await read_json(request, self.config), kind)
 
-    def _model(self, served: ServedModel) -> dict[str, Any]:
-        """A model as OpenAI's and Anthropic's clients, and those who look for a context length, read it."""
-        row: dict[str, Any] = {"id": served.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
-        row |= {"type": "model", "display_name": served.name, "created_at": _iso(self.started), "root": served.name}
-        condition = condition_of(served)
-        value = (
-            condition["status"] if condition["status"] in ("failed", "unloading") else "loaded" if served.is_ready else "loading"
-        )
-        row["status"] = {"value": value} | ({"message": served.failed} if served.failed else {})
-        if served.supervisor.condition.ready is not None:
-            context = served.supervisor.condition.ready.limits.context_length
+    def _model(self, model: ServedModel) -> dict[str, Any]:
+        """A model with the fields that clients of OpenAI and Anthropic read, and those that look for a context length."""
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started))
+        row: dict[str, Any] = {"id": model.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
+        row |= {"type": "model", "display_name": model.name, "created_at": created, "root": model.name}
+        value, ready, codec = condition_of(model)["status"], model.ready, model.codec
+        if value not in ("failed", "unloading"):
+            value = "loaded" if model.is_ready else "loading"
+        row["status"] = {"value": value} | ({"message": model.failed} if model.failed else {})
+        if ready is not None:
+            context = ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
-            row["meta"] = {"context_length": context, "size_bytes": served.memory.get("weights", 0)}
-            codec = served.codec
+            row["meta"] = {"context_length": context, "size_bytes": model.memory.get("weights", 0)}
             found = {} if codec is None else {"tools": codec.calls, "thinking": codec.markers}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
-        if served.notice is not None:
-            row["notice"] = served.notice
-        return row
+        return row if model.notice is None else row | {"notice": model.notice}
 
-    def _model_status(self, served: ServedModel) -> dict[str, Any]:
-        engine = served.supervisor
-        return self._model(served) | {
-            "condition": condition_of(served),
-            "engine_pid": engine.pid,
-            "engine_restarts": engine.restarts,
-            "rows_running": engine.status.running,
-            "rows_waiting": engine.status.waiting,
-            "memory": served.memory,
-        }
+    def _model_status(self, model: ServedModel) -> dict[str, Any]:
+        engine = model.supervisor
+        process = {"engine_pid": engine.pid, "engine_restarts": engine.restarts}
+        rows = {"rows_running": engine.status.running, "rows_waiting": engine.status.waiting}
+        return self._model(model) | {"condition": condition_of(model), **process, **rows, "memory": model.memory}
 
 
-def condition_of(served: ServedModel) -> dict[str, Any]:
-    """How a model is: ready, loading and how far, or what is wrong."""
-    condition = served.supervisor.condition
-    if served.is_leaving:
+def cancel_request(service: Service, given: str) -> None:
+    """Cancel the request that a client means by this id. Raises BorderError where none is running."""
+    if not any(service.cancel(request_id) for request_id in request_ids(given)):
+        raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
+
+
+def condition_of(model: ServedModel) -> dict[str, Any]:
+    """Whether a model is ready, how far its loading is, or what is wrong with it."""
+    condition = model.supervisor.condition
+    if model.is_leaving:
         return {"status": "unloading"}
-    if served.failed is not None:
-        return {"status": "failed", "message": served.failed}
-    if served.is_stopping:
+    if model.failed is not None:
+        return {"status": "failed", "message": model.failed}
+    if model.is_stopping:
         return {"status": "stopping"}
-    if served.is_ready:
+    if model.is_ready:
         return {"status": "ready"}
     if condition.is_sick:
         return {"status": "sick", "message": "its engine is silent; it is replaced if that goes on"}
     loading = condition.loading
-    progress = (
-        {"what": loading.what, "done": loading.done, "total": loading.total} if loading else {"what": "reading the tokenizer"}
-    )
+    progress = {"what": "reading the tokenizer"} if loading is None else pick_fields(loading, "what", "done", "total")
     return {"status": "loading", "progress": progress}
 
 
 def _option(option: ModelOption) -> dict[str, Any]:
-    model, fit = option.model, option.fit
+    model = option.model
+    where = {"is_here": model.folder is not None, "is_loaded": option.is_loaded}
+    row = {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
+    return row | where | pick_fields(option.fit, "needed_bytes", "verdict")
+
+
+def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
+    sizes = pick_fields(prefixes, "held_bytes", "budget_bytes", "disk_bytes", "num_nodes")
+    return {"model": model, **sizes, "nodes": [_show_node(node, tokenizer) for node in prefixes.nodes]}
+
+
+def _show_node(node: PrefixNode, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
-        "id": model.name,
-        "object": "model",
-        "kind": model.kind,
-        "size_bytes": model.size_bytes,
-        "is_here": model.folder is not None,
-        "is_loaded": option.is_loaded,
-        "needed_bytes": fit.needed_bytes,
-        "verdict": fit.verdict,
+        **pick_fields(node, "number", "parent", "length"),
+        "tokens": len(node.tokens),
+        "bytes": node.nbytes,
+        **pick_fields(node, "has_checkpoint", "pins", "hits"),
+        "idle_seconds": round(node.idle_seconds, 3),
+        **pick_fields(node, "is_salted", "is_on_disk"),
+        "text": None if node.is_salted else _excerpt(node.tokens, tokenizer),
     }
 
 
-def _sum(ledgers: list[dict[str, int]]) -> dict[str, int]:
-    kinds = {kind for budget in ledgers for kind in budget}
-    return {kind: sum(budget.get(kind, 0) for budget in ledgers) for kind in sorted(kinds)}
-
-
-def _iso(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+def _excerpt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of a chunk; of a long one its beginning and its end."""
+    parts = [tokens] if len(tokens) <= MAX_EXCERPT else [tokens[:MAX_EXCERPT], tokens[-MAX_EXCERPT:]]
+    text = "".join(tokenizer.decode(part, skip_special_tokens=False) for part in parts)
+    half = MAX_EXCERPT // 2
+    return text if len(text) <= MAX_EXCERPT else f"{text[: half - 1]}…{text[-half:]}"

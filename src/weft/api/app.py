@@ -1,6 +1,6 @@
 """The route table, and the one handler behind every generating endpoint: read this first.
 
-A wire gives `translate` (JSON → Asked); everything between that and the bytes on the socket is the same for all of them.
+A dialect brings `translate`, from JSON to a `ParsedRequest`; all between that and the bytes on the socket is done here for all.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -20,205 +20,187 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from weft.api import problems
-from weft.api.admin import Status, json_response
-from weft.api.anthropic import messages
-from weft.api.body import read_json
-from weft.api.cache_routes import Cache
-from weft.api.deadline import Deadline
-from weft.api.dialect import ParsedRequest, Reply, ReplyHeader
-from weft.api.guards import Guard
+from weft.api import ollama, openapi, problems
+from weft.api.admin import Admin
+from weft.api.anthropic import request as anthropic
+from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, pick_fields
+from weft.api.http import Deadline, Guard, Page, json_response, read_json
 from weft.api.live import LiveEvents
-from weft.api.ollama import chat as ollama
-from weft.api.ollama.models import OllamaEndpoints
-from weft.api.openai import chat, completions, responses
-from weft.api.openai.response_routes import Responses
-from weft.api.openai.responses import Past
-from weft.api.page import Page
-from weft.api.sse import EventStream, whole
+from weft.api.openai import chat, completions
+from weft.api.openai.responses import request as responses
+from weft.api.openai.responses.routes import StoredResponses
+from weft.api.sse import EventStream, make_whole_body
 from weft.config import ServerConfig
 from weft.errors import ContextTooLong
 from weft.ipc.limits import Sampling
 from weft.log import RequestRecord, log_request
 from weft.serving.active_request import ActiveRequest
+from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
-from weft.text.types import GenerationRequest
 
-LARGE_BODY = 1 << 16  # bytes
+LARGE_BODY_BYTES = 1 << 16  # larger ones are translated in a thread: a large schema takes its time, and streams must not wait
 SILENCE_SECONDS = 60.0  # between two wake-ups of a reply that is not streamed
-# Their clients come again with more of the same.
+# Clients that send one of these come again with more of the same conversation.
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id")
 
 Translate = Callable[..., ParsedRequest]  # takes a body, and where there is a Recall the past
-Recall = Callable[[dict[str, Any], bytes], Awaitable[Past]]  # takes a body, and the key that sends it
+Recall = Callable[[dict[str, Any], bytes], Awaitable[responses.Past]]  # takes a body, and the key it was sent with
 
 
 def make_app(service: Service, config: ServerConfig) -> Starlette:
-    """The server as an ASGI application, guards around it."""
-    status, cache, models = Status(service, config), Cache(service, config), OllamaEndpoints(service, config)
-    kept, page, events = Responses(service, config, status), Page(), LiveEvents(service)
+    """The server as an ASGI application, with the guard around it."""
+    registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
+    admin, models, page = Admin(service, config, registry), ollama.OllamaModels(service, config), Page()
+    stored = StoredResponses(service, config)
+
+    async def count_message_tokens(request: Request) -> Response:
+        generation = await asyncio.to_thread(anthropic.translate_count, await read_json(request, config))
+        return json_response({"input_tokens": await service.count_tokens(generation)})
+
+    def generate(path: str, dialect: str, translate: Translate, recall: Recall | None = None) -> Route:
+        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall).handle)
+
+    def post(path: str, endpoint: Callable[[Request], Any]) -> Route:
+        return Route(path, endpoint, methods=["POST"])
+
     routes = [
-        *(Route(path, page.file) for path in page.files),  # Claude Code asks by HEAD / whether somebody is there
-        _generating("/v1/chat/completions", "chat", chat.translate, service, config),
-        _generating("/v1/completions", "completions", completions.translate, service, config),
-        _generating("/v1/responses", "responses", responses.translate, service, config, kept.recall),
-        Route("/v1/responses/input_tokens", kept.input_tokens, methods=["POST"]),
-        Route("/v1/responses/{id}", kept.get),
-        Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]),
-        Route("/v1/responses/{id}/input_items", kept.items),
-        Route("/v1/responses/{id}/cancel", kept.cancel, methods=["POST"]),
-        _generating("/v1/messages", "messages", messages.translate, service, config),
-        _counting("/v1/messages/count_tokens", messages.translate_count, service, config),
-        _generating("/api/chat", "ollama", ollama.translate_chat, service, config),
-        _generating("/api/generate", "ollama", ollama.translate_generate, service, config),
+        *(Route(path, page.serve_file) for path in page.files),  # Claude Code sends HEAD / to see whether a server is there
+        generate("/v1/chat/completions", "chat", chat.translate),
+        generate("/v1/completions", "completions", completions.translate),
+        generate("/v1/responses", "responses", responses.translate, stored.recall),
+        post("/v1/responses/input_tokens", stored.count_tokens),
+        Route("/v1/responses/{id}", stored.get),
+        Route("/v1/responses/{id}", stored.delete, methods=["DELETE"]),
+        Route("/v1/responses/{id}/input_items", stored.list_items),
+        post("/v1/responses/{id}/cancel", stored.cancel),
+        generate("/v1/messages", "messages", anthropic.translate),
+        post("/v1/messages/count_tokens", count_message_tokens),
+        generate("/api/chat", "ollama", ollama.translate_chat),
+        generate("/api/generate", "ollama", ollama.translate_generate),
         Route("/api/version", models.version),
         Route("/api/tags", models.tags),
         Route("/api/ps", models.ps),
-        Route("/api/show", models.show, methods=["POST"]),
-        Route("/api/embed", models.embed, methods=["POST"]),
-        Route("/api/embeddings", models.embed, methods=["POST"]),
-        Route("/v1/models", status.models),
-        Route("/v1/models/available", status.available),
-        Route("/v1/models/load", status.load, methods=["POST"]),
-        Route("/v1/models/unload", status.unload, methods=["POST"]),
-        Route("/v1/models/{id:path}", status.model),
-        Route("/v1/requests/{id}/cancel", status.cancel, methods=["POST"]),
-        Route("/v1/cache", cache.list),
-        Route("/v1/cache/clear", cache.clear, methods=["POST"]),
-        Route("/v1/cache/requests/{id}", cache.report),
-        Route("/v1/status", status.status),
-        Route("/v1/events", events.stream),
-        Route("/health", status.health),
-        Route("/metrics", status.metrics),
-        Route("/openapi.json", status.openapi),
-        Route("/tokenize", status.tokenize, methods=["POST"]),
-        Route("/detokenize", status.detokenize, methods=["POST"]),
+        post("/api/show", models.show),
+        post("/api/embed", models.embed),
+        post("/api/embeddings", models.embed),
+        Route("/v1/models", admin.list_models),
+        Route("/v1/models/available", admin.list_available),
+        post("/v1/models/load", admin.load),
+        post("/v1/models/unload", admin.unload),
+        Route("/v1/models/{id:path}", admin.show_model),
+        post("/v1/requests/{id}/cancel", admin.cancel),
+        Route("/v1/cache", admin.list_cache),
+        post("/v1/cache/clear", admin.clear_cache),
+        Route("/v1/cache/requests/{id}", admin.report_request),
+        Route("/v1/status", admin.status),
+        Route("/v1/events", LiveEvents(service), methods=["GET"]),
+        Route("/health", admin.health),
+        Route("/metrics", admin.metrics),
+        Route("/openapi.json", openapi.serve_document),
+        post("/tokenize", admin.tokenize),
+        post("/detokenize", admin.detokenize),
     ]
-    guard = Middleware(
-        Guard,
-        api_keys=config.api_keys,
-        open_paths=("/health", *page.files),
-        allowed_hosts=(*config.allowed_hosts, config.host),
-        allowed_origins=config.allowed_origins,
-        on_response=service.metrics.http,
-    )
+    guard = Middleware(Guard, config=config, open_paths=page.files, on_response=service.metrics.http)
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle})
 
 
-def _generating(
-    path: str, dialect: str, translate: Translate, service: Service, config: ServerConfig, recall: Recall | None = None
-) -> Route:
-    async def endpoint(request: Request) -> Any:
-        """Parse the body, start the request, and reply: streamed, whole, or with what is wrong."""
-        account = RequestAccount(request, dialect, service)
+@dataclass(frozen=True)
+class GeneratingEndpoint:
+    """An endpoint that generates: the same steps for all dialects, around the `translate` function of one."""
+
+    service: Service
+    config: ServerConfig
+    dialect: str
+    translate: Translate
+    recall: Recall | None
+
+    async def handle(self, request: Request) -> Any:
+        """Parse the body, start the request, and reply: streamed, as one body, or with what is wrong."""
+        account, request_id = RequestAccount(request, self.dialect, self.service), request.state.request_id
         try:
-            deadline = Deadline.of(request.headers, config.request_timeout)
-            body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
-            # A large schema takes its time; streams are not to wait for it.
-            is_large = int(request.headers.get("content-length") or 0) > LARGE_BODY or recall is not None
-            past = {} if recall is None else {"past": await recall(body, request.state.api_key)}
-            parsed = await asyncio.to_thread(translate, body, **past) if is_large else translate(body)
-            generation = _identified(request, replace(parsed.generation, dialect=dialect))
-            model = service.find(generation.model)
+            deadline = Deadline.of(request.headers, self.config.request_timeout)
+            parsed = await self._parse(request)
+            model = self.service.find(parsed.generation.model)
+            account.model = model.name
             headers = {"x-ignored-params": quote(", ".join(parsed.ignored), safe=", ")[:1000]} if parsed.ignored else {}
 
-            def reply(sampling: Sampling | None = None) -> Reply:
-                return parsed.reply(
-                    ReplyHeader(account.request_id, int(time.time()), model.name, _fingerprint(service), sampling)
-                )
+            def make_reply(sampling: Sampling | None = None) -> Reply:
+                ready = next((one.ready for one in self.service.models), None)
+                fingerprint = ready.versions if ready is not None else "weft"
+                return parsed.reply(ReplyHeader(request_id, int(time.time()), model.name, fingerprint, sampling))
 
-            account.model = model.name
-            if not generation.prompts:  # the client wants the model loaded and nothing else
+            if not parsed.generation.prompts:  # the client wants the model loaded and nothing else
                 await deadline.hold(model.until_settled())
                 model.require()
                 account.close(None)
-                return json_response(reply().whole(), headers=headers)
-            active = account.active = ActiveRequest(account.request_id, generation, may_wait=parsed.stream)
-            parts = service.generate(active, config.heartbeat_seconds if parsed.stream else SILENCE_SECONDS)
+                return json_response(make_reply().make_body(), headers=headers)
+            active = account.active = ActiveRequest(request_id, parsed.generation, may_wait=parsed.stream)
+            parts = self.service.generate(active, self.config.heartbeat_seconds if parsed.stream else SILENCE_SECONDS)
             try:
                 await deadline.hold(anext(parts))
             except ContextTooLong as error:
                 if not (parsed.stream and parsed.streams_overflow):
                     raise
                 account.close(error)
-                told = reply()
-                return Response(told.opening() + told.failure(error), headers=headers, media_type=parsed.media_type)
-            told = reply(active.sampling)
+                reply = make_reply()
+                return Response(reply.frame_opening() + reply.frame_error(error), headers=headers, media_type=parsed.media_type)
+            reply = make_reply(active.sampling)
             if parsed.stream:
-                return EventStream(told, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
-            response = json_response(await whole(told, active, parts, request.receive, deadline), headers=headers)
+                return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
+            body = await make_whole_body(reply, active, parts, request.receive, deadline)
             account.close(None)
-            return response
+            return json_response(body, headers=headers)
         except Exception as error:  # the guard replies to it; here it is only counted
             account.close(error)
             raise
 
-    return Route(path, endpoint, methods=["POST"])
+    async def _parse(self, request: Request) -> ParsedRequest:
+        """The body as its dialect understands it, with the request's dialect, session and client."""
+        body = await read_json(request, self.config)
+        past = {} if self.recall is None else {"past": await self.recall(body, request.state.api_key)}
+        is_large = self.recall is not None or int(request.headers.get("content-length") or 0) > LARGE_BODY_BYTES
+        parsed = await asyncio.to_thread(self.translate, body, **past) if is_large else self.translate(body)
+        session = parsed.generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
+        who = request.state.api_key + b"\0" + session.encode()  # clients take turns; they are known by key and session
+        client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""
+        generation = replace(parsed.generation, dialect=self.dialect, session=session, client=client)
+        return replace(parsed, generation=generation)
 
 
-def _counting(
-    path: str, translate: Callable[[dict[str, Any]], GenerationRequest], service: Service, config: ServerConfig
-) -> Route:
-    async def endpoint(request: Request) -> Any:
-        """How many tokens a request's prompt has."""
-        body = await read_json(request, max_bytes=config.max_body_bytes, seconds=config.body_seconds)
-        generation = await asyncio.to_thread(translate, body)
-        return json_response({"input_tokens": await service.count_tokens(generation)})
-
-    return Route(path, endpoint, methods=["POST"])
-
-
-def _identified(request: Request, generation: GenerationRequest) -> GenerationRequest:
-    """The request with its client for fairness: a session where the client names one, else its key, hashed."""
-    session = generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
-    who = request.state.api_key + b"\0" + session.encode()
-    client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""
-    return replace(generation, session=session, client=client)
-
-
+@dataclass
 class RequestAccount:
     """One HTTP request from its arrival to the record it leaves in log and metrics."""
 
-    def __init__(self, request: Request, dialect: str, service: Service) -> None:
-        self.request_id: str = request.state.request_id
-        self.client = f"{request.client.host}:{request.client.port}" if request.client else "-"
-        self.dialect = dialect
-        self.path = request.scope["path"]
-        self.service = service
-        self.model = "-"
-        self.active: ActiveRequest | None = None
-        self.arrived = time.monotonic()
+    request: Request
+    dialect: str
+    service: Service
+    model: str = "-"
+    active: ActiveRequest | None = None
+    arrived: float = field(default_factory=time.monotonic)
 
     def close(self, error: BaseException | None) -> None:
         """Log the request, and count it if the engine had it."""
-        status = 200 if error is None else problems.status_of(error, self.path) if isinstance(error, Exception) else 499
+        path, address = self.request.scope["path"], self.request.client
+        status = 200 if error is None else problems.status_of(error, path) if isinstance(error, Exception) else 499
         active = self.active if self.active is not None and self.active.is_submitted else None
         finish = "cancelled" if status == 499 else "error" if error is not None else active.finish if active else None
         record = RequestRecord(
-            request_id=self.request_id,
-            client=self.client,
+            request_id=self.request.state.request_id,
+            client=f"{address.host}:{address.port}" if address else "-",
             dialect=self.dialect,
             model=self.model,
             status=status,
             finish=finish,
             total_seconds=time.monotonic() - self.arrived,
-            **({} if active is None else _numbers(active)),
+            **({} if active is None else _measurements(active)),
         )
         log_request(record)
         if active is not None and finish is not None:
             self.service.metrics.finished(record)
 
 
-def _numbers(active: ActiveRequest) -> dict[str, Any]:
-    usage = active.usage
+def _measurements(active: ActiveRequest) -> dict[str, Any]:
     names = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
-    cause = None if usage.reuse is None else usage.reuse.cause
-    return {name: getattr(usage, name) for name in names} | {
-        "miss_cause": cause,
-        "first_token_seconds": active.first_token_seconds,
-    }
-
-
-def _fingerprint(service: Service) -> str:
-    ready = next((model.ready for model in service.models), None)
-    return ready.versions if ready is not None else "weft"
+    reuse = active.usage.reuse
+    own = {"miss_cause": None if reuse is None else reuse.cause, "first_token_seconds": active.first_token_seconds}
+    return pick_fields(active.usage, *names) | own

@@ -1,12 +1,10 @@
-"""How an error is told: its status, its headers, its body in the shape of the wire it came by.
+"""How an error is reported: its status, its headers, and its body in the dialect of the path that was requested.
 
-Every error of the house has one row in the table below; whatever has none is ours, a 500 that says nothing of the inside.
-Of the endpoints it knows only how their paths begin, which says what an error looks like there.
+Errors that weft raises on purpose have a row in the table below; whatever has none is a 500 that reveals nothing of the inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,30 +12,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from weft.errors import (
-    BusyError,
-    ContextTooLong,
-    EngineError,
-    EngineStarting,
-    InsufficientMemory,
-    ModelConflict,
-    RequestCancelled,
-    RequestError,
-    RequestTimedOut,
-    ServerStopping,
-    TemplateFailed,
-    UnknownModel,
-    UnsupportedParameter,
-    WeftError,
-)
+from weft import errors
+from weft.errors import BusyError, ContextTooLong, RequestError, WeftError
 
 MAX_RETRY_AFTER = 30  # seconds; OpenAI's client gives up at once above 120
-MESSAGES = "/v1/messages"  # how the paths of Anthropic's wire begin
-OVERLOADED = 529  # what that wire has for too many requests; its 429 is for a client that asks too often
+MESSAGES = "/v1/messages"  # how the paths of Anthropic's dialect begin
+OVERLOADED = 529  # Anthropic's status for too many requests; its 429 is for a client that sends too often
 
 
 class BorderError(WeftError):
-    """Refused at the border, before any endpoint looked at the request."""
+    """A refusal that has a status and a code of its own, like those made before any endpoint looked at the request."""
 
     def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -46,24 +30,25 @@ class BorderError(WeftError):
         self.headers = headers or {}
 
 
-# The first row that fits is taken, so a subclass stands above its base.
-_TABLE: tuple[tuple[type[WeftError], int, str | None], ...] = (
-    (UnsupportedParameter, 400, "unsupported_parameter"),
-    (TemplateFailed, 400, "invalid_messages"),
-    (ContextTooLong, 400, "context_length_exceeded"),
-    (InsufficientMemory, 400, "insufficient_memory"),
-    (UnknownModel, 404, "model_not_found"),
-    (ModelConflict, 409, "model_conflict"),
-    (RequestCancelled, 499, "request_cancelled"),
-    (RequestTimedOut, 504, "request_timeout"),
-    (RequestError, 400, None),
-    (EngineStarting, 503, "model_loading"),
-    (ServerStopping, 503, "server_stopping"),
-    (BusyError, 429, "queue_full"),
-    (EngineError, 500, "engine_error"),
+# Error, HTTP status, OpenAI's code, and the code of a failed response, on which depends what a client of Responses does next:
+# shorten its history, give up, or try again. The first row that fits is taken, so a subclass stands above its base.
+_TABLE: tuple[tuple[type[WeftError], int, str | None, str], ...] = (
+    (errors.UnsupportedParameter, 400, "unsupported_parameter", "invalid_prompt"),
+    (errors.TemplateFailed, 400, "invalid_messages", "invalid_prompt"),
+    (errors.ContextTooLong, 400, "context_length_exceeded", "context_length_exceeded"),
+    (errors.InsufficientMemory, 400, "insufficient_memory", "invalid_prompt"),
+    (errors.UnknownModel, 404, "model_not_found", "invalid_prompt"),
+    (errors.ModelConflict, 409, "model_conflict", "invalid_prompt"),
+    (errors.RequestCancelled, 499, "request_cancelled", "invalid_prompt"),
+    (errors.RequestTimedOut, 504, "request_timeout", "invalid_prompt"),
+    (errors.RequestError, 400, None, "invalid_prompt"),
+    (errors.EngineStarting, 503, "model_loading", "server_is_overloaded"),
+    (errors.ServerStopping, 503, "server_stopping", "server_is_overloaded"),
+    (errors.QueueFull, 429, "queue_full", "rate_limit_exceeded"),
+    (errors.BusyError, 429, "queue_full", "server_is_overloaded"),
+    (errors.EngineError, 500, "engine_error", "server_error"),
 )
-
-
+_INTERNAL = (500, "internal_error", "server_error")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -77,13 +62,13 @@ _ANTHROPIC_TYPES = {
 
 
 def status_of(error: Exception, path: str = "") -> int:
-    """The HTTP status that tells this error to who asked at this path."""
+    """The HTTP status of an error for a request to this path."""
     status = _row(error)[0]
     return OVERLOADED if status == 429 and path.startswith(MESSAGES) else status
 
 
 def headers_of(error: Exception) -> dict[str, str]:
-    """What the client is told beside the body: when to come again, or that it should not."""
+    """The headers that tell a client when to send the request again, or that it should not."""
     match error:
         case BorderError():
             return error.headers
@@ -94,15 +79,24 @@ def headers_of(error: Exception) -> dict[str, str]:
 
 
 def openai_body(error: Exception) -> dict[str, Any]:
-    """The error as OpenAI's wires show it, in a body or in a stream's event."""
-    status, code = _row(error)
+    """The error as OpenAI's dialects show it, in a body or in a stream's event."""
+    status, code, _ = _row(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     param = error.param if isinstance(error, RequestError) else None
     return {"error": {"message": _message(error), "type": kind, "param": param, "code": code}}
 
 
+def response_error(error: Exception) -> dict[str, Any]:
+    """The error inside a failed response: its code is one that clients of Responses know, its `type` weft's own code."""
+    body, code = openai_body(error)["error"], _row(error)[2]
+    message, wait = body["message"], headers_of(error).get("retry-after")
+    if wait is not None:
+        message = f"{message.rstrip('.')}. Please try again in {wait}s."  # Codex reads the seconds here
+    return {"code": code, "message": message, "param": body["param"], "type": body["code"] or body["type"]}
+
+
 def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
-    """The same on Anthropic's wire. Its clients know a prompt that is too long by these words, and shorten it."""
+    """The error as Anthropic's dialect shows it; agents know a prompt that is too long by these words, and shorten it."""
     status, message = status_of(error, MESSAGES), _message(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.got} tokens > {error.limit} maximum"
@@ -111,23 +105,18 @@ def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
 
 
 def ollama_body(error: Exception) -> dict[str, Any]:
-    """The same on Ollama's wire."""
+    """The error as Ollama's dialect shows it."""
     return {"error": _message(error)}
 
 
-# The first row that fits the path is taken.
-_BODIES: tuple[tuple[str, Callable[[Exception, str], dict[str, Any]]], ...] = (
-    (MESSAGES, anthropic_body),
-    ("/api/", lambda error, _: ollama_body(error)),
-    ("", lambda error, _: openai_body(error)),
-)
-
-
 def problem(error: Exception, request_id: str, path: str = "") -> Response:
-    """The whole response that tells this error to who asked at this path."""
-    body = next(body for prefix, body in _BODIES if path.startswith(prefix))
+    """The whole response that reports an error to a client of this path."""
+    if path.startswith(MESSAGES):
+        body = anthropic_body(error, request_id)
+    else:
+        body = ollama_body(error) if path.startswith("/api/") else openai_body(error)
     headers = {"x-request-id": request_id, **headers_of(error)}
-    return Response(msgspec.json.encode(body(error, request_id)), status_of(error, path), headers, "application/json")
+    return Response(msgspec.json.encode(body), status_of(error, path), headers, "application/json")
 
 
 async def handle(request: Request, error: Exception) -> Response:
@@ -139,16 +128,13 @@ async def handle(request: Request, error: Exception) -> Response:
     return problem(error, request.state.request_id, request.scope["path"])
 
 
-def _row(error: Exception) -> tuple[int, str | None]:
+def _row(error: Exception) -> tuple[int, str | None, str]:
     if isinstance(error, BorderError):
-        return error.status, error.code
-    for kind, status, code in _TABLE:
-        if isinstance(error, kind):
-            return status, code
-    return 500, "internal_error"
+        return error.status, error.code, "server_error"
+    return next((row[1:] for row in _TABLE if isinstance(error, row[0])), _INTERNAL)
 
 
 def _message(error: Exception) -> str:
-    if _row(error) == (500, "internal_error"):
+    if _row(error) == _INTERNAL:
         return "An internal error ended this request; the server's log has the details under the request's id."
     return str(error)

@@ -1,1 +1,1 @@
-"""Anthropic's wire: a translator from JSON to `GenerationRequest`, and one from deltas to its events."""
+"""Anthropic's dialect: Messages and its count of tokens."""

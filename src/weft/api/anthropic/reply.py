@@ -1,22 +1,16 @@
-"""Deltas → Anthropic's events, or the message that a client makes of them: it is made here in the same way.
+"""Anthropic's events, or the message that a client makes of them: `make_body` makes it in the same way.
 
-Blocks follow each other: thinking, text and each call open one and close the one before. Knows no HTTP and no model; `messages`
-hands it out with each request.
+Blocks follow each other: reasoning, text and each call open one and close the one before. Knows no HTTP and no model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import msgspec
 
-from weft.api.anthropic.blocks import tool_use_id
-from weft.api.anthropic.signature import signature
-from weft.api.dialect import ReplyHeader, kept_tokens
-from weft.api.openai.common import encoded
+from weft.api.dialect import SEAL, Reply, ReplyHeader, encode_event, encode_json, join_texts, kept_tokens, seal
 from weft.api.problems import anthropic_body
 from weft.errors import WeftError
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
@@ -30,74 +24,57 @@ MORE_TEXT = (
 )
 
 
-@dataclass(frozen=True)
-class MessageShape:
-    """What a reply must know of its request."""
+class MessagesReply(Reply):
+    """A message, or its events. Hidden thinking travels sealed in the signature of its block, so that it can come back."""
 
-    max_tokens: int
-    hides_thinking: bool
-
-
-class MessagesReply:
-    """A message, or its events."""
-
-    def __init__(self, heading: ReplyHeader, shape: MessageShape) -> None:
-        self.shape = shape
-        self._request_id = heading.id
+    def __init__(self, header: ReplyHeader, max_tokens: int, hides_thinking: bool) -> None:
+        super().__init__()
+        self.max_tokens = max_tokens
+        self.hides_thinking = hides_thinking
+        self._request_id = header.id
         self._message: dict[str, Any] = {
-            "id": f"msg_{heading.id}",
+            "id": f"msg_{header.id}",
             "type": "message",
             "role": "assistant",
-            "model": heading.model,
+            "model": header.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._kind: str | None = None  # of the block that is open
-        self._index = -1  # of the last one that was opened
-        self._thought = ""  # the thinking of that block
-        self._taken: list[Event] = []
+        self._kind: str | None = None  # of the open block
+        self._index = -1  # of the block opened last
+        self._reasoning = ""  # of that block
 
-    def opening(self) -> bytes:
-        """Nothing: a message starts with the counts of its prompt."""
-        return b""
+    def frame_start(self, usage: Usage) -> bytes:
+        return encode_event({"type": "message_start", "message": self._message | {"usage": _usage(usage)}})
 
-    def begun(self, usage: Usage) -> bytes:
-        """The message, still empty."""
-        return _frame({"type": "message_start", "message": self._message | {"usage": _usage(usage)}})
-
-    def pieces(self, choice: int, deltas: Sequence[Delta]) -> bytes:  # noqa: ARG002 - there is only one
-        """Events for what is new."""
+    def frame_deltas(self, choice: int, deltas: Sequence[Delta]) -> bytes:
         if len(deltas) == 1 and type(delta := deltas[0]) is Text and delta.text and self._kind == "text":
-            return MORE_TEXT % (self._index, encoded(delta.text))
-        return b"".join(map(_frame, self._events(deltas)))
+            return MORE_TEXT % (self._index, encode_json(delta.text))
+        return super().frame_deltas(choice, deltas)
 
-    def heartbeat(self, computed: int, total: int) -> bytes:  # noqa: ARG002 - the wire has no word for it
-        """A ping, which may come before the message starts."""
-        return _frame({"type": "ping"})
+    def frame_run(self, _choice: int, run: list[Delta]) -> bytes:
+        return b"".join(map(encode_event, self._events(run)))
 
-    def closing(self) -> bytes:
-        """The end."""
-        return _frame({"type": "message_stop"})
+    def frame_heartbeat(self, *_: int) -> bytes:
+        return encode_event({"type": "ping"})  # may come before the message starts
 
-    def failure(self, error: WeftError) -> bytes:
-        """The error. No end follows: a client must not take what it has for the answer."""
-        return _frame(anthropic_body(error, self._request_id))
+    def frame_closing(self) -> bytes:
+        return encode_event({"type": "message_stop"})
 
-    def take(self, choice: int, deltas: Sequence[Delta]) -> None:  # noqa: ARG002 - there is only one
-        """Collect what is new, for `whole`."""
-        self._taken += self._events(deltas)
+    def frame_error(self, error: WeftError) -> bytes:
+        return encode_event(anthropic_body(error, self._request_id))
 
-    def whole(self) -> dict[str, Any]:
+    def make_body(self) -> dict[str, Any]:
         """The message as its events make it. The input of a call that was cut is empty: half of one must not be run."""
         blocks: list[dict[str, Any]] = []
         end: dict[str, Any] = {}
-        for event in self._taken:
+        for event in (event for run in self.runs(self.collected[0]) for event in self._events(run)):
             match event:
                 case {"content_block": block}:
                     blocks.append(dict(block))
-                case {"index": index, "delta": {"type": kind, **told}}:
-                    blocks[index][FIELDS[kind]] = blocks[index].get(FIELDS[kind], "") + told[FIELDS[kind]]
+                case {"index": index, "delta": {"type": kind, **given}}:
+                    blocks[index][FIELDS[kind]] = blocks[index].get(FIELDS[kind], "") + given[FIELDS[kind]]
                 case {"type": "message_delta", "delta": delta, "usage": usage}:
                     end = {**delta, "usage": usage}
         for block in blocks:
@@ -105,70 +82,62 @@ class MessagesReply:
                 block["input"] = _object(block.pop("partial_json", ""))
         return {**self._message, "content": blocks, **end}
 
-    def _events(self, deltas: Sequence[Delta]) -> Iterator[Event]:
-        """Everything that a stream tells between its start and its end."""
-        for _, run in groupby(deltas, _kind):
-            yield from self._told(list(run))
-
-    def _told(self, run: list[Delta]) -> Iterator[Event]:
-        text = "".join(delta.text for delta in run if isinstance(delta, Text | Reasoning | CallArguments))
+    def _events(self, run: list[Delta]) -> Iterator[Event]:
+        """The events of a run of deltas, between the message's start and its end."""
+        text = join_texts(run)
         match run[0]:
             case Text() if text:
-                yield from self._opened("text", text="")
+                yield from self._open("text", text="")
                 yield self._delta("text_delta", text)
             case Reasoning() if text:
-                yield from self._opened("thinking", thinking="", signature="")
-                self._thought += text
-                if not self.shape.hides_thinking:
+                yield from self._open("thinking", thinking="", signature="")
+                self._reasoning += text
+                if not self.hides_thinking:
                     yield self._delta("thinking_delta", text)
             case CallOpened(id=call, name=name):
-                yield from self._closed()
-                yield from self._opened("tool_use", id=tool_use_id(call), name=name, input={})
+                yield from self._close()
+                tool_use = f"toolu_{call.removeprefix('call_')}" if call.startswith("call_") else call
+                yield from self._open("tool_use", id=tool_use, name=name, input={})
             case CallArguments() if text:
                 yield self._delta("input_json_delta", text)
             case CallClosed():
-                yield from self._closed()
+                yield from self._close()
             case Finish() as finish:
-                yield from self._closed()
-                yield {"type": "message_delta", **self._end(finish)}
+                yield from self._close()
+                yield {"type": "message_delta", **self._ending(finish)}
 
-    def _opened(self, kind: str, **fields: Any) -> Iterator[Event]:
-        if self._kind == kind:
-            return
-        yield from self._closed()
-        self._kind, self._index, self._thought = kind, self._index + 1, ""
-        yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **fields}}
+    def _open(self, kind: str, **fields: Any) -> Iterator[Event]:
+        if self._kind != kind:
+            yield from self._close()
+            self._kind, self._index, self._reasoning = kind, self._index + 1, ""
+            yield {"type": "content_block_start", "index": self._index, "content_block": {"type": kind, **fields}}
 
-    def _closed(self) -> Iterator[Event]:
+    def _close(self) -> Iterator[Event]:
         if self._kind is None:
             return
         if self._kind == "thinking":
-            yield self._delta("signature_delta", signature(self._thought, self.shape.hides_thinking))
+            yield self._delta("signature_delta", seal(self._reasoning) if self.hides_thinking else SEAL)
         self._kind = None
         yield {"type": "content_block_stop", "index": self._index}
 
     def _delta(self, kind: str, text: str) -> Event:
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, FIELDS[kind]: text}}
 
-    def _end(self, finish: Finish) -> dict[str, Any]:
+    def _ending(self, finish: Finish) -> dict[str, Any]:
         usage = finish.usage or Usage(0, 0)
         stop = finish.stop if isinstance(finish.stop, str) else None
         match finish.reason:
             case "tool_calls":
                 reason = "tool_use"
-            case "length":  # the answer may have been asked for longer than the context is
-                reason = "max_tokens" if usage.completion_tokens >= self.shape.max_tokens else "model_context_window_exceeded"
+            case "length":  # the client may have asked for more tokens than the context has
+                reason = "max_tokens" if usage.completion_tokens >= self.max_tokens else "model_context_window_exceeded"
             case _:
                 reason = "end_turn" if stop is None else "stop_sequence"
         return {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": _usage(usage)}
 
 
-def _kind(delta: Delta) -> tuple[type[Delta], int]:
-    return type(delta), delta.index if isinstance(delta, CallOpened | CallArguments | CallClosed) else 0
-
-
 def _usage(usage: Usage) -> dict[str, Any]:
-    """Counts as Anthropic tells them: read before, computed and kept, and computed for this request alone; in sum the prompt."""
+    """The counts as Anthropic splits a prompt: cached before, computed and cached now, and computed for this request alone."""
     kept = kept_tokens(usage)
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,
@@ -185,7 +154,3 @@ def _object(text: str) -> dict[str, Any]:
     except msgspec.DecodeError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _frame(event: Event) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encoded(event))

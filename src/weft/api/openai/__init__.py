@@ -1,1 +1,1 @@
-"""The wires in OpenAI's dialect: each endpoint is two pure translators around one `GenerationRequest` and its deltas."""
+"""OpenAI's dialects: Chat Completions, Completions and Responses."""

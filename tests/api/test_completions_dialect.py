@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 
-from weft.api.dialect import ParsedRequest, ReplyHeader
+from dialect_kit import HEADER, Parts, chunks_of, frames_of, refused, streamed, token, whole
+from weft.api.dialect import ParsedRequest
 from weft.api.openai.completions import translate
-from weft.errors import InvalidRequest, QueueFull, UnsupportedParameter
-from weft.ipc.messages import TokenLogprob
-from weft.text.types import Delta, Finish, Text, Token, Usage
+from weft.errors import QueueFull, UnsupportedParameter
+from weft.text.types import Delta, Finish, Text, Usage
 
-HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
 USAGE = Usage(2, 4, cached_tokens=1, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"id":"cmpl-7","object":"text_completion","created":1,"model":"m","system_fingerprint":"f","choices":'
 TIMINGS = (
@@ -26,36 +24,13 @@ TIMINGS = (
 )
 DONE = "data: [DONE]"
 
-Calls = Sequence[tuple[int, Sequence[Delta]]]
-
 
 def asked(**fields: Any) -> ParsedRequest:
     return translate({"prompt": "Once", **fields})
 
 
-def streamed(request: ParsedRequest, calls: Calls) -> bytes:
-    reply = request.reply(HEADING)
-    return reply.opening() + b"".join(reply.pieces(choice, deltas) for choice, deltas in calls) + reply.closing()
-
-
-def whole(request: ParsedRequest, calls: Calls) -> dict[str, Any]:
-    reply = request.reply(HEADING)
-    for choice, deltas in calls:
-        reply.take(choice, deltas)
-    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
-    return body
-
-
 def frames(stream: bytes) -> list[str]:
-    text = stream.decode()
-    assert text.endswith("\n\n")
-    return [frame.replace(HEAD, "HEAD") for frame in text.removesuffix("\n\n").split("\n\n")]
-
-
-def chunks(stream: bytes) -> list[dict[str, Any]]:
-    lines = [line for line in stream.decode().splitlines() if line]
-    assert lines.pop() == DONE
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return frames_of(stream, HEAD)
 
 
 # --- golden streams
@@ -87,7 +62,7 @@ def test_length_and_usage_are_told_at_the_end() -> None:
 
 
 def test_two_prompts_with_two_choices_each_are_four_choices_and_two_prompts() -> None:
-    calls: Calls = [(choice, [Text(str(choice)), Finish("stop", usage=Usage(2 + choice, 1))]) for choice in (3, 1, 0, 2)]
+    calls: Parts = [(choice, [Text(str(choice)), Finish("stop", usage=Usage(2 + choice, 1))]) for choice in (3, 1, 0, 2)]
     body = whole(asked(prompt=["a", "b"], n=2), calls)
 
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(0, "0"), (1, "1"), (2, "2"), (3, "3")]
@@ -102,9 +77,9 @@ def test_choices_that_end_at_once_do_not_make_the_speed_negative() -> None:
 
 
 def test_an_echoed_prompt_has_log_probabilities_from_its_second_token_on() -> None:
-    echo = Text("Hé du", (_token("Hé", None), _token(" du", -2.0, ("x", -0.25), (" du", -2.0))))
-    answer = Text("!", (_token("!", -0.5, ("!", -0.5)),))
-    calls: Calls = [(0, [echo]), (0, [answer]), (0, [Finish("stop", usage=USAGE)])]
+    echo = Text("Hé du", (token("Hé", None), token(" du", -2.0, ("x", -0.25), (" du", -2.0))))
+    answer = Text("!", (token("!", -0.5, ("!", -0.5)),))
+    calls: Parts = [(0, [echo]), (0, [answer]), (0, [Finish("stop", usage=USAGE)])]
     request = asked(echo=True, logprobs=2)
 
     first = (
@@ -124,27 +99,27 @@ def test_an_echoed_prompt_has_log_probabilities_from_its_second_token_on() -> No
 
 
 def test_the_chosen_token_stands_among_the_likeliest() -> None:
-    calls: Calls = [(0, [Text("z", (_token("z", -9.0, ("a", -0.5), ("b", -1.0), ("b", -2.0)),)), Finish("stop", usage=USAGE)])]
+    calls: Parts = [(0, [Text("z", (token("z", -9.0, ("a", -0.5), ("b", -1.0), ("b", -2.0)),)), Finish("stop", usage=USAGE)])]
 
     assert whole(asked(logprobs=3), calls)["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -1.0, "z": -9.0}]
 
 
 def test_a_token_that_shows_half_a_character_begins_within_its_piece() -> None:
-    halves = Text("🙂", (_token("\ufffd", -1.0), _token("\ufffd", -1.0), _token("\ufffd", -1.0)))
-    calls: Calls = [(0, [halves, Text("!", (_token("!", -1.0),)), Finish("stop", usage=USAGE)])]
+    halves = Text("🙂", (token("\ufffd", -1.0), token("\ufffd", -1.0), token("\ufffd", -1.0)))
+    calls: Parts = [(0, [halves, Text("!", (token("!", -1.0),)), Finish("stop", usage=USAGE)])]
 
     assert whole(asked(logprobs=0), calls)["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
 
 
 def test_a_heartbeat_says_nothing() -> None:
-    assert frames(asked().reply(HEADING).heartbeat(1, 2)) == [
+    assert frames(asked().reply(HEADER).frame_heartbeat(1, 2)) == [
         ": prefill 1/2",
         'data: HEAD[{"index":0,"text":"","logprobs":null,"finish_reason":null}]}',
     ]
 
 
 def test_a_failure_in_the_stream_is_told_and_not_called_done() -> None:
-    assert asked().reply(HEADING).failure(QueueFull("Full.")) == (
+    assert asked().reply(HEADER).frame_error(QueueFull("Full.")) == (
         b'data: {"error":{"message":"Full.","type":"rate_limit_error","param":null,"code":"queue_full"}}\n\n'
     )
 
@@ -168,13 +143,8 @@ def test_a_whole_reply_has_every_part() -> None:
     }
 
 
-def _token(text: str, logprob: float | None, *top: tuple[str, float]) -> Token:
-    likeliest = tuple(_token(other, value) for other, value in top)
-    return Token(1, text, text.encode(), None if logprob is None else TokenLogprob(1, logprob), likeliest)
-
-
 def _spoken(texts: list[str]) -> Text:
-    return Text("".join(texts), tuple(_token(text, -1.0, (text, -1.0)) for text in texts))
+    return Text("".join(texts), tuple(token(text, -1.0, (text, -1.0)) for text in texts))
 
 
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
@@ -193,7 +163,7 @@ def test_streamed_is_whole(data: st.DataObject, prompts: int, n: int, logprobs: 
     deltas = st.lists(_texts, max_size=3).map(_spoken) if logprobs else st.builds(Text, _texts)
     calls = data.draw(_calls(prompts * n, deltas))
     request = asked(prompt=["a"] * prompts, n=n, logprobs=0 if logprobs else None)
-    body, told = whole(request, calls), chunks(streamed(request, calls))
+    body, told = whole(request, calls), chunks_of(streamed(request, calls))
 
     Completion.model_validate(body, strict=True)
     assert told[-1]["timings"] == body["timings"]
@@ -204,15 +174,15 @@ def test_streamed_is_whole(data: st.DataObject, prompts: int, n: int, logprobs: 
         assert mine[-1]["stop_reason"] == choice["stop_reason"]
         for field, values in (choice["logprobs"] or {}).items():
             assert [value for piece in mine[:-1] for value in piece["logprobs"][field]] == values
-        for token, offset in (
+        for text, offset in (
             zip(*(choice["logprobs"][name] for name in ("tokens", "text_offset")), strict=True) if logprobs else ()
         ):
-            assert choice["text"][offset:].startswith(token)
+            assert choice["text"][offset:].startswith(text)
 
 
 def test_a_choice_says_whether_it_fits_its_schema() -> None:
-    calls: Calls = [(0, [Text("{}"), Finish("stop", usage=USAGE, schema_errors=("$: wrong",))])]
-    last = chunks(streamed(asked(), calls))[-1]["choices"][0]
+    calls: Parts = [(0, [Text("{}"), Finish("stop", usage=USAGE, schema_errors=("$: wrong",))])]
+    last = chunks_of(streamed(asked(), calls))[-1]["choices"][0]
 
     assert last["schema_validation"] == {"valid": False, "errors": ["$: wrong"]}
     assert whole(asked(), calls)["choices"][0]["schema_validation"] == last["schema_validation"]
@@ -262,9 +232,11 @@ def test_the_other_fields_act() -> None:
     [("suffix", "x"), ("best_of", 3), ("dry_multiplier", 1), ("thinking_token_budget", 5), ("reasoning_budget_tokens", 0)],
 )
 def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedParameter, match=name) as caught:
-        asked(**{name: value})
-    assert caught.value.param == name
+    error = refused(asked, **{name: value})
+
+    assert isinstance(error, UnsupportedParameter)
+    assert name in str(error)
+    assert error.param == name
 
 
 def test_harmless_fields_are_accepted_and_unknown_ones_told() -> None:
@@ -293,13 +265,13 @@ def test_harmless_fields_are_accepted_and_unknown_ones_told() -> None:
     ],
 )
 def test_a_bad_value_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(**fields)
-    assert caught.value.param == param
-    assert words in str(caught.value)
+    error = refused(asked, **fields)
+
+    assert error.param == param
+    assert words in str(error)
 
 
 def test_a_missing_prompt_is_asked_for() -> None:
-    with pytest.raises(InvalidRequest, match="prompt is required") as caught:
-        translate({})
-    assert caught.value.param == "prompt"
+    error = refused(translate, {})
+
+    assert (error.param, str(error)) == ("prompt", "prompt is required")

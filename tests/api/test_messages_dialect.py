@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from weft.api.anthropic.messages import translate, translate_count
-from weft.api.dialect import ParsedRequest, ReplyHeader, request_ids
-from weft.errors import ContextTooLong, EngineDied, InvalidRequest, QueueFull, UnsupportedParameter
+from dialect_kit import HEADER, PARAMETERS, USER, conversation_of, cut_at, messages_of, one_by_one, refused
+from dialect_kit import events_of as frames
+from dialect_kit import streamed as stream_of
+from dialect_kit import whole as body_of
+from weft.api.anthropic.request import translate, translate_count
+from weft.api.dialect import ParsedRequest, request_ids
+from weft.errors import ContextTooLong, EngineDied, QueueFull, UnsupportedParameter
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -32,12 +35,10 @@ from weft.text.types import (
     Usage,
 )
 
-HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
-USER = {"role": "user", "content": "Hi"}
 USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=ReuseExplanation("differs", 5, ""))
 COUNTS = '"input_tokens":1,"cache_creation_input_tokens":3,"cache_read_input_tokens":5,"output_tokens":4'
 USED = '"usage":{' + COUNTS + ',"output_tokens_details":{"thinking_tokens":2}}'
-ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+ADD = {"name": "add", "input_schema": PARAMETERS}
 NOW = {"name": "now", "description": "The time", "input_schema": {"type": "object"}}
 WEB = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -49,37 +50,19 @@ def asked(**fields: Any) -> ParsedRequest:
 
 
 def conversation(**fields: Any) -> Conversation:
-    (prompt,) = asked(**fields).generation.prompts
-    assert isinstance(prompt, Conversation)
-    return prompt
+    return conversation_of(asked(**fields))
 
 
 def messages(*given: Any, **fields: Any) -> list[Message]:
-    return list(conversation(messages=list(given), **fields).messages)
+    return list(messages_of(asked(messages=list(given), **fields)))
 
 
 def streamed(deltas: Sequence[Delta], **fields: Any) -> bytes:
-    reply = asked(**fields).reply(HEADING)
-    return reply.opening() + reply.begun(USAGE) + b"".join(reply.pieces(0, [delta]) for delta in deltas) + reply.closing()
+    return stream_of(asked(**fields), one_by_one(deltas), usage=USAGE)
 
 
 def whole(deltas: Sequence[Delta], **fields: Any) -> dict[str, Any]:
-    reply = asked(**fields).reply(HEADING)
-    reply.take(0, deltas)
-    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
-    return body
-
-
-def frames(stream: bytes) -> list[str]:
-    """The data of every event, whose name is its type."""
-    text = stream.decode()
-    assert text.endswith("\n\n")
-    found = []
-    for frame in text.removesuffix("\n\n").split("\n\n"):
-        event, data = frame.split("\n")
-        assert event == f"event: {json.loads(data.removeprefix('data: '))['type']}"
-        found.append(data.removeprefix("data: "))
-    return found
+    return body_of(asked(**fields), [(0, deltas)])
 
 
 def block(index: int, first: str, *deltas: str) -> list[str]:
@@ -162,18 +145,18 @@ def test_an_answer_that_ends_before_its_max_tokens_ended_with_the_context() -> N
 
 
 def test_silence_is_filled_with_pings_and_a_failure_ends_the_stream() -> None:
-    reply = asked().reply(HEADING)
+    reply = asked().reply(HEADER)
 
-    assert reply.opening() == b""
-    assert frames(reply.heartbeat(5, 9)) == ['{"type":"ping"}']
-    assert frames(reply.failure(EngineDied("gone"))) == [
+    assert reply.frame_opening() == b""
+    assert frames(reply.frame_heartbeat(5, 9)) == ['{"type":"ping"}']
+    assert frames(reply.frame_error(EngineDied("gone"))) == [
         '{"type":"error","error":{"type":"api_error","message":"gone"},"request_id":"7"}'
     ]
-    assert '"overloaded_error"' in frames(reply.failure(QueueFull("full")))[0]
+    assert '"overloaded_error"' in frames(reply.frame_error(QueueFull("full")))[0]
 
 
 def test_a_prompt_that_is_too_long_is_told_in_the_words_agents_look_for() -> None:
-    told = asked().reply(HEADING).failure(ContextTooLong("other words", "messages", limit=8, got=9))
+    told = asked().reply(HEADER).frame_error(ContextTooLong("other words", "messages", limit=8, got=9))
 
     assert '"message":"prompt is too long: 9 tokens > 8 maximum"' in frames(told)[0]
 
@@ -219,13 +202,9 @@ def test_the_official_client_makes_the_whole_out_of_the_stream(deltas: list[Delt
 @settings(max_examples=50)
 def test_however_deltas_are_handed_over_the_message_is_the_same(data: st.DataObject) -> None:
     deltas = data.draw(st.sampled_from(DELTAS))
-    cuts = data.draw(st.lists(st.integers(0, len(deltas)), max_size=3).map(sorted))
-    reply = asked().reply(HEADING)
+    parts = cut_at(data.draw(st.lists(st.integers(0, len(deltas)), max_size=3)), deltas)
 
-    for first, last in zip([0, *cuts], [*cuts, len(deltas)], strict=True):
-        reply.take(0, deltas[first:last])
-
-    assert reply.whole() == whole(deltas)
+    assert body_of(asked(), [(0, part) for part in parts]) == whole(deltas)
 
 
 def test_the_input_of_a_call_that_was_cut_is_empty() -> None:
@@ -344,9 +323,9 @@ def test_documents_of_text_are_text_and_others_are_refused_by_their_place() -> N
         == "T\nC\na"
     )
     assert messages(document({"type": "content", "content": [{"type": "text", "text": "a"}]}))[0].content == "a"
-    with pytest.raises(UnsupportedParameter) as caught:
-        messages(document({"type": "base64", "media_type": "application/pdf", "data": "aaaa"}))
-    assert caught.value.param == "messages[0].content[0].source"
+    error = refused(messages, document({"type": "base64", "media_type": "application/pdf", "data": "aaaa"}))
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == "messages[0].content[0].source"
 
 
 def test_what_has_no_use_here_is_left_out_and_told() -> None:
@@ -366,8 +345,7 @@ def test_what_has_no_use_here_is_left_out_and_told() -> None:
         "messages.server_tool_use",
         "messages.web_search_tool_result",
     )
-    (prompt,) = reply.generation.prompts
-    assert isinstance(prompt, Conversation)
+    prompt = conversation_of(reply)
     assert prompt.messages[1] == Message("assistant", "b")
     assert [tool["function"]["name"] for tool in prompt.tools] == ["add"]
 
@@ -520,15 +498,13 @@ def said(*blocks: Any, role: str = "user") -> dict[str, Any]:
     ],
 )
 def test_what_can_not_be_honoured_is_refused_by_its_place(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(**fields)
+    error = refused(asked, **fields)
 
-    assert caught.value.param == param
-    assert param in str(caught.value)
+    assert error.param == param
+    assert param in str(error)
 
 
 def test_a_shape_may_not_be_asked_for_twice() -> None:
     shape = {"type": "json_schema", "schema": {}}
 
-    with pytest.raises(InvalidRequest, match="output_format"):
-        asked(output_config={"format": shape}, output_format=shape)
+    assert "output_format" in str(refused(asked, output_config={"format": shape}, output_format=shape))

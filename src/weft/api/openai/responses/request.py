@@ -1,6 +1,6 @@
-"""POST /v1/responses: what its body asks for, understood. Items, tools and the reply have files of their own beside this one.
+"""POST /v1/responses: what its body asks for. Items, tools and the reply have files of their own beside this one.
 
-Knows no HTTP, no template and no model. What was said in earlier responses is given to `translate` as a `Past`.
+Knows no HTTP, no template and no model. What is stored of earlier responses is given to `translate` as a `Past`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import ParsedRequest
-from weft.api.openai.common import generation_of, grammar_of, response_format, thinking_budget_of
-from weft.api.openai.response_items import Item, items_of, messages_of, unheard
-from weft.api.openai.response_reply import Frame, Keep, ResponseReply
-from weft.api.openai.response_tools import Tools, told
-from weft.api.openai.schema import NOT_YET, TIERS, ConversationRequest, Count, ResponseFormat, Schema, understood
+from weft.api.dialect import FieldRules, ParsedRequest, pick_fields
+from weft.api.openai import request as openai
+from weft.api.openai.request import TIERS, ConversationRequest, Count, ResponseFormat, Schema, read_format, read_grammar
+from weft.api.openai.responses.items import Item, read_items, resolve_items, unknown_kinds
+from weft.api.openai.responses.output_tools import OutputTools
+from weft.api.openai.responses.reply import Keep, ResponseReply, ResponseShape
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import Conversation, Effort, Message
@@ -36,18 +36,16 @@ INCLUDABLE = {
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 }
-# Beside those of the other wires.
-NOT_HERE: dict[str, tuple[Any, ...]] = NOT_YET | {
-    "background": (False,),
-    "conversation": (),
-    "context_management": ([],),
-    "moderation": (),
-    "prompt": (),
-    "max_tokens": (),
-    "max_completion_tokens": (),
-    "reasoning_effort": (),
-}
-HARMLESS = frozenset({"client_metadata", "access_programs", "image"})
+RULES = FieldRules(
+    refused={
+        **openai.RULES.refused,
+        "background": (False,),
+        "conversation": (),
+        "context_management": ([],),
+        **dict.fromkeys(("moderation", "prompt", "max_tokens", "max_completion_tokens", "reasoning_effort"), ()),
+    },
+    harmless=openai.RULES.harmless | {"client_metadata", "access_programs", "image"},
+)
 
 Summary = Literal["auto", "concise", "detailed", "none"]
 InputItem = Annotated[dict[str, Any], Meta(extra_json_schema={"properties": {"type": {"type": "string"}}})]
@@ -55,7 +53,7 @@ SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"
 
 
 class ThinkingAsked(msgspec.Struct, kw_only=True):
-    """How much is thought, and whether it is told as a summary too."""
+    """How much the model reasons, and whether the reasoning is shown as a summary too."""
 
     effort: Effort | None = None
     summary: Summary | None = None
@@ -98,94 +96,78 @@ class ResponseRequest(ConversationRequest, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
 
-    @property
-    def includes(self) -> set[str]:
-        """What a response is to have beside the usual."""
-        return set(self.include or ())
-
-    @property
-    def logprobs(self) -> int | None:
-        """How many log-probabilities of each token; None: not even its own."""
-        return self.top_logprobs or 0 if self.top_logprobs or LOGPROBS in self.includes else None
-
 
 @dataclass(frozen=True)
 class Past:
-    """What is known of earlier responses."""
+    """What is stored of earlier responses."""
 
-    items: tuple[Item, ...] = ()  # all that was said up to the previous response
+    items: tuple[Item, ...] = ()  # the conversation up to the previous response's end
     referred: Mapping[str, Item] = field(default_factory=dict)  # items by their ids
-    keep: Keep | None = None  # who keeps the next one
+    keep: Keep | None = None  # stores the next response
 
 
 def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
-    """Understand a body, or raise InvalidRequest naming the field."""
+    """Parse a body. Raises InvalidRequest that names the field."""
     past = past or Past()
-    request, ignored = understood(body, ResponseRequest, NOT_HERE)
+    request, ignored = RULES.read(body, ResponseRequest)
     if request.input is None and request.previous_response_id is None:
         raise InvalidRequest("input is required", "input")
-    tools, thinking = Tools(request.tools or ()), request.reasoning or ThinkingAsked()
-    items = items_of([] if request.input is None else request.input, past.referred)
-    conversation = Conversation(_messages(request, past.items, items), tools.shown, request.chat_template_kwargs or {})
-    generation = generation_of(
-        request,
+    tools, thinking, includes = OutputTools(request.tools or ()), request.reasoning or ThinkingAsked(), {*(request.include or ())}
+    items = resolve_items([] if request.input is None else request.input, past.referred)
+    conversation = Conversation(_messages(request, past.items, items), tools.template_tools, request.chat_template_kwargs or {})
+    generation = request.read_generation(
         (conversation,),
         request.max_output_tokens,
-        request.logprobs,
-        grammar=grammar_of(request, text=_text_format),
-        tool_choice=tools.choice(request.tool_choice, request.parallel_tool_calls),
-        thinking_budget=thinking_budget_of(request),
+        (request.top_logprobs or 0) if request.top_logprobs or LOGPROBS in includes else None,
+        grammar=read_grammar(request, text=_read_text),
+        tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
+        thinking_budget=request.thinking_budget,
         effort=thinking.effort,
     )
     keep = past.keep if request.store is not False else None
-    frame = Frame(
-        told=_told(request, thinking) | {"store": keep is not None},
-        tools=tools,
-        items=[*past.items, *items],
-        has_summary=(thinking.summary or thinking.generate_summary or "none") != "none",
-        is_sealed=SEALED in request.includes,
-        keep=keep,
-    )
-    missing = {f"include.{name}" for name in request.includes - INCLUDABLE} | {f"tools.{kind}" for kind in tools.missing}
-    ignored = (*(name for name in ignored if name not in HARMLESS), *sorted(missing | unheard(items)))
-    return ParsedRequest(generation, bool(request.stream), ignored, partial(ResponseReply, frame=frame), streams_overflow=True)
+    repeated = _repeated(request, thinking) | {"store": keep is not None}
+    has_summary = (thinking.summary or thinking.generate_summary or "none") != "none"
+    shape = ResponseShape(repeated, tools, [*past.items, *items], has_summary, SEALED in includes, keep)
+    missing = {f"include.{name}" for name in includes - INCLUDABLE} | {f"tools.{kind}" for kind in tools.missing}
+    ignored += tuple(sorted(missing | unknown_kinds(items)))
+    return ParsedRequest(generation, bool(request.stream), ignored, partial(ResponseReply, shape=shape), streams_overflow=True)
 
 
 def _messages(request: ResponseRequest, past: tuple[Item, ...], items: list[Item]) -> tuple[Message, ...]:
     placed = [("previous_response_id", item) for item in past if not _is_cut(item)]
     placed += [(f"input[{index}]", item) for index, item in enumerate(items)]
     instructions = (Message("system", request.instructions, place="instructions"),) if request.instructions else ()
-    messages = instructions + messages_of(placed)
+    messages = instructions + read_items(placed)
     if not messages:
         raise InvalidRequest("input is empty; send at least one item", "input")
     return messages
 
 
 def _is_cut(item: Item) -> bool:
-    """Whether it is a call that was not told to the end; nobody can have answered it."""
+    """Whether an item is a call that was cut short, to which there can be no result."""
     return item.get("status") == "incomplete" and item.get("type") in ("function_call", "custom_tool_call")
 
 
-def _text_format(asked: TextAsked, place: str) -> GrammarSpec | None:
-    form = asked.format
+def _read_text(wanted: TextAsked, place: str) -> GrammarSpec | None:
+    form = wanted.format
     if form is None:
         return None
     if form.type == "json_schema" and form.schema is None:
         raise InvalidRequest(f"{place}.format.schema is required", f"{place}.format.schema")
     schema = form.schema if form.type == "json_schema" else None
-    return response_format(ResponseFormat(type=form.type, schema=schema, strict=form.strict), f"{place}.format")
+    return read_format(ResponseFormat(type=form.type, schema=schema, strict=form.strict), f"{place}.format")
 
 
-def _told(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
-    """The fields that a response tells back, with what was taken where nothing was asked for."""
+def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
+    """The request's fields that a response repeats, with the defaults where none was given."""
     text = request.text or TextAsked()
     form = msgspec.to_builtins(text.format) if text.format is not None else {"type": "text"}
     known = ("name", "description", "schema", "strict") if form["type"] == "json_schema" else ()
     verbosity = {"verbosity": text.verbosity} if text.verbosity is not None else {}
-    tier = request.service_tier
+    tier, empty = request.service_tier, dict.fromkeys(("description", "parameters", "strict"))  # what a function may lack
     same = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
     return {
-        **{name: getattr(request, name) for name in same},
+        **pick_fields(request, *same),
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "prompt_cache_key": request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else None,
@@ -193,7 +175,7 @@ def _told(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
         "service_tier": tier if isinstance(tier, str) and tier in TIERS else "default",
         "text": {"format": {"type": form["type"], **{name: form.get(name) for name in known}}, **verbosity},
         "tool_choice": request.tool_choice or "auto",
-        "tools": told(request.tools or ()),
+        "tools": [{**empty, **tool} if tool["type"] == "function" else tool for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
-        "truncation": "disabled",  # also where auto is asked for: nothing is ever left out
+        "truncation": "disabled",  # also where auto was given: nothing is ever left out
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +13,18 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from weft.api.dialect import ParsedRequest, ReplyHeader
+from dialect_kit import HEADER as PLAIN_HEADER
+from dialect_kit import PARAMETERS, conversation_of, cut_at, events_of, messages_of, refused, token
+from dialect_kit import streamed as stream_of
+from dialect_kit import whole as body_of
+from weft.api.dialect import ParsedRequest, seal
 from weft.api.openai import chat
-from weft.api.openai.response_items import sealed
-from weft.api.openai.responses import NOT_HERE, Past, ResponseRequest, translate
+from weft.api.openai.responses.request import RULES, Past, ResponseRequest, translate
 from weft.errors import (
     ContextTooLong,
     EngineDied,
     EngineStarting,
     InternalError,
-    InvalidRequest,
     QueueFull,
     RequestCancelled,
     TemplateFailed,
@@ -29,7 +32,6 @@ from weft.errors import (
     WeftError,
 )
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import TokenLogprob
 from weft.text.tools import wrap_custom_input
 from weft.text.types import (
     CallArguments,
@@ -38,19 +40,19 @@ from weft.text.types import (
     Conversation,
     Delta,
     Finish,
+    GenerationRequest,
     Message,
     Reasoning,
     ReuseExplanation,
     Text,
-    Token,
     ToolCall,
     Usage,
 )
 
-HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f", sampling=Sampling(temperature=0.6, top_p=0.9))
+HEADER = replace(PLAIN_HEADER, sampling=Sampling(temperature=0.6, top_p=0.9))
 USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=ReuseExplanation("differs", 5, "because", 5))
 STOPPED = Finish("stop", usage=USAGE)
-ADD = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+ADD = {"type": "function", "name": "add", "parameters": PARAMETERS}
 NOW = {"type": "function", "name": "now"}
 PATCH = {"type": "custom", "name": "patch", "description": "Patch a file."}
 FILES = {"type": "namespace", "name": "files", "description": "About files.", "tools": [{**ADD, "name": "read"}, PATCH]}
@@ -63,42 +65,34 @@ def asked(past: Past | None = None, **fields: Any) -> ParsedRequest:
 
 
 def conversation(past: Past | None = None, **fields: Any) -> Conversation:
-    (prompt,) = asked(past, **fields).generation.prompts
-    assert isinstance(prompt, Conversation)
-    return prompt
+    return conversation_of(asked(past, **fields))
 
 
 def messages(*items: dict[str, Any], **fields: Any) -> tuple[Message, ...]:
-    return conversation(input=list(items), **fields).messages
+    return messages_of(asked(input=list(items), **fields))
+
+
+def chatted(**fields: Any) -> GenerationRequest:
+    """What Chat Completions makes of these fields."""
+    return chat.translate({"messages": [{"role": "user", "content": "Hi"}], **fields}).generation
 
 
 def streamed(request: ParsedRequest, *runs: Sequence[Delta]) -> list[dict[str, Any]]:
-    """The events of a stream, each one as OpenAI's own types have it."""
-    reply = request.reply(HEADING)
-    stream = reply.opening() + b"".join(reply.pieces(0, run) for run in runs) + reply.closing()
-    return events(stream)
+    return events(stream_of(request, [(0, run) for run in runs], HEADER))
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
-    found = []
-    for frame in stream.decode().removesuffix("\n\n").split("\n\n"):
-        if not frame.startswith(":"):
-            name, data = frame.splitlines()
-            event = json.loads(data.removeprefix("data: "))
-            assert name == f"event: {event['type']}"
-            EVENTS.validate_python(event)
-            found.append(event)
-    assert [event["sequence_number"] for event in found] == list(
-        range(found[0]["sequence_number"], found[-1]["sequence_number"] + 1)
-    )
+    """The events of a stream, each one as OpenAI's own types have it, and numbered without a gap."""
+    found = [json.loads(data) for data in events_of(stream)]
+    for event in found:
+        EVENTS.validate_python(event)
+    first = found[0]["sequence_number"]
+    assert [event["sequence_number"] for event in found] == list(range(first, first + len(found)))
     return found
 
 
 def whole(request: ParsedRequest, *runs: Sequence[Delta]) -> dict[str, Any]:
-    reply = request.reply(HEADING)
-    for run in runs:
-        reply.take(0, run)
-    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
+    body = body_of(request, [(0, run) for run in runs], HEADER)
     Response.model_validate(body)
     return body
 
@@ -250,9 +244,9 @@ def test_a_text_that_is_cut_is_told_to_its_end() -> None:
 
 
 def test_log_probabilities_come_with_the_text() -> None:
-    token = Token(1, "a", b"a", TokenLogprob(1, -0.5), (Token(2, "b", b"b", TokenLogprob(2, -1.0)),))
+    shown_token = token("a", -0.5, ("b", -1.0))
     for fields in ({"top_logprobs": 1}, {"include": ["message.output_text.logprobs"]}):
-        found = streamed(asked(**fields), [Text("", (token,))], [Text("a", (token,)), STOPPED])
+        found = streamed(asked(**fields), [Text("", (shown_token,))], [Text("a", (shown_token,)), STOPPED])
         shown = {"token": "a", "bytes": [97], "logprob": -0.5, "top_logprobs": [{"token": "b", "bytes": [98], "logprob": -1.0}]}
         assert [event["logprobs"] for event in found[4:6]] == [[shown], [shown]]
         assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == [shown, shown]
@@ -262,15 +256,15 @@ def test_log_probabilities_come_with_the_text() -> None:
 
 
 def test_silence_is_filled_with_a_comment_and_an_event_that_says_nothing_new() -> None:
-    reply = asked().reply(HEADING)
-    reply.opening()
-    beat = reply.heartbeat(512, 1024)
+    reply = asked().reply(HEADER)
+    reply.frame_opening()
+    beat = reply.frame_heartbeat(512, 1024)
 
     assert beat.startswith(b": prefill 512/1024\n\nevent: response.in_progress\n")
     (event,) = events(beat)
     assert event["sequence_number"] == 2
-    assert events(reply.pieces(0, [Text("a")]))[0]["sequence_number"] == 3
-    assert events(reply.heartbeat(1024, 1024))[0]["response"]["output"] == []
+    assert events(reply.frame_deltas(0, [Text("a")]))[0]["sequence_number"] == 3
+    assert events(reply.frame_heartbeat(1024, 1024))[0]["response"]["output"] == []
 
 
 @pytest.mark.parametrize(
@@ -286,10 +280,10 @@ def test_silence_is_filled_with_a_comment_and_an_event_that_says_nothing_new() -
     ],
 )
 def test_a_failure_is_the_last_event_and_has_a_code_that_clients_know(error: WeftError, code: str, words: str) -> None:
-    reply = asked().reply(HEADING)
-    reply.opening()
-    reply.pieces(0, [Reasoning("hm"), Text("so fa")])
-    frame = reply.failure(error)
+    reply = asked().reply(HEADER)
+    reply.frame_opening()
+    reply.frame_deltas(0, [Reasoning("hm"), Text("so fa")])
+    frame = reply.frame_error(error)
 
     assert frame.startswith(b"event: response.failed\n")
     failed = json.loads(frame.decode().splitlines()[1].removeprefix("data: "))["response"]
@@ -309,26 +303,25 @@ CALLS = st.sampled_from(
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> list[list[Delta]]:
+def answers(draw: st.DrawFn) -> list[Sequence[Delta]]:
     """What a model may say, in pieces that come in any groups."""
     deltas: list[Delta] = [Reasoning(text) for text in draw(st.lists(PIECES, max_size=3))]
     deltas += [Text(text) for text in draw(st.lists(PIECES, max_size=3))]
     calls = draw(st.lists(CALLS, max_size=3))
     for index, (name, arguments) in enumerate(calls):
         deltas.append(CallOpened(index, f"call_{index}", name))
-        cuts = sorted(draw(st.sets(st.integers(1, len(arguments) - 1), max_size=4)))
-        deltas += [CallArguments(index, arguments[a:b]) for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+        cuts = draw(st.sets(st.integers(1, len(arguments) - 1), max_size=4))
+        deltas += [CallArguments(index, piece) for piece in cut_at([*cuts], arguments)]
         deltas.append(CallClosed(index))
     end = draw(st.integers(0, len(deltas)))
     finish = Finish("length" if end < len(deltas) else "tool_calls" if calls else "stop", usage=USAGE)
     deltas = [*deltas[:end], finish]
-    places = sorted(draw(st.sets(st.integers(1, len(deltas)), max_size=5)))
-    return [deltas[a:b] for a, b in zip([0, *places], [*places, None], strict=True)]
+    return cut_at([*draw(st.sets(st.integers(1, len(deltas)), max_size=5))], deltas)
 
 
 @settings(max_examples=150, deadline=None)
 @given(answers())
-def test_streamed_is_whole_and_the_pieces_are_the_items(runs: list[list[Delta]]) -> None:
+def test_streamed_is_whole_and_the_pieces_are_the_items(runs: list[Sequence[Delta]]) -> None:
     request = asked(tools=[ADD, FILES], reasoning={"summary": "auto"})
     found = streamed(request, *runs)
     response = found[-1]["response"]
@@ -352,8 +345,7 @@ def test_streamed_is_whole_and_the_pieces_are_the_items(runs: list[list[Delta]])
 @given(st.text(), st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_any_split_of_a_custom_call_gives_the_same_text(text: str, places: list[int], is_ascii: bool) -> None:
     arguments = json.dumps({"input": text}, ensure_ascii=is_ascii)
-    cuts = sorted({place for place in places if 0 < place < len(arguments)})
-    pieces = [arguments[a:b] for a, b in zip([0, *cuts], [*cuts, None], strict=True)]
+    pieces = cut_at([*{place for place in places if 0 < place < len(arguments)}], arguments)
     found = streamed(
         asked(tools=[PATCH]),
         [CallOpened(0, "call_a", "patch")],
@@ -398,7 +390,7 @@ def test_a_response_tells_its_request_back() -> None:
     assert body["id"] == "resp_7"
 
 
-def test_usage_is_in_the_words_of_this_wire() -> None:
+def test_usage_is_in_the_words_of_this_dialect() -> None:
     body = whole(asked(), [Text("a"), STOPPED])
 
     assert body["usage"] == {
@@ -486,8 +478,8 @@ def test_thinking_text_and_calls_that_follow_each_other_are_one_answer() -> None
 @pytest.mark.parametrize(
     ("thought", "reasoning"),
     [
-        ({"content": [{"type": "reasoning_text", "text": "a"}], "encrypted_content": sealed("b")}, "a"),
-        ({"summary": [{"type": "summary_text", "text": "c"}], "encrypted_content": sealed("bé")}, "bé"),
+        ({"content": [{"type": "reasoning_text", "text": "a"}], "encrypted_content": seal("b")}, "a"),
+        ({"summary": [{"type": "summary_text", "text": "c"}], "encrypted_content": seal("bé")}, "bé"),
         ({"summary": [{"type": "summary_text", "text": "c"}], "encrypted_content": "gAAAAAB"}, "c"),
         ({"summary": [], "encrypted_content": "weft:!"}, None),
         ({"summary": []}, None),
@@ -572,9 +564,9 @@ def test_an_item_that_is_only_referred_to_is_taken_from_what_is_kept() -> None:
 
     for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
         assert conversation(past, input=[reference]).messages == (USER,)
-        with pytest.raises(InvalidRequest, match="no item 'msg_1' is kept here") as caught:
-            conversation(input=[reference])
-        assert caught.value.param == "input[0].id"
+        error = refused(asked, input=[reference])
+        assert "no item 'msg_1' is kept here" in str(error)
+        assert error.param == "input[0].id"
 
 
 @pytest.mark.parametrize(
@@ -599,31 +591,29 @@ def test_an_item_that_is_only_referred_to_is_taken_from_what_is_kept() -> None:
     ],
 )
 def test_an_item_that_can_not_be_shown_is_refused_by_its_place(items: Any, param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        translate({"input": items})
+    error = refused(translate, {"input": items})
 
-    assert caught.value.param == param
-    assert param in str(caught.value)
+    assert error.param == param
+    assert param in str(error)
 
 
 def test_items_of_a_kind_that_nobody_knows_are_left_out_and_told() -> None:
-    asked = translate({"input": [{"role": "user", "content": "a"}, {"type": "computer_call", "call_id": "b"}]})
+    request = asked(input=[{"role": "user", "content": "a"}, {"type": "computer_call", "call_id": "b"}])
 
-    (conversation,) = asked.generation.prompts
-    assert [message.content for message in conversation.messages] == ["a"]  # type: ignore[union-attr]
-    assert asked.ignored == ("input.computer_call",)
+    assert [message.content for message in messages_of(request)] == ["a"]
+    assert request.ignored == ("input.computer_call",)
 
 
 # --- tools
 
 
-def test_tools_are_the_same_as_on_the_chat_wire() -> None:
+def test_tools_are_the_same_as_in_chat_completions() -> None:
     strict = {**ADD, "strict": True, "parameters": {**ADD["parameters"], "required": ["a"], "additionalProperties": False}}
     tools = [{**strict, "description": "Add."}, {**PATCH, "format": {"type": "grammar", "syntax": "regex", "definition": "a+"}}]
     nested = [
         {"type": tool["type"], tool["type"]: {key: value for key, value in tool.items() if key != "type"}} for tool in tools
     ]
-    theirs = chat.translate({"messages": [{"role": "user", "content": "Hi"}], "tools": nested}).generation
+    theirs = chatted(tools=nested)
 
     for sent in (tools, nested):
         ours = asked(tools=sent).generation
@@ -706,16 +696,13 @@ def test_one_call_at_a_time_is_one_call_at_a_time() -> None:
     ],
 )
 def test_bad_tools_are_refused_by_their_place(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(**fields)
-
-    assert caught.value.param == param
+    assert refused(asked, **fields).param == param
 
 
 # --- the other fields
 
 
-def test_fields_act_as_on_the_chat_wire() -> None:
+def test_fields_act_as_in_chat_completions() -> None:
     same: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -730,7 +717,7 @@ def test_fields_act_as_on_the_chat_wire() -> None:
     ours = asked(**same, max_output_tokens=9, reasoning={"effort": "low"}, model="m", top_logprobs=2).generation
     fields = {"max_tokens": 9, "reasoning_effort": "low", "model": "m", "logprobs": True, "top_logprobs": 2}
 
-    assert ours == chat.translate({"messages": [{"role": "user", "content": "Hi"}], **same, **fields}).generation
+    assert ours == chatted(**same, **fields)
 
 
 @pytest.mark.parametrize(
@@ -748,10 +735,8 @@ def test_fields_act_as_on_the_chat_wire() -> None:
         ),
     ],
 )
-def test_a_format_is_held_as_on_the_chat_wire(form: dict[str, Any], theirs: dict[str, Any]) -> None:
-    wanted = chat.translate({"messages": [{"role": "user", "content": "Hi"}], "response_format": theirs}).generation.grammar
-
-    assert asked(text={"format": form}).generation.grammar == wanted
+def test_a_format_is_held_as_in_chat_completions(form: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert asked(text={"format": form}).generation.grammar == chatted(response_format=theirs).grammar
 
 
 @pytest.mark.parametrize(
@@ -780,10 +765,7 @@ def test_a_format_is_held_as_on_the_chat_wire(form: dict[str, Any], theirs: dict
     ],
 )
 def test_what_can_not_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(**fields)
-
-    assert caught.value.param == param
+    assert refused(asked, **fields).param == param
 
 
 def test_what_does_not_act_is_taken_and_what_nobody_knows_is_told() -> None:
@@ -800,13 +782,13 @@ def test_what_does_not_act_is_taken_and_what_nobody_knows_is_told() -> None:
     assert asked(**quiet, **loud).ignored == ("personality", "include.new.thing")
 
 
-@pytest.mark.parametrize("name", [name for name in NOT_HERE if name not in ResponseRequest.__struct_fields__])
+@pytest.mark.parametrize("name", [name for name in RULES.refused if name not in ResponseRequest.__struct_fields__])
 def test_every_field_that_is_not_done_is_refused_when_it_would_act(name: str) -> None:
-    with pytest.raises(UnsupportedParameter) as caught:
-        asked(**{name: {"would": "act"}})
+    error = refused(asked, **{name: {"would": "act"}})
 
-    assert caught.value.param == name
-    for harmless in (*NOT_HERE[name], None):
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == name
+    for harmless in (*RULES.refused[name], None):
         assert asked(**{name: harmless}).ignored == ()
 
 
@@ -818,7 +800,7 @@ def test_what_codex_sends_is_understood() -> None:
         "input": [
             {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: read-only."}]},
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
-            {"type": "reasoning", "summary": [], "encrypted_content": sealed("hm")},
+            {"type": "reasoning", "summary": [], "encrypted_content": seal("hm")},
             {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls"]}', "call_id": "call_1"},
             {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
         ],
@@ -847,8 +829,7 @@ def test_what_codex_sends_is_understood() -> None:
     assert request.stream
     generation = request.generation
     assert (generation.session, generation.priority, generation.effort) == ("thread", 10, "medium")
-    (prompt,) = generation.prompts
-    assert isinstance(prompt, Conversation)
+    prompt = conversation_of(request)
     assert [message.role for message in prompt.messages] == ["system", "developer", "user", "assistant", "tool"]
     assert prompt.messages[3].reasoning == "hm"
     assert generation.tool_choice is not None

@@ -1,4 +1,4 @@
-"""Ollama's wire: bodies into generations, deltas into lines of JSON and whole bodies."""
+"""Ollama's dialect: bodies into generations, deltas into lines of JSON and whole bodies."""
 
 from __future__ import annotations
 
@@ -10,37 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.api.dialect import ParsedRequest, ReplyHeader
-from weft.api.ollama.chat import NDJSON, translate_chat, translate_generate
-from weft.errors import EngineDied, InternalError, InvalidRequest, UnsupportedParameter
+from dialect_kit import ADD, HEADER, USAGE, USER, conversation_of, cut_at, messages_of, refused, streamed
+from dialect_kit import whole as whole_body
+from weft.api.dialect import ParsedRequest
+from weft.api.ollama import NDJSON, translate_chat, translate_generate
+from weft.errors import EngineDied, InternalError, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec
-from weft.text.types import (
-    CallArguments,
-    CallClosed,
-    CallOpened,
-    Conversation,
-    Delta,
-    Finish,
-    Message,
-    Reasoning,
-    Text,
-    ToolCall,
-    Usage,
-)
+from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Message, Reasoning, Text, ToolCall
 
-HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
-USER = {"role": "user", "content": "Hi"}
-USAGE = Usage(9, 4, cached_tokens=8, reasoning_tokens=2, queue_seconds=0.0004, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"model":"m","created_at":"1970-01-01T00:00:01Z",'
 END = (
     '"total_duration":750400000,"load_duration":400000,"prompt_eval_count":9,"prompt_eval_duration":500000000,'
     '"eval_count":4,"eval_duration":250000000'
 )
 STOPPED = 'HEAD"message":{"role":"assistant","content":""},"done":true,"done_reason":"stop",' + END + "}"
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
 CALL: list[Delta] = [CallOpened(0, "call_1", "add"), CallArguments(0, '{"a"'), CallArguments(0, ": 1}"), CallClosed(0)]
 TOLD_CALL = {"id": "call_1", "function": {"index": 0, "name": "add", "arguments": {"a": 1}}}
 
@@ -53,24 +36,13 @@ def generate(**fields: Any) -> ParsedRequest:
     return translate_generate({"model": "m", "prompt": "Hi", **fields})
 
 
-def conversation(asked: ParsedRequest) -> Conversation:
-    (prompt,) = asked.generation.prompts
-    assert isinstance(prompt, Conversation)
-    return prompt
-
-
 def lines(asked: ParsedRequest, parts: Sequence[Sequence[Delta]]) -> list[str]:
-    reply = asked.reply(HEADING)
-    stream = reply.opening() + b"".join(reply.pieces(0, part) for part in parts) + reply.closing()
+    stream = streamed(asked, [(0, part) for part in parts])
     return [line.replace(HEAD, "HEAD") for line in stream.decode().splitlines()]
 
 
 def whole(asked: ParsedRequest, parts: Sequence[Sequence[Delta]]) -> dict[str, Any]:
-    reply = asked.reply(HEADING)
-    for part in parts:
-        reply.take(0, part)
-    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
-    return body
+    return whole_body(asked, [(0, part) for part in parts])
 
 
 # --- golden lines
@@ -115,8 +87,8 @@ def test_generate_says_response_where_chat_has_a_message() -> None:
 
 
 def test_a_heartbeat_is_a_line_that_adds_nothing() -> None:
-    assert json.loads(chat().reply(HEADING).heartbeat(1, 9))["message"] == {"role": "assistant", "content": ""}
-    assert json.loads(generate().reply(HEADING).heartbeat(1, 9))["response"] == ""
+    assert json.loads(chat().reply(HEADER).frame_heartbeat(1, 9))["message"] == {"role": "assistant", "content": ""}
+    assert json.loads(generate().reply(HEADER).frame_heartbeat(1, 9))["response"] == ""
 
 
 @pytest.mark.parametrize(
@@ -124,7 +96,7 @@ def test_a_heartbeat_is_a_line_that_adds_nothing() -> None:
     [(EngineDied("the engine\nwent"), "the engine\nwent"), (InternalError("secret"), "An internal error ended this request")],
 )
 def test_a_failure_is_one_line_with_its_words(error: Any, words: str) -> None:
-    line = chat().reply(HEADING).failure(error)
+    line = chat().reply(HEADER).frame_error(error)
 
     assert line.count(b"\n") == 1
     assert json.loads(line).keys() == {"error"}
@@ -141,8 +113,7 @@ def test_the_answer_s_fit_to_its_schema_is_told_with_its_end() -> None:
 @given(st.lists(st.sampled_from([Reasoning("a"), Reasoning("\u2028"), Text("b"), Text("{\n"), *CALL]), max_size=12), st.data())
 def test_streamed_lines_add_up_to_the_whole_however_they_are_cut(given: list[Delta], data: st.DataObject) -> None:
     deltas = _sensible(given)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(deltas)), max_size=3)))
-    parts = [deltas[start:end] for start, end in zip([0, *cuts], [*cuts, len(deltas)], strict=True)]
+    parts = cut_at(data.draw(st.lists(st.integers(0, len(deltas)), max_size=3)), deltas)
     parts.append([Finish("stop", usage=USAGE)])
 
     told = [json.loads(line.replace("HEAD", HEAD, 1)) for line in lines(chat(tools=[ADD]), parts)]
@@ -212,10 +183,11 @@ def test_what_does_nothing_is_told_unless_it_is_known_to_do_nothing() -> None:
     ],
 )
 def test_what_would_act_and_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(UnsupportedParameter, match=f"^{param} is not supported here") as caught:
-        generate(**fields)
+    error = refused(generate, **fields)
 
-    assert caught.value.param == param
+    assert isinstance(error, UnsupportedParameter)
+    assert str(error).startswith(f"{param} is not supported here")
+    assert error.param == param
 
 
 @pytest.mark.parametrize(
@@ -233,10 +205,7 @@ def test_what_would_act_and_is_not_done_is_refused_by_name(fields: dict[str, Any
     ],
 )
 def test_a_misfit_is_named_with_its_place(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        chat(**fields)
-
-    assert caught.value.param == param
+    assert refused(chat, **fields).param == param
 
 
 @pytest.mark.parametrize(
@@ -261,13 +230,13 @@ def test_tools_may_be_called() -> None:
 
     assert asked.generation.tool_choice is not None
     assert asked.generation.tool_choice.mode == "auto"
-    assert conversation(asked).tools == (ADD,)
+    assert conversation_of(asked).tools == (ADD,)
     assert chat(tools=[]).generation.tool_choice is None
 
 
 def test_calls_and_results_without_ids_are_paired_by_name_and_order() -> None:
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "now", "add")]
-    messages = conversation(
+    messages = messages_of(
         chat(
             messages=[
                 USER,
@@ -278,7 +247,7 @@ def test_calls_and_results_without_ids_are_paired_by_name_and_order() -> None:
                 {"role": "tool", "content": "of nothing"},
             ]
         )
-    ).messages
+    )
 
     assert messages[1].reasoning == "hm"
     assert messages[1].tool_calls == (
@@ -293,13 +262,13 @@ def test_calls_and_results_without_ids_are_paired_by_name_and_order() -> None:
 def test_ids_that_are_given_are_kept() -> None:
     call = {"id": "mine", "function": {"name": "add", "arguments": {}}}
     result = {"role": "tool", "tool_call_id": "mine", "content": "1"}
-    messages = conversation(chat(messages=[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result])).messages
+    messages = messages_of(chat(messages=[USER, {"role": "assistant", "content": "", "tool_calls": [call]}, result]))
 
     assert (messages[1].tool_calls[0].id, messages[2].tool_call_id) == ("mine", "mine")
 
 
 def test_generate_asks_through_the_template_with_its_system_text_unless_it_is_raw() -> None:
-    assert conversation(generate(system="Be brief.")).messages == (Message("system", "Be brief."), Message("user", "Hi"))
+    assert messages_of(generate(system="Be brief.")) == (Message("system", "Be brief."), Message("user", "Hi"))
     raw = generate(raw=True, system="Be brief.").generation
     assert (raw.prompts, raw.split_thinking) == (("Hi",), False)
 
@@ -307,8 +276,8 @@ def test_generate_asks_through_the_template_with_its_system_text_unless_it_is_ra
 def test_images_are_handed_on_as_parts() -> None:
     parts = [{"type": "text", "text": "Hi"}, {"type": "image", "image": "aGk="}]
 
-    assert conversation(chat(messages=[{**USER, "images": ["aGk="]}])).messages[0].content == parts
-    assert conversation(generate(images=["aGk="])).messages[0].content == parts
+    assert messages_of(chat(messages=[{**USER, "images": ["aGk="]}]))[0].content == parts
+    assert messages_of(generate(images=["aGk="]))[0].content == parts
 
 
 @pytest.mark.parametrize("asked", [chat(messages=[]), chat(messages=None), generate(prompt=None), generate(prompt="")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from weft.api.dialect import ParsedRequest, ReplyHeader
+from dialect_kit import (
+    ADD,
+    HEADER,
+    NOW,
+    USAGE,
+    USER,
+    Parts,
+    chunks_of,
+    conversation_of,
+    frames_of,
+    messages_of,
+    refused,
+    streamed,
+    token,
+    whole,
+)
+from weft.api.dialect import ParsedRequest
 from weft.api.openai import completions
-from weft.api.openai.chat import translate
-from weft.api.openai.schema import HARMLESS, NOT_YET, ChatRequest
-from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
-from weft.ipc.messages import GrammarSpec, TokenLogprob
+from weft.api.openai.chat import ChatRequest, translate
+from weft.api.openai.request import RULES
+from weft.errors import EngineDied, UnsupportedParameter
+from weft.ipc.messages import GrammarSpec
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -30,14 +45,10 @@ from weft.text.types import (
     Reasoning,
     ReuseExplanation,
     Text,
-    Token,
     ToolCall,
     Usage,
 )
 
-HEADING = ReplyHeader(id="7", created=1, model="m", fingerprint="f")
-USER = {"role": "user", "content": "Hi"}
-USAGE = Usage(9, 4, cached_tokens=8, reasoning_tokens=2, queue_seconds=0.0004, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"id":"chatcmpl-7","object":"chat.completion.chunk","created":1,"model":"m","system_fingerprint":"f","choices":'
 ROLE = 'data: HEAD[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}'
 TIMINGS = (
@@ -47,50 +58,19 @@ TIMINGS = (
 STOPPED = 'data: HEAD[{"index":0,"delta":{},"finish_reason":"stop","stop_reason":null}],' + TIMINGS + "}"
 DONE = "data: [DONE]"
 CALLED = STOPPED.replace('"stop"', '"tool_calls"')
-ADD = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-NOW = {"type": "function", "function": {"name": "now"}}
-
-Calls = Sequence[tuple[int, Sequence[Delta]]]
 
 
 def asked(**fields: Any) -> ParsedRequest:
     return translate({"messages": [USER], **fields})
 
 
-def conversation(**fields: Any) -> Conversation:
-    (prompt,) = asked(**fields).generation.prompts
-    assert isinstance(prompt, Conversation)
-    return prompt
-
-
-def streamed(request: ParsedRequest, calls: Calls) -> bytes:
-    reply = request.reply(HEADING)
-    return reply.opening() + b"".join(reply.pieces(choice, deltas) for choice, deltas in calls) + reply.closing()
-
-
-def whole(request: ParsedRequest, calls: Calls) -> dict[str, Any]:
-    reply = request.reply(HEADING)
-    for choice, deltas in calls:
-        reply.take(choice, deltas)
-    body: dict[str, Any] = json.loads(json.dumps(reply.whole(), allow_nan=False))
-    return body
+def completed(**fields: Any) -> ParsedRequest:
+    """The same fields in a request for a completion."""
+    return completions.translate({"prompt": "a", **fields})
 
 
 def frames(stream: bytes) -> list[str]:
-    text = stream.decode()
-    assert text.endswith("\n\n")
-    return [frame.replace(HEAD, "HEAD") for frame in text.removesuffix("\n\n").split("\n\n")]
-
-
-def chunks(stream: bytes) -> list[dict[str, Any]]:
-    # str.splitlines ends lines in more places than an event stream does; some clients read so.
-    lines = [line for line in stream.decode().splitlines() if line and not line.startswith(":")]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines.pop() == DONE
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
+    return frames_of(stream, HEAD)
 
 
 # --- golden streams
@@ -151,14 +131,14 @@ def test_usage_comes_last_and_only_when_asked_for() -> None:
 
 def test_two_choices_share_a_prompt_that_is_counted_once() -> None:
     second = Usage(9, 6, cached_tokens=9, decode_seconds=0.5)
-    calls: Calls = [
+    calls: Parts = [
         (1, [Text("b")]),
         (0, [Text("a"), Finish("stop", usage=USAGE)]),
         (1, [Finish("length", usage=second)]),
     ]
     stream = streamed(asked(n=2, stream_options={"include_usage": True}), calls)
 
-    told = chunks(stream)
+    told = chunks_of(stream)
     assert [choice["index"] for chunk in told for choice in chunk["choices"]] == [0, 1, 1, 0, 0, 1]
     assert [choice["delta"] for chunk in told[:2] for choice in chunk["choices"]] == [{"role": "assistant", "content": ""}] * 2
     assert ["timings" in chunk for chunk in told] == [False] * 5 + [True, False]
@@ -170,8 +150,8 @@ def test_two_choices_share_a_prompt_that_is_counted_once() -> None:
 
 
 def test_log_probabilities_come_with_their_piece() -> None:
-    top = (_token("a", -0.5), _token("b", -math.inf))
-    pieces = [Text("", (_token("", -1.0),)), Text("a", (_token("a", -0.5, top),)), Finish("stop", usage=USAGE)]
+    likely = token("a", -0.5, ("a", -0.5), ("b", -math.inf))
+    pieces = [Text("", (token("", -1.0),)), Text("a", (likely,)), Finish("stop", usage=USAGE)]
     stream = streamed(asked(logprobs=True, top_logprobs=2), [(0, [piece]) for piece in pieces])
 
     assert frames(stream)[1:3] == [
@@ -184,14 +164,14 @@ def test_log_probabilities_come_with_their_piece() -> None:
 
 
 def test_a_heartbeat_is_a_comment_and_a_chunk_of_a_choice_still_open() -> None:
-    reply = asked(n=2).reply(HEADING)
+    reply = asked(n=2).reply(HEADER)
 
-    assert frames(reply.heartbeat(4096, 9000)) == [
+    assert frames(reply.frame_heartbeat(4096, 9000)) == [
         ": prefill 4096/9000",
         'data: HEAD[{"index":0,"delta":{},"finish_reason":null}]}',
     ]
-    reply.pieces(0, [Finish("stop", usage=USAGE)])
-    assert frames(reply.heartbeat(1, 1))[1] == 'data: HEAD[{"index":1,"delta":{},"finish_reason":null}]}'
+    reply.frame_deltas(0, [Finish("stop", usage=USAGE)])
+    assert frames(reply.frame_heartbeat(1, 1))[1] == 'data: HEAD[{"index":1,"delta":{},"finish_reason":null}]}'
 
 
 @pytest.mark.parametrize(
@@ -203,14 +183,14 @@ def test_a_heartbeat_is_a_comment_and_a_chunk_of_a_choice_still_open() -> None:
 )
 def test_the_last_chunk_says_whether_the_answer_fits_its_schema(errors: tuple[str, ...], words: str) -> None:
     finish = Finish("stop", usage=USAGE, schema_errors=errors)
-    calls: Calls = [(0, [Text("{}"), finish])]
+    calls: Parts = [(0, [Text("{}"), finish])]
 
     assert words in frames(streamed(asked(), calls))[2]
     assert whole(asked(), calls)["choices"][0]["schema_validation"] == {"valid": not errors, "errors": list(errors)}
 
 
 def test_a_failure_in_the_stream_is_told_and_not_called_done() -> None:
-    assert asked().reply(HEADING).failure(EngineDied("The engine died.")) == (
+    assert asked().reply(HEADER).frame_error(EngineDied("The engine died.")) == (
         b'data: {"error":{"message":"The engine died.","type":"server_error","param":null,"code":"engine_error"}}\n\n'
     )
 
@@ -304,13 +284,9 @@ def test_an_empty_answer_is_an_empty_text() -> None:
     assert body["timings"]["predicted_per_second"] == 0.0
 
 
-def _token(text: str, logprob: float, top: tuple[Token, ...] = ()) -> Token:
-    return Token(1, text, text.encode(), TokenLogprob(1, logprob), top)
-
-
 _texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 _plain = st.one_of(st.builds(Text, _texts), st.builds(Reasoning, _texts))
-_tokens = st.builds(_token, _texts, st.floats(max_value=0, allow_nan=False), st.just(()))
+_tokens = st.builds(token, _texts, st.floats(max_value=0, allow_nan=False))
 _with_tokens = st.one_of(st.builds(Text, _texts, st.tuples(_tokens)), st.builds(Reasoning, _texts))
 _finishes = st.builds(
     Finish,
@@ -343,7 +319,7 @@ def _called(draw: st.DrawFn, n: int) -> list[tuple[int, list[Delta]]]:
 def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
     """The choices of a stream as a client puts them together."""
     found: list[dict[str, Any]] = [{"content": "", "reasoning_content": "", "logprobs": [], "calls": []} for _ in range(n)]
-    for chunk in chunks(stream):
+    for chunk in chunks_of(stream):
         ChatCompletionChunk.model_validate(chunk, strict=True)
         for choice in chunk["choices"]:
             mine = found[choice["index"]]
@@ -384,7 +360,7 @@ def test_streamed_is_whole(data: st.DataObject, n: int, logprobs: bool, include_
         }
         for choice in body["choices"]
     ] == _assembled(stream, n)
-    last = chunks(stream)[-1]
+    last = chunks_of(stream)[-1]
     assert (last["usage"] == body["usage"]) if include_usage else (last["timings"] == body["timings"])
 
 
@@ -444,11 +420,11 @@ def test_a_thinking_budget_goes_by_two_names(fields: dict[str, Any], budget: int
 def test_template_fields_reach_the_conversation() -> None:
     request = asked(reasoning_effort="xhigh", chat_template_kwargs={"enable_thinking": False})
     assert request.generation.effort == "xhigh"  # what that means is the model's affair
-    assert request.generation.prompts == (conversation(chat_template_kwargs={"enable_thinking": False}),)
-    assert conversation(chat_template_kwargs={"enable_thinking": False}).template_kwargs == {"enable_thinking": False}
-    assert conversation().add_generation_prompt
-    assert not conversation(add_generation_prompt=False).add_generation_prompt
-    going_on = conversation(continue_final_message=True)
+    assert request.generation.prompts == (conversation_of(asked(chat_template_kwargs={"enable_thinking": False})),)
+    assert conversation_of(request).template_kwargs == {"enable_thinking": False}
+    assert conversation_of(asked()).add_generation_prompt
+    assert not conversation_of(asked(add_generation_prompt=False)).add_generation_prompt
+    going_on = conversation_of(asked(continue_final_message=True))
     assert going_on.continue_final_message
     assert not going_on.add_generation_prompt
 
@@ -498,21 +474,23 @@ REFUSED = {
 
 
 def test_the_table_of_refusals_is_complete() -> None:
-    assert REFUSED.keys() == NOT_YET.keys() - ChatRequest.__struct_fields__
+    assert REFUSED.keys() == RULES.refused.keys() - ChatRequest.__struct_fields__
 
 
 @pytest.mark.parametrize(("name", "value"), [*REFUSED.items(), ("best_of", True), ("include_reasoning", 1)])
 def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(UnsupportedParameter, match=name) as caught:
-        asked(**{name: value})
-    assert caught.value.param == name
+    error = refused(asked, **{name: value})
+
+    assert isinstance(error, UnsupportedParameter)
+    assert name in str(error)
+    assert error.param == name
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [(name, value) for name, values in NOT_YET.items() for value in (*values, None)]
+    [(name, value) for name, values in RULES.refused.items() for value in (*values, None)]
     + [("tools", []), ("tools", None), ("xtc_probability", 0.0)]
-    + [(name, "anything") for name in sorted(HARMLESS - {*ChatRequest.__struct_fields__})],
+    + [(name, "anything") for name in sorted(RULES.harmless - {*ChatRequest.__struct_fields__})],
 )
 def test_what_would_not_act_is_accepted(name: str, value: Any) -> None:
     assert asked(**{name: value}).ignored == ()
@@ -584,11 +562,11 @@ def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
     ],
 )
 def test_a_bad_value_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(**fields)
-    assert caught.value.param == param
-    assert param in str(caught.value)
-    assert words in str(caught.value)
+    error = refused(asked, **fields)
+
+    assert error.param == param
+    assert param in str(error)
+    assert words in str(error)
 
 
 # --- what the answer must look like
@@ -652,7 +630,7 @@ GRAMMARS: list[tuple[dict[str, Any], GrammarSpec | None]] = [
 @pytest.mark.parametrize(("fields", "spec"), GRAMMARS)
 def test_the_shape_of_an_answer_can_be_asked_for_in_many_words(fields: dict[str, Any], spec: GrammarSpec | None) -> None:
     assert asked(**fields).generation.grammar == spec
-    assert completions.translate({"prompt": "a", **fields}).generation.grammar == spec
+    assert completed(**fields).generation.grammar == spec
     assert asked(**fields).ignored == ()
 
 
@@ -711,11 +689,10 @@ BAD_GRAMMARS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "words"), BAD_GRAMMARS)
 def test_a_shape_that_can_not_be_had_is_named_with_its_place(fields: dict[str, Any], param: str, words: str) -> None:
-    for ask in (asked, lambda **given: completions.translate({"prompt": "a", **given})):
-        with pytest.raises(InvalidRequest) as caught:
-            ask(**fields)
-        assert caught.value.param == param
-        assert words in str(caught.value)
+    for ask in (asked, completed):
+        error = refused(ask, **fields)
+        assert error.param == param
+        assert words in str(error)
 
 
 # --- what becomes of the computed prompt
@@ -723,16 +700,13 @@ def test_a_shape_that_can_not_be_had_is_named_with_its_place(fields: dict[str, A
 
 def test_a_salt_reaches_the_generation() -> None:
     assert asked(cache_salt="mine").generation.cache_salt == "mine"
-    assert completions.translate({"prompt": "a", "cache_salt": "s" * 256}).generation.cache_salt == "s" * 256
+    assert completed(cache_salt="s" * 256).generation.cache_salt == "s" * 256
     assert asked(cache_salt=None).generation.cache_salt == ""
 
 
 @pytest.mark.parametrize("salt", ["", "s" * 257, 7])
 def test_a_salt_has_one_to_256_characters(salt: Any) -> None:
-    for ask in (asked, lambda **fields: completions.translate({"prompt": "a", **fields})):
-        with pytest.raises(InvalidRequest) as caught:
-            ask(cache_salt=salt)
-        assert caught.value.param == "cache_salt"
+    assert [refused(ask, cache_salt=salt).param for ask in (asked, completed)] == ["cache_salt"] * 2
 
 
 @pytest.mark.parametrize(
@@ -747,7 +721,7 @@ def test_a_salt_has_one_to_256_characters(salt: Any) -> None:
     ],
 )
 def test_who_says_that_he_comes_again_is_known_by_what_he_says(fields: dict[str, Any], session: str) -> None:
-    for request in (asked(**fields), completions.translate({"prompt": "a", **fields})):
+    for request in (asked(**fields), completed(**fields)):
         assert request.generation.session == session
         assert request.ignored == ()
 
@@ -770,17 +744,14 @@ def test_who_says_that_he_comes_again_is_known_by_what_he_says(fields: dict[str,
     ],
 )
 def test_a_priority_or_a_tier_reaches_the_generation(fields: dict[str, Any], priority: int) -> None:
-    for request in (asked(**fields), completions.translate({"prompt": "a", **fields})):
+    for request in (asked(**fields), completed(**fields)):
         assert request.generation.priority == priority
         assert request.ignored == ()
 
 
 @pytest.mark.parametrize("priority", [101, -101, 0.5, "high", True])
 def test_a_priority_is_an_integer_within_a_hundred(priority: Any) -> None:
-    for ask in (asked, lambda **fields: completions.translate({"prompt": "a", **fields})):
-        with pytest.raises(InvalidRequest) as caught:
-            ask(priority=priority)
-        assert caught.value.param == "priority"
+    assert [refused(ask, priority=priority).param for ask in (asked, completed)] == ["priority"] * 2
 
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -802,7 +773,7 @@ PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 def test_a_marked_part_or_message_is_a_breakpoint_and_parts_are_clean_of_it(
     message: dict[str, Any], breakpoints: tuple[int, ...]
 ) -> None:
-    (understood,) = conversation(messages=[{"role": "user", **message}]).messages
+    (understood,) = messages_of(asked(messages=[{"role": "user", **message}]))
 
     assert understood.breakpoints == breakpoints
     assert "breakpoint" not in str(understood.content)
@@ -819,9 +790,7 @@ def test_a_marked_part_or_message_is_a_breakpoint_and_parts_are_clean_of_it(
     ],
 )
 def test_a_mark_of_another_kind_is_refused(message: dict[str, Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        asked(messages=[{"role": "user", **message}])
-    assert caught.value.param == param
+    assert refused(asked, messages=[{"role": "user", **message}]).param == param
 
 
 def test_what_was_known_of_the_first_prompt_is_told_in_the_timings() -> None:
@@ -829,7 +798,7 @@ def test_what_was_known_of_the_first_prompt_is_told_in_the_timings() -> None:
         replace(USAGE, reuse=ReuseExplanation("differs", 5, why, 7, "there was a", " dog", " cat")) for why in ("first", "second")
     ]
     calls = [(choice, [Finish("stop", usage=usage)]) for choice, usage in enumerate(usages)]
-    request = completions.translate({"prompt": ["a", "b"]})
+    request = completed(prompt=["a", "b"])
     body, stream = whole(request, calls), streamed(request, calls)
 
     assert body["timings"]["cache"] == {
@@ -840,7 +809,7 @@ def test_what_was_known_of_the_first_prompt_is_told_in_the_timings() -> None:
         "instead": " cat",
         "why": "first",
     }
-    assert chunks(stream)[-1]["timings"] == body["timings"]
+    assert chunks_of(stream)[-1]["timings"] == body["timings"]
 
 
 # --- messages
@@ -881,4 +850,4 @@ def test_what_was_known_of_the_first_prompt_is_told_in_the_timings() -> None:
     ],
 )
 def test_messages_keep_what_they_say(given: dict[str, Any], understood: Message) -> None:
-    assert conversation(messages=[given]).messages == (understood,)
+    assert messages_of(asked(messages=[given])) == (understood,)

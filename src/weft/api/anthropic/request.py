@@ -1,0 +1,365 @@
+"""POST /v1/messages and its count of tokens: a body into a `GenerationRequest`; blocks become texts, calls and results.
+
+Blocks without use here are left out and reported as ignored; an image is handed on, for the model to take or to refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from weft.api.anthropic.reply import MessagesReply
+from weft.api.dialect import FieldRules, ParsedRequest, SomeText, unseal
+from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.ipc.messages import GrammarSpec
+from weft.text.reasoning import BUDGETS
+from weft.text.schema import json_schema_grammar
+from weft.text.tools import Tool, ToolSelection, read_tool_selection, read_tools
+from weft.text.types import Conversation, Effort, GenerationRequest, Message, ToolCall
+
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+ROLES = ("user", "assistant", "system")
+# Claude Code's first line; it differs from request to request, and everything after it would have to be computed anew.
+BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*")
+SKIPPED_KINDS = frozenset(
+    """
+    redacted_thinking server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result
+    bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result
+    mcp_tool_use mcp_tool_result container_upload
+    """.split()  # noqa: SIM905 - a list literal would fill a page
+)
+RULES = FieldRules(
+    refused={"mcp_servers": ([],)},
+    # Prompts are cached anyway, so a cache mark on the whole request changes nothing.
+    harmless=frozenset({"cache_control", "service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id"}),
+)
+
+BlockFields = {"type": {"type": "string"}, "cache_control": {"type": ["object", "null"]}}
+Block = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": BlockFields})]
+RoleName = Annotated[str, Meta(extra_json_schema={"enum": [*ROLES]})]  # `_read_messages` checks it
+Placed = tuple[str, dict[str, Any]]  # a block, and its place in the request
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    """One message. A system message may stand anywhere; an answer at the end is continued."""
+
+    role: RoleName
+    content: str | list[Block]
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model reasons, and how much of it."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """What the answer must be."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """How the answer should be."""
+
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    """About the request."""
+
+    user_id: str | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    """Which tools may be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolParam(msgspec.Struct, kw_only=True):
+    """A tool. One of another type than custom, and without a schema, is one of Anthropic's own."""
+
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None  # tools stand before the first message, where a prompt is cached anyway
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client sends all there is to know of the tool; Anthropic's own tools have only a name and a type."""
+        return self.type in (None, "custom") or self.input_schema is not None
+
+    def as_function(self, **more: Any) -> dict[str, Any]:
+        """The tool as OpenAI writes it and templates take it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema, **more}}
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/messages/count_tokens: all that the prompt is made of. Absent and null are the same."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1)]
+    model: str | None = None
+    system: str | list[Block] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the older name of output_config.format
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Meta(ge=0)]  # 0: the prompt is computed and cached, and nothing is generated
+    stream: bool | None = None
+    stop_sequences: list[SomeText] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    seed: int | None = None  # Anthropic has none; here an answer can be repeated
+    metadata: Metadata | None = None
+
+
+def translate(body: dict[str, Any]) -> ParsedRequest:
+    """Parse a body. Raises InvalidRequest that names the field."""
+    request, ignored = RULES.read(body, MessagesRequest)
+    generation = replace(
+        _read_generation(request),
+        sampling={name: value for name in SAMPLING if (value := getattr(request, name)) is not None},
+        stops=tuple(request.stop_sequences or ()),
+        session=(request.metadata and request.metadata.user_id) or "",
+    )
+    hides_thinking = bool(request.thinking and request.thinking.display == "omitted")
+    reply = partial(MessagesReply, max_tokens=request.max_tokens, hides_thinking=hides_thinking)
+    lists = [message.content for message in request.messages if isinstance(message.content, list)]
+    ignored += tuple(f"tools.{tool.type}" for tool in request.tools or () if not tool.is_complete)
+    ignored += tuple(sorted({f"messages.{block['type']}" for blocks in lists for block in blocks if _is_skipped(block)}))
+    return ParsedRequest(generation, bool(request.stream), ignored, reply)
+
+
+def translate_count(body: dict[str, Any]) -> GenerationRequest:
+    """The generation of a body whose prompt tokens are to be counted. Raises InvalidRequest that names the field."""
+    return _read_generation(RULES.read(body, CountRequest)[0])
+
+
+def _read_generation(request: CountRequest) -> GenerationRequest:
+    tools = _read_tools(request.tools or [])
+    effort, budget, template_kwargs = _read_thinking(request)
+    messages = _read_messages(request)
+    continues = bool(messages) and messages[-1].role == "assistant"
+    if continues and messages[-1].tool_calls:
+        place = f"messages[{len(request.messages) - 1}]"
+        raise InvalidRequest(f"{place} has a tool_use whose tool_result is missing; send it in a user message", place)
+    shown = tuple(tool.as_function() for tool in request.tools or () if tool.is_complete)
+    return GenerationRequest(
+        model=request.model,
+        prompts=(Conversation(messages, shown, template_kwargs, not continues, continues),),
+        sampling={},
+        grammar=_read_grammar(request),
+        tool_choice=_select_tools(request.tool_choice, tools),
+        thinking_budget=budget,
+        effort=effort,
+        is_flexible=True,  # agents ask for reasoning and 32,000 tokens without knowing the model
+    )
+
+
+def _read_thinking(request: CountRequest) -> tuple[Effort | None, int | None, dict[str, Any]]:
+    """How much to reason: the effort, the budget in tokens, and what the template is told. By default the model decides."""
+    effort = request.output_config.effort if request.output_config else None
+    match request.thinking:
+        case None:
+            return effort, None, {}
+        case Thinking(type="disabled"):
+            return "none", None, {}
+        case Thinking(type="enabled", budget_tokens=None):
+            raise InvalidRequest("thinking.budget_tokens is required where thinking is enabled", "thinking.budget_tokens")
+        case Thinking(type="enabled", budget_tokens=int(budget)):
+            worded = next(word for word, tokens in BUDGETS.items() if tokens is None or tokens >= budget)
+            return effort or worded, budget, {}
+    return effort, None, {"enable_thinking": True}
+
+
+def _read_grammar(request: CountRequest) -> GrammarSpec | None:
+    form, place = request.output_config.format if request.output_config else None, "output_config.format.schema"
+    if form is not None and request.output_format is not None:
+        raise InvalidRequest("output_format and output_config.format mean the same; send one of them", "output_format")
+    if form is None:
+        form, place = request.output_format, "output_format.schema"
+    return None if form is None else json_schema_grammar(form.schema, True, place)
+
+
+def _read_tools(given: Sequence[ToolParam]) -> tuple[Tool, ...]:
+    """The tools that may be called. Raises InvalidRequest with the place of the first misfit."""
+    complete = [index for index, tool in enumerate(given) if tool.is_complete]
+    for place in (f"tools[{index}].input_schema" for index in complete if given[index].input_schema is None):
+        raise InvalidRequest(f"{place} is required", place)
+    functions = [given[index].as_function(strict=bool(given[index].strict)) for index in complete]
+    return read_tools(functions, [f"tools[{index}]" for index in complete], "input_schema")
+
+
+def _select_tools(given: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolSelection | None:
+    given = given or ToolChoice(type="auto")
+    if given.type == "tool" and given.name is None:
+        raise InvalidRequest("tool_choice.name is required to choose a tool", "tool_choice.name")
+    words: dict[str, Any] = {"any": "required", "tool": {"type": "function", "name": given.name}}
+    selection = read_tool_selection(words.get(given.type, given.type), tools, not given.disable_parallel_tool_use)
+    return selection if tools else None
+
+
+def _read_messages(request: CountRequest) -> tuple[Message, ...]:
+    """The instructions and all messages. Raises InvalidRequest with the place of the first misfit."""
+    turns = [("system", "system", _read_blocks(request.system or "", "system"))]
+    for index, message in enumerate(request.messages):
+        place = f"messages[{index}]"
+        if message.role not in ROLES:
+            known = ", ".join(ROLES)
+            raise InvalidRequest(f"{place}.role {message.role!r} is not known; known are {known}", f"{place}.role")
+        if message.content == [] and message.role != "assistant":
+            raise InvalidRequest(f"{place}.content is empty; send at least one block", f"{place}.content")
+        blocks = _read_blocks(message.content, f"{place}.content")
+        if turns[-1][1] == message.role == "assistant":  # an answer in several messages is one
+            turns[-1][2].extend(blocks)
+        else:
+            turns.append((place, message.role, blocks))
+    readers = {"user": _read_user, "assistant": _read_assistant, "system": _read_system}
+    return tuple(message for place, role, blocks in turns for message in readers[role](blocks, place))
+
+
+def _read_blocks(content: str | list[dict[str, Any]], place: str) -> list[Placed]:
+    if isinstance(content, str):
+        return [(place, _text(content))]
+    placed = [(f"{place}[{index}]", _check(block, dict, f"{place}[{index}]")) for index, block in enumerate(content)]
+    return [(where, block) for where, block in placed if not _is_skipped(block)]
+
+
+def _read_system(blocks: list[Placed], place: str) -> list[Message]:
+    """A system message without the line for billing; none where there is nothing else."""
+    parts, marks = _read_parts(blocks)
+    texts = [_text(BILLING.sub("", part["text"])) if _is_text(part) else part for part in parts]
+    kept = [index for index, part in enumerate(texts) if part != _text("")]
+    breakpoints = tuple(kept.index(mark) for mark in marks if mark in kept)
+    return [Message("system", _content([texts[i] for i in kept]), breakpoints=breakpoints, place=place)] if kept else []
+
+
+def _read_user(blocks: list[Placed], place: str) -> list[Message]:
+    """A user's message: the results of calls first, because they belong to the answer before them."""
+    results = [_read_result(block, where) for where, block in blocks if block.get("type") == "tool_result"]
+    parts, marks = _read_parts([(where, block) for where, block in blocks if block.get("type") != "tool_result"])
+    return results + ([Message("user", _content(parts), breakpoints=marks, place=place)] if parts else [])
+
+
+def _read_result(block: dict[str, Any], place: str) -> Message:
+    content = "" if block.get("content") is None else _check(block["content"], str | list, f"{place}.content")
+    parts, marks = _read_parts(_read_blocks(content, f"{place}.content"))
+    parts = parts or [_text("")]
+    if block.get("is_error") and _is_text(parts[0]) and "error" not in parts[0]["text"][:32].lower():
+        parts[0] = _text(f"Error: {parts[0]['text']}")  # templates have no field for it, and the model should know
+    if block.get("cache_control") is not None:
+        marks = (*marks, len(parts) - 1)
+    call_id = _call_id(block.get("tool_use_id"), f"{place}.tool_use_id")
+    return Message("tool", _content(parts), tool_call_id=call_id, breakpoints=tuple(sorted({*marks})), place=place)
+
+
+def _read_assistant(blocks: list[Placed], place: str) -> list[Message]:
+    reasoning: list[str] = []
+    for where, block in blocks:
+        if block.get("type") == "thinking":
+            shown = _check(block.get("thinking"), str, f"{where}.thinking")
+            reasoning.append(shown or unseal(_check(block.get("signature", ""), str, f"{where}.signature")))
+    calls = tuple(_read_call(block, where) for where, block in blocks if block.get("type") == "tool_use")
+    parts, marks = _read_parts([(where, block) for where, block in blocks if block.get("type") not in ("thinking", "tool_use")])
+    content: str | list[dict[str, Any]] = parts
+    if all(map(_is_text, parts)):
+        content, marks = "".join(part["text"] for part in parts), (0,) if marks else ()
+    thoughts = "\n\n".join(filter(None, reasoning)) or None
+    return [Message("assistant", content or None, thoughts, calls, breakpoints=marks, place=place)]
+
+
+def _read_call(block: dict[str, Any], place: str) -> ToolCall:
+    name, given = _check(block.get("name"), str, f"{place}.name"), _check(block.get("input"), dict, f"{place}.input")
+    return ToolCall(name, msgspec.json.encode(given).decode(), _call_id(block.get("id"), f"{place}.id"))
+
+
+def _call_id(given: Any, place: str) -> str:
+    """A call's id as the other dialects write it."""
+    call_id: str = _check(given, str, place)
+    return f"call_{call_id.removeprefix('toolu_')}" if call_id.startswith("toolu_") else call_id
+
+
+def _read_parts(blocks: Sequence[Placed]) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+    """Blocks as parts of a content, and the indices of those after which a later prompt may diverge."""
+    marks = tuple(index for index, (_, block) in enumerate(blocks) if block.get("cache_control") is not None)
+    return [_read_part(block, place) for place, block in blocks], marks
+
+
+def _read_part(block: dict[str, Any], place: str) -> dict[str, Any]:
+    """A block as a text part, or as it is where there is no text in it."""
+    match block:
+        case {"type": "text", "text": text}:
+            return _text(_check(text, str, f"{place}.text"))
+        case {
+            "type": "document",
+            "source": {"type": "text", "data": str() as given} | {"type": "content", "content": str() | list() as given},
+        }:
+            heads = [head for name in ("title", "context") if isinstance(head := block.get(name), str) and head]
+            text = given if isinstance(given, str) else _join_blocks(given, f"{place}.source.content")
+            return _text("\n".join([*heads, text]))
+        case {"type": "document", "source": _}:
+            place = f"{place}.source"
+            raise UnsupportedParameter(f"{place}: only documents of plain text are taken here; send the text of this one", place)
+        case {"type": "search_result", "title": str(title), "source": str(source), "content": list(content)}:
+            return _text("\n".join([title, source, _join_blocks(content, f"{place}.content")]))
+        case {"type": "compaction", "content": str(text)} | {"type": "tool_reference", "tool_name": str(text)}:
+            return _text(text)
+        case {"type": "text" | "document" | "search_result" | "compaction" | "tool_reference" as kind}:
+            raise InvalidRequest(f"{place} is not a complete block of type {kind}", place)
+        case {"type": str()}:
+            return block
+    raise InvalidRequest(f"{place}.type must be a string", f"{place}.type")
+
+
+def _join_blocks(content: list[Any], place: str) -> str:
+    parts, _ = _read_parts(_read_blocks(content, place))
+    if not all(map(_is_text, parts)):
+        raise UnsupportedParameter(f"{place} has other blocks than text; only text is taken here", place)
+    return "\n".join(part["text"] for part in parts)
+
+
+def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """A single text part as a bare text, so that a prompt is the same whichever way it was sent."""
+    return parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts
+
+
+def _is_skipped(block: dict[str, Any]) -> bool:
+    return isinstance(kind := block.get("type"), str) and kind in SKIPPED_KINDS
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _is_text(part: dict[str, Any]) -> bool:
+    return bool(part["type"] == "text")
+
+
+def _check(value: Any, kind: Any, place: str) -> Any:
+    if not isinstance(value, kind):
+        words = {str: "a string", dict: "an object"}.get(kind, "a string or a list of blocks")
+        raise InvalidRequest(f"{place} must be {words}", place)
+    return value

@@ -1,0 +1,377 @@
+"""Ollama's dialect, as far as programs need it that know no other one: generating is translated, models are shown as Ollama does.
+
+`translate_chat` and `translate_generate` know no HTTP and no model; the endpoints of `OllamaModels` show what the service knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft import __version__
+from weft.api import dialect
+from weft.api.dialect import FieldRules, ParsedRequest, Reply, ReplyHeader, encode_json, join_texts, pick_fields
+from weft.api.http import json_response, read_json
+from weft.api.problems import ollama_body
+from weft.config import ServerConfig
+from weft.errors import UnsupportedParameter, WeftError
+from weft.ipc.messages import Ready
+from weft.serving.model import ServedModel
+from weft.serving.service import Service
+from weft.text import types
+from weft.text.schema import json_schema_grammar
+from weft.text.tools import read_tool_selection, read_tools
+from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Effort, Finish, Reasoning, Text, ToolCall, Usage
+
+NDJSON = "application/x-ndjson"
+NANOSECONDS = 1_000_000_000
+DIALECT_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses require this one or a later one
+NEVER = "9999-12-31T00:00:00Z"
+
+# Nothing is ever cut off a prompt, whatever `truncate` and `shift` say.
+RULES = FieldRules(
+    refused={"template": ("",), "suffix": ("",), "context": ([],), "logprobs": (False,), "top_logprobs": (0,)},
+    harmless=frozenset({"keep_alive", "truncate", "shift"}),
+)
+# Penalties look at all of prompt and answer, which is what repeat_last_n -1 asks for.
+OPTION_RULES = FieldRules({"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "repeat_last_n": (-1,)}, frozenset())
+
+OllamaBody = TypeVar("OllamaBody", bound="OllamaRequest")
+
+
+class Options(msgspec.Struct, kw_only=True):
+    """How to sample. Further limits are checked by `Sampling`."""
+
+    temperature: float | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: all tokens
+    top_p: float | None = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    num_predict: int | None = None  # 0 and less: the rest of the context
+    stop: dialect.Texts | None = None
+
+
+class OllamaFunction(msgspec.Struct, kw_only=True):
+    """The function of a call."""
+
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaToolCall(msgspec.Struct, kw_only=True):
+    """A call of an earlier answer. Older programs give it no id."""
+
+    function: OllamaFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    """One message."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaTool(msgspec.Struct, kw_only=True):
+    """A function that may be called: its name, description and parameters."""
+
+    function: dict[str, Any]
+    type: Literal["function"] = "function"
+
+
+class OllamaRequest(msgspec.Struct, kw_only=True):
+    """The fields of both generating endpoints. Absent and null are the same."""
+
+    model: str | None = None
+    stream: bool | None = None  # absent: true
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Effort | None = None
+    options: Options | None = None
+
+
+class OllamaChatRequest(OllamaRequest, kw_only=True):
+    """The body of POST /api/chat. Without messages it asks for the model to be loaded."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: list[OllamaTool] | None = None
+
+
+class OllamaGenerateRequest(OllamaRequest, kw_only=True):
+    """The body of POST /api/generate. Without a prompt it asks for the model to be loaded."""
+
+    prompt: str | None = None
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None
+
+
+class EmbedRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /api/embed and /api/embeddings, as far as it is read."""
+
+    model: str | None = None
+
+
+class ShowRequest(EmbedRequest, kw_only=True):
+    """The body of POST /api/show; older programs say `name`."""
+
+    name: str | None = None
+
+
+def translate_chat(body: dict[str, Any]) -> ParsedRequest:
+    """Parse a body of /api/chat. Raises InvalidRequest that names the field."""
+    request, ignored = _read(body, OllamaChatRequest)
+    given = tuple({"type": tool.type, "function": tool.function} for tool in request.tools or ())
+    tools = read_tools(given)
+    messages = _messages(request.messages or [])
+    prompts = (types.Conversation(messages, given),) if messages else ()
+    selection = read_tool_selection(None, tools) if tools else None
+    return _parsed(request, ignored, prompts, is_chat=True, tool_choice=selection)
+
+
+def translate_generate(body: dict[str, Any]) -> ParsedRequest:
+    """Parse a body of /api/generate. Raises InvalidRequest that names the field."""
+    request, ignored = _read(body, OllamaGenerateRequest)
+    prompts: tuple[types.Prompt, ...] = ()
+    if request.prompt and request.raw:
+        prompts = (request.prompt,)
+    elif request.prompt:
+        system = (types.Message("system", request.system),) if request.system else ()
+        prompts = (types.Conversation((*system, types.Message("user", _content(request.prompt, request.images)))),)
+    return _parsed(request, ignored, prompts, is_chat=False, split_thinking=not request.raw)
+
+
+def _read(body: dict[str, Any], kind: type[OllamaBody]) -> tuple[OllamaBody, tuple[str, ...]]:
+    """The body as a struct, and the names of its unknown fields, also of those under `options`."""
+    options = body.get("options")
+    given = options if isinstance(options, dict) else {}
+    inner = {f"options.{name}": value for name, value in given.items() if name not in Options.__struct_fields__}
+    refused = {f"options.{name}": values for name, values in OPTION_RULES.refused.items()}
+    return FieldRules(RULES.refused | refused, RULES.harmless).read({**body, **inner}, kind)
+
+
+def _parsed(
+    request: OllamaRequest, ignored: tuple[str, ...], prompts: tuple[types.Prompt, ...], *, is_chat: bool, **more: Any
+) -> ParsedRequest:
+    options, form, think = request.options or Options(), request.format, request.think
+    sampling = pick_fields(options, "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed") | {
+        "top_k": None if options.top_k is None else max(options.top_k, 0),
+        "repetition_penalty": options.repeat_penalty,
+        "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
+    }
+    any_object = dialect.ANY_OBJECT if form == "json" else None
+    grammar = any_object if isinstance(form, str | None) else json_schema_grammar(form, False, "format")
+    generation = types.GenerationRequest(
+        model=plain_name(request.model),
+        prompts=prompts,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        stops=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
+        grammar=grammar,
+        effort="max" if think is True else "none" if think is False else think,
+        **more,
+    )
+    reply = partial(OllamaReply, is_chat=is_chat)
+    return ParsedRequest(generation, request.stream is not False, ignored, reply, media_type=NDJSON)
+
+
+def plain_name(model: str | None) -> str | None:
+    """A model's name as weft knows it: Ollama's programs add a tag to it."""
+    return model and model.removesuffix(":latest")
+
+
+def _messages(given: Sequence[OllamaMessage]) -> tuple[types.Message, ...]:
+    """The messages. Calls and results without ids get some, in their order: templates may need them."""
+    messages: list[types.Message] = []
+    open_calls: list[ToolCall] = []
+    for index, message in enumerate(given):
+        calls = [
+            ToolCall(call.function.name, msgspec.json.encode(call.function.arguments).decode(), call.id or f"call_{index}_{i}")
+            for i, call in enumerate(message.tool_calls or ())
+        ]
+        open_calls += calls
+        answered = _answered(message, open_calls) if message.role == "tool" else None
+        if answered in open_calls:
+            open_calls.remove(answered)
+        content = _content(message.content or "", message.images)
+        call_id = message.tool_call_id or (answered.id if answered is not None else None)
+        messages.append(types.Message(message.role, content, message.thinking, tuple(calls), call_id, message.tool_name))
+    return tuple(messages)
+
+
+def _answered(result: OllamaMessage, open_calls: Sequence[ToolCall]) -> ToolCall | None:
+    """The call that a result belongs to: by id, by name, or the first without a result."""
+    for wanted, given in (("id", result.tool_call_id), ("name", result.tool_name)):
+        if given is not None:
+            return next((call for call in open_calls if getattr(call, wanted) == given), None)
+    return next(iter(open_calls), None)
+
+
+def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
+    return [{"type": "text", "text": text}, *({"type": "image", "image": image} for image in images)] if images else text
+
+
+class OllamaReply(Reply):
+    """A reply as one JSON object, or as lines of them; the last line says that it is done and what it took."""
+
+    def __init__(self, header: ReplyHeader, is_chat: bool) -> None:
+        super().__init__()
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(header.created))
+        self._head = {"model": header.model, "created_at": created}
+        self._is_chat = is_chat
+        self._open_calls: dict[int, tuple[CallOpened, list[str]]] = {}
+
+    def kind_of(self, delta: Delta) -> Any:
+        return "call" if isinstance(delta, CallOpened | CallArguments | CallClosed) else type(delta)
+
+    def frame_run(self, _choice: int, run: list[Delta]) -> bytes:
+        if isinstance(finish := run[0], Finish):
+            return self._line(self._show([]) | {"done": True} | _ending(finish))
+        shown = self._show(run)
+        return self._line(shown | {"done": False}) if shown != self._show([]) else b""
+
+    def frame_heartbeat(self, *_: int) -> bytes:
+        return self._line(self._show([]) | {"done": False})
+
+    def frame_error(self, error: WeftError) -> bytes:
+        return encode_json(ollama_body(error)) + b"\n"
+
+    def make_body(self) -> dict[str, Any]:
+        """The body of a reply that is not streamed; where nothing was generated, it says that the model is loaded."""
+        finish = next((delta for delta in self.collected[0] if isinstance(delta, Finish)), None)
+        ending = {"done_reason": "load"} if finish is None else _ending(finish)
+        return self._head | self._show(self.collected[0]) | {"done": True} | ending
+
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return encode_json(self._head | fields) + b"\n"
+
+    def _show(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """The fields for these deltas. Only complete calls are shown: programs expect their arguments as an object."""
+        thinking, calls = join_texts(deltas, Reasoning), []
+        for delta in deltas:
+            match delta:
+                case CallOpened(index=index):
+                    self._open_calls[index] = delta, []
+                case CallArguments(index=index):
+                    self._open_calls[index][1].append(delta.text)
+                case CallClosed(index=index):
+                    opened, texts = self._open_calls.pop(index)
+                    function = {"index": index, "name": opened.name, "arguments": msgspec.json.decode("".join(texts))}
+                    calls.append({"id": opened.id, "function": function})
+        text, more = join_texts(deltas, Text), {"thinking": thinking} if thinking else {}
+        if not self._is_chat:
+            return {"response": text, **more}
+        return {"message": {"role": "assistant", "content": text, **more, **({"tool_calls": calls} if calls else {})}}
+
+
+def _ending(finish: Finish) -> dict[str, Any]:
+    """Why an answer ended, and its counts and nanoseconds. The queueing time stands where Ollama has the loading time."""
+    usage = finish.usage or Usage(0, 0)
+    seconds = (usage.queue_seconds, usage.prefill_seconds, usage.decode_seconds)
+    queue, prefill, decode = (round(each * NANOSECONDS) for each in seconds)
+    return {
+        "done_reason": "length" if finish.reason == "length" else "stop",
+        "total_duration": queue + prefill + decode,
+        "load_duration": queue,
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": prefill,
+        "eval_count": usage.completion_tokens,
+        "eval_duration": decode,
+        **dialect.schema_verdict(finish),
+    }
+
+
+class OllamaModels:
+    """The endpoints beside the generating ones."""
+
+    def __init__(self, service: Service, config: ServerConfig) -> None:
+        self.service = service
+        self.config = config
+        self.started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": DIALECT_VERSION, "weft": __version__})
+
+    async def tags(self, _: Request) -> Response:
+        """List the served models, those that answer first."""
+        models = sorted(self.service.models, key=lambda model: not model.is_ready)
+        return json_response({"models": [self._row(model) for model in models]})
+
+    async def ps(self, _: Request) -> Response:
+        """List the loaded models. None is ever unloaded by itself."""
+        rows = [self._row(model) | _place(*model.require()) for model in self.service.models if model.is_ready]
+        return json_response({"models": rows})
+
+    async def show(self, request: Request) -> Response:
+        """Show what one model can, how long its context is, and its chat template."""
+        given = dialect.convert(await read_json(request, self.config), ShowRequest)
+        codec, ready = self.service.find(plain_name(given.model or given.name)).require()
+        found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers}
+        details = _details(ready)
+        family = details["family"]
+        return json_response(
+            {
+                "license": "",
+                "modelfile": "",
+                "parameters": "\n".join(f"{name} {value}" for name, value in codec.recommended.items()),
+                "template": codec.writer.template.source if codec.writer is not None else "",
+                "modified_at": self.started,
+                "details": details,
+                "model_info": {
+                    "general.architecture": family,
+                    f"{family}.context_length": ready.limits.context_length,
+                    f"{family}.vocab_size": ready.limits.vocab_size,
+                },
+                "capabilities": [name for name, way in found.items() if way is not None],
+            }
+        )
+
+    async def embed(self, request: Request) -> Response:
+        """Refuse embeddings: no model has any."""
+        model = self.service.find(plain_name(dialect.convert(await read_json(request, self.config), EmbedRequest).model))
+        raise UnsupportedParameter(f"{model.name} writes text and has no embeddings; weft serves no model that has any", "model")
+
+    def _row(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "name": model.name,
+            "model": model.name,
+            "modified_at": self.started,
+            "size": 0 if model.ready is None else model.ready.memory.get("weights", 0),
+            "digest": hashlib.sha256(model.name.encode()).hexdigest(),  # of the name: there is no one file to take it of
+            "details": {} if model.ready is None else _details(model.ready),
+        }
+
+
+def _place(_codec: object, ready: Ready) -> dict[str, Any]:
+    size_vram = 0 if ready.device == "cpu" else ready.memory.get("weights", 0)
+    return {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
+
+
+def _details(ready: Ready) -> dict[str, Any]:
+    """What the model's own files say of it."""
+    config: dict[str, Any] = msgspec.json.decode((Path(ready.folder) / "config.json").read_bytes())
+    family = str(config.get("model_type", "unknown"))
+    quantization = config.get("quantization") or {}
+    return {
+        "parent_model": "",
+        "format": "mlx",
+        "family": family,
+        "families": [family],
+        "parameter_size": "",
+        "quantization_level": f"{quantization['bits']}-bit" if "bits" in quantization else str(config.get("dtype", "")),
+    }

@@ -1,1 +1,0 @@
-"""Ollama's wire: a fixed small part of it, for programs that speak nothing else."""

@@ -1,0 +1,163 @@
+"""Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares.
+
+Chunks and bodies are made by the same few functions, so that they agree. A dialect adds what one of its choices looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from weft.api.dialect import Reply, ReplyHeader, encode_json, reused_fields, schema_verdict
+from weft.api.openai.request import CommonRequest
+from weft.api.problems import openai_body
+from weft.errors import WeftError
+from weft.text.types import Delta, Finish, Text, Token, Usage
+
+
+class OpenAIReply(Reply):
+    """A reply in OpenAI's framing. A dialect says what a choice looks like, in a chunk and in a body."""
+
+    id_prefix: ClassVar[str]
+    body_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    silence: ClassVar[dict[str, Any]]  # the choice of a chunk that has no news
+
+    def __init__(self, header: ReplyHeader, request: CommonRequest, num_prompts: int, has_logprobs: bool) -> None:
+        super().__init__()
+        self.n = request.n or 1
+        self.choices = range(num_prompts * self.n)  # prompt × n + i
+        self.has_logprobs = has_logprobs
+        self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._head = {
+            "id": f"{self.id_prefix}-{header.id}",
+            "object": self.chunk_object,
+            "created": header.created,
+            "model": header.model,
+            "system_fingerprint": header.fingerprint,
+        }
+        self._finishes: dict[int, Finish] = {}
+        # Nearly every frame is a lone text, so the bytes before and after it are made only once.
+        blanks = [] if has_logprobs else [self._chunk(choice, self.show_run(choice, [Text("\0")])) for choice in self.choices]
+        self._around = [blank.rpartition(encode_json("\0"))[::2] for blank in blanks]
+
+    def show_run(self, choice: int, run: Sequence[Delta], /) -> dict[str, Any]:
+        """The choice of a chunk for consecutive deltas of one kind; {} where there is nothing to show."""
+        raise NotImplementedError
+
+    def show_choice(self, choice: int, deltas: Sequence[Delta], /) -> dict[str, Any]:
+        """A choice of a body."""
+        raise NotImplementedError
+
+    def frame_deltas(self, choice: int, deltas: Sequence[Delta]) -> bytes:
+        if len(deltas) == 1 and type(delta := deltas[0]) is Text and not self.has_logprobs:
+            before, after = self._around[choice]
+            return before + encode_json(delta.text) + after if delta.text else b""
+        return super().frame_deltas(choice, deltas)
+
+    def frame_run(self, choice: int, run: list[Delta]) -> bytes:
+        if not isinstance(finish := run[0], Finish):
+            shown = self.show_run(choice, run)
+            return self._chunk(choice, shown) if shown else b""
+        self._finishes[choice] = finish
+        timings = {"timings": timings_of(self._usages(), self.n)} if len(self._finishes) == len(self.choices) else {}
+        return self._frame([{"index": choice, **self.silence, **_ending(finish)}], **timings)
+
+    def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
+        """A comment for people, and a chunk without news for clients whose timers ignore comments."""
+        choice = next((choice for choice in self.choices if choice not in self._finishes), 0)
+        return b": prefill %d/%d\n\n" % (num_computed, num_tokens) + self._chunk(choice, self.silence)
+
+    def frame_closing(self) -> bytes:
+        return (self._frame([], usage=self._usage()) if self._include_usage else b"") + b"data: [DONE]\n\n"
+
+    def frame_error(self, error: WeftError) -> bytes:
+        return b"data: " + encode_json(openai_body(error)) + b"\n\n"
+
+    def make_body(self) -> dict[str, Any]:
+        collected = [self.collected[choice] for choice in self.choices]
+        self._finishes = {i: delta for i, deltas in enumerate(collected) for delta in deltas if isinstance(delta, Finish)}
+        choices = [
+            {"index": choice, **self.show_choice(choice, deltas), **_ending(self._finishes[choice])}
+            for choice, deltas in enumerate(collected)
+        ]
+        end = {"usage": self._usage(), "timings": timings_of(self._usages(), self.n)}
+        return {**self._head, "object": self.body_object, "choices": choices, **end}
+
+    def _chunk(self, choice: int, shown: dict[str, Any]) -> bytes:
+        return self._frame([{"index": choice, **shown, "finish_reason": None}])
+
+    def _frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        usage = {"usage": None} if self._include_usage else {}
+        return b"data: " + encode_json({**self._head, "choices": choices, **usage, **more}) + b"\n\n"
+
+    def _usage(self) -> dict[str, Any]:
+        total = sum_usages(self._usages(), self.n)
+        return {
+            "prompt_tokens": total.prompt_tokens,
+            "completion_tokens": total.completion_tokens,
+            "total_tokens": total.prompt_tokens + total.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
+        }
+
+    def _usages(self) -> list[Usage]:
+        return [self._finishes[choice].usage or Usage(0, 0) for choice in self.choices]
+
+
+def _ending(finish: Finish) -> dict[str, Any]:
+    return {"finish_reason": finish.reason, "stop_reason": finish.stop, **schema_verdict(finish)}
+
+
+def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
+    """The usage of all choices together. A prompt counts once, however many choices it has: the first of them computed it.
+
+    Choices run side by side, so the longest time counts. Of several prompts the first one's reuse is explained.
+    """
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in usages[::n]),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        cached_tokens=sum(usage.cached_tokens for usage in usages[::n]),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+        queue_seconds=max(usage.queue_seconds for usage in usages),
+        prefill_seconds=max(usage.prefill_seconds for usage in usages),
+        decode_seconds=max(usage.decode_seconds for usage in usages),
+        reuse=usages[0].reuse,
+    )
+
+
+def timings_of(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
+    """The counts and times of a whole reply. The choices' first tokens belong to the prompt."""
+    total = sum_usages(usages, n)
+    after_first = sum(max(usage.completion_tokens - 1, 0) for usage in usages)
+    prompt = total.prompt_tokens - total.cached_tokens
+    timings = {
+        "cache_n": total.cached_tokens,
+        "prompt_n": prompt,
+        "prompt_ms": round(total.prefill_seconds * 1000, 3),
+        "prompt_per_second": round(prompt / total.prefill_seconds, 3) if total.prefill_seconds else 0.0,
+        "predicted_n": total.completion_tokens,
+        "predicted_ms": round(total.decode_seconds * 1000, 3),
+        "predicted_per_second": round(after_first / total.decode_seconds, 3) if total.decode_seconds else 0.0,
+        "queue_ms": round(total.queue_seconds * 1000, 3),
+    }
+    return timings if total.reuse is None else timings | {"cache": reused_fields(total)}
+
+
+def tokens_of(run: Sequence[Delta]) -> list[Token]:
+    """The tokens that a run of deltas shows; those of reasoning are not shown."""
+    return [token for delta in run if isinstance(delta, Text) for token in delta.tokens]
+
+
+def logprob_of(token: Token) -> float | None:
+    """A token's log-probability as JSON can say it: OpenAI writes -9999 for what can not happen."""
+    return None if token.logprob is None else max(token.logprob.logprob, -9999.0)
+
+
+def logprobs_of(run: Sequence[Delta]) -> list[dict[str, Any]]:
+    """The tokens of several deltas with their log-probabilities, as Chat and Responses show them."""
+    return [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens_of(run)]
+
+
+def _logprob(token: Token) -> dict[str, Any]:
+    return {"token": token.text, "bytes": list(token.bytes), "logprob": logprob_of(token)}

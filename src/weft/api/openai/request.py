@@ -1,0 +1,272 @@
+"""The fields that OpenAI's dialects share, as a typed struct, and the `GenerationRequest` that is made of them.
+
+`RULES` lists the fields that do not act. Knows no conversation and no reply; `chat`, `completions` and `responses` build on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from weft.api.dialect import ANY_OBJECT, FieldRules, FormatType, SomeText, Texts
+from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import GrammarSpec
+from weft.text.schema import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar, structural_tag_grammar
+from weft.text.types import GenerationRequest, Prompt
+
+MAX_CHOICES = 128  # prompts × n of one request
+TIERS = {"priority": 10, "flex": -10}  # the priorities of OpenAI's tiers; the others have none
+
+TokenId = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
+Schema = dict[str, Any] | Annotated[bool, Meta(extra_json_schema={"const": True})]
+SchemaOrText = Schema | SomeText
+Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
+Choices = Annotated[list[str], Meta(min_length=1)]
+ToolMode = Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})]  # `read_tool_selection` checks it
+MakeGrammar = Callable[[Any, str], GrammarSpec | None]  # takes a field's value and its place
+
+RULES = FieldRules(
+    refused={
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "thinking_token_budget": (),
+        "reasoning_budget_tokens": (-1,),
+        "guided_whitespace_pattern": (),
+        "include_reasoning": (True,),
+        "modalities": (["text"],),
+        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+        "suffix": ("",),
+        "best_of": (1,),
+        "xtc_probability": (0,),
+        "dry_multiplier": (0,),
+        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode"), ()),
+        "return_progress": (False,),
+        "timings_per_token": (False,),
+    },
+    # Labels, hints, and shades of what is refused above.
+    harmless=frozenset(
+        """
+        user metadata store safety_identifier verbosity parallel_tool_calls
+        prompt_cache_options prompt_cache_retention ttl request_id guided_decoding_backend
+        xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
+        """.split()  # noqa: SIM905 - a list literal would fill a page
+    ),
+)
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """How a stream ends."""
+
+    include_usage: bool | None = None
+
+
+class NamedSchema(msgspec.Struct, kw_only=True):
+    """A schema as OpenAI wraps it. Name and description are not shown to the model."""
+
+    schema: Schema
+    strict: bool | None = None
+    name: str | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """What the answer must be. A schema stands in `json_schema`, or as some clients send it beside the type."""
+
+    type: FormatType
+    json_schema: NamedSchema | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[SomeText] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must be, as vLLM's clients say it: one of the first six fields."""
+
+    json: SchemaOrText | None = None
+    json_object: bool | None = None
+    regex: SomeText | None = None
+    choice: Choices | None = None
+    grammar: SomeText | None = None
+    structural_tag: dict[str, Any] | SomeText | None = None
+    disable_fallback: bool | None = None  # there is nothing to fall back to
+    disable_any_whitespace: Off | None = None
+    disable_additional_properties: Off | None = None
+    whitespace_pattern: None = None
+
+
+class CommonRequest(msgspec.Struct, kw_only=True):
+    """The fields of all OpenAI dialects. Absent and null are the same; further limits are checked by `Sampling`."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: all tokens
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: int | None = None
+    stop: Texts | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    # What the answer must look like: at most one of these. The last two are llama.cpp's.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: SomeText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: SomeText | None = None
+    json_schema: Schema | None = None
+    grammar: SomeText | None = None
+    # Who may share the computed prompt, and who comes again. The answer is the same in any case.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    prompt_cache_key: Any = None  # Any: two hints, and any value is one
+    session_id: Any = None
+    # Who goes first where not all can be answered at once.
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
+    service_tier: Any = None  # Any: values other than OpenAI's two with a priority have no effect
+
+    @property
+    def session(self) -> str:
+        """By what a client is known when it comes again; "" where it says nothing."""
+        hint = self.prompt_cache_key or self.session_id
+        return hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else ""
+
+    @property
+    def precedence(self) -> int:
+        """The priority, given by number or by tier."""
+        tier = TIERS.get(self.service_tier, 0) if isinstance(self.service_tier, str) else 0
+        return tier if self.priority is None else self.priority
+
+    def read_generation(
+        self, prompts: tuple[Prompt, ...], max_tokens: int | None, logprobs: int | None, **more: Any
+    ) -> GenerationRequest:
+        """The generation that these fields describe, together with the dialect's own fields."""
+        return GenerationRequest(
+            model=self.model,
+            prompts=prompts,
+            n=self.n or 1,
+            sampling=self._read_sampling(max_tokens, logprobs),
+            stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            cache_salt=self.cache_salt or "",
+            session=self.session,
+            priority=self.precedence,
+            **more,
+        )
+
+    def _read_sampling(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
+        """The fields of `Sampling` that the client gave."""
+        same = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]
+        fields = {name: getattr(self, name) for name in same} | {"max_tokens": max_tokens, "logprobs": logprobs}
+        if self.top_k is not None:
+            fields["top_k"] = max(self.top_k, 0)
+        if self.logit_bias is not None:
+            fields["logit_bias"] = {int(token): bias for token, bias in self.logit_bias.items()}
+        if self.stop_token_ids is not None:
+            fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class ConversationRequest(CommonRequest, kw_only=True):
+    """The fields of the OpenAI dialects that have conversations: Chat and Responses."""
+
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # another name of it; -1: no limit
+    tool_choice: ToolMode | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """The number of tokens that reasoning may have; None: no limit. Raises InvalidRequest where two numbers differ."""
+        budgets = {self.thinking_token_budget, self.reasoning_budget_tokens} - {None}
+        if len(budgets) > 1:
+            message = "thinking_token_budget and reasoning_budget_tokens mean the same and differ; send one of them"
+            raise InvalidRequest(message, "reasoning_budget_tokens")
+        return next(iter(budgets - {-1}), None)
+
+
+def read_grammar(request: CommonRequest, **more: MakeGrammar) -> GrammarSpec | None:
+    """What the answer must look like, by whichever field it was given. Raises InvalidRequest where several say it."""
+    return _read_only_one(request, GRAMMAR_FIELDS | more, "")
+
+
+def _read_only_one(
+    request: CommonRequest | StructuredOutputs, makers: Mapping[str, MakeGrammar], place: str
+) -> GrammarSpec | None:
+    given = {name: getattr(request, name) for name in makers}
+    specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}
+    names = [name for name, spec in specs.items() if spec is not None]
+    if len(names) > 1:
+        raise InvalidRequest(f"{names[0]} and {names[1]} can not both be honoured; send one of them", names[1])
+    return specs[names[0]] if names else None
+
+
+def read_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
+    """What an answer of this format must look like; None where anything will do. Raises InvalidRequest."""
+    match form:
+        case ResponseFormat(type="text"):
+            return None
+        case ResponseFormat(type="structural_tag", structures=list(), triggers=list()):
+            return structural_tag_grammar({"structures": form.structures, "triggers": form.triggers}, place)
+        case ResponseFormat(type="structural_tag"):
+            raise InvalidRequest(f"{place} needs structures and triggers", place)
+        case ResponseFormat(json_schema=NamedSchema(schema=schema, strict=strict)):
+            return json_schema_grammar(schema, bool(strict), f"{place}.json_schema.schema")
+        case ResponseFormat(schema=None, type="json_object"):
+            return ANY_OBJECT
+        case ResponseFormat(schema=None):
+            raise InvalidRequest(f"{place}.json_schema is required", f"{place}.json_schema")
+    return json_schema_grammar(form.schema, bool(form.strict), f"{place}.schema")
+
+
+def _read_structured_outputs(wanted: StructuredOutputs, place: str) -> GrammarSpec:
+    for name in ("disable_any_whitespace", "disable_additional_properties"):
+        if getattr(wanted, name):
+            raise UnsupportedParameter(f"{place}.{name} is not supported here; leave it out", f"{place}.{name}")
+    spec = _read_only_one(wanted, OUTPUT_FIELDS, f"{place}.")
+    if spec is None:
+        raise InvalidRequest(f"{place} is empty; it needs one of {', '.join(OUTPUT_FIELDS)}", place)
+    return spec
+
+
+def _read_schema(schema: Any, place: str) -> GrammarSpec:
+    return json_schema_grammar(schema, False, place)
+
+
+GRAMMAR_FIELDS: dict[str, MakeGrammar] = {
+    "response_format": read_format,
+    "structured_outputs": _read_structured_outputs,
+    "guided_json": _read_schema,
+    "guided_regex": regex_grammar,
+    "guided_choice": choice_grammar,
+    "guided_grammar": lark_grammar,
+    "json_schema": _read_schema,
+    "grammar": lark_grammar,
+}
+OUTPUT_FIELDS: dict[str, MakeGrammar] = {
+    "json": _read_schema,
+    "json_object": lambda wanted, _: ANY_OBJECT if wanted else None,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": lark_grammar,
+    "structural_tag": structural_tag_grammar,
+}

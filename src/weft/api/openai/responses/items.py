@@ -1,0 +1,216 @@
+"""The input items of a Responses request, read as the messages that every other dialect has.
+
+An answer comes as several items (its reasoning, its text, its calls) and becomes one message. Knows no HTTP and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import msgspec
+
+from weft.api.dialect import convert, unseal
+from weft.api.openai.chat import ChatMessage, Part, read_message
+from weft.api.openai.responses.output_tools import flat_name
+from weft.errors import InvalidRequest
+from weft.text.tools import wrap_custom_input
+from weft.text.types import Message, ToolCall
+
+Item = dict[str, Any]
+
+
+class MessageItem(msgspec.Struct, kw_only=True):
+    """A message of any role."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+
+    def read(self, place: str) -> Message:
+        return read_message(ChatMessage(role=self.role, content=_content(self.content)), place)
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True):
+    """The reasoning of an earlier answer: in clear, sealed by us, or else its summary."""
+
+    content: list[Part] | None = None
+    encrypted_content: str | None = None
+    summary: list[Part] | None = None
+
+    def read(self, _place: str) -> Message:
+        return Message("assistant", None, _text(self.content) or unseal(self.encrypted_content or "") or _text(self.summary))
+
+
+class CallItem(msgspec.Struct, kw_only=True):
+    """A call of a function."""
+
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+    def read(self, _place: str) -> Message:
+        return _call(flat_name(self.name, self.namespace), self.arguments, self.call_id)
+
+
+class CustomCallItem(msgspec.Struct, kw_only=True):
+    """A call of a tool that takes a text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+    def read(self, _place: str) -> Message:
+        return _call(flat_name(self.name, self.namespace), wrap_custom_input(self.input), self.call_id)
+
+
+class ResultItem(msgspec.Struct, kw_only=True):
+    """The result of a call."""
+
+    call_id: str
+    output: str | list[Part]
+
+    def read(self, place: str) -> Message:
+        return read_message(ChatMessage(role="tool", content=_content(self.output), tool_call_id=self.call_id), place)
+
+
+ITEMS: dict[str, type[MessageItem | ReasoningItem | CallItem | CustomCallItem | ResultItem]] = {
+    "message": MessageItem,
+    "reasoning": ReasoningItem,
+    "function_call": CallItem,
+    "function_call_output": ResultItem,
+    "custom_tool_call": CustomCallItem,
+    "custom_tool_call_output": ResultItem,
+}
+# Calls of OpenAI's own tools and their results: the tool's name, the field with the arguments, the field with the result.
+OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
+    "local_shell_call": ("local_shell", "action", None),
+    "local_shell_call_output": ("local_shell", None, "output"),
+    "shell_call": ("shell", "action", None),
+    "shell_call_output": ("shell", None, "output"),
+    "apply_patch_call": ("apply_patch", "operation", None),
+    "apply_patch_call_output": ("apply_patch", None, "output"),
+    "tool_search_call": ("tool_search", "arguments", None),
+    "tool_search_output": ("tool_search", None, "tools"),
+    "web_search_call": ("web_search", "action", "results"),
+    "file_search_call": ("file_search", "queries", "results"),
+    "code_interpreter_call": ("code_interpreter", "code", "outputs"),
+    "mcp_call": ("mcp", "arguments", "output"),
+}
+
+
+def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
+    """The messages that these items, each with its place, stand for. Raises InvalidRequest with the place of a misfit."""
+    messages: list[Message] = []
+    for place, item in items:
+        for message in _read(item, place):
+            if messages and _is_one_answer(messages[-1], message):
+                messages[-1] = _join(messages[-1], message)
+            else:
+                messages.append(replace(message, place=place))
+    return tuple(message for message in messages if message.content is not None or message.tool_calls)
+
+
+def resolve_items(given: str | Sequence[Item], referred: Mapping[str, Item]) -> list[Item]:
+    """The items of an input: a text is one message, and references are replaced by the items of `referred`."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    for index, item in enumerate(given):
+        if _is_reference(item) and str(item.get("id")) not in referred:
+            message = f"input[{index}]: no item {item.get('id')!r} is kept here; send the item itself"
+            raise InvalidRequest(message, f"input[{index}].id")
+    return [referred[str(item.get("id"))] if _is_reference(item) else item for item in given]
+
+
+def unknown_kinds(items: Sequence[Item]) -> set[str]:
+    """The kinds of items that are not known here; these are left out, because clients send more kinds every month."""
+    return {f"input.{item['type']}" for item in items if "type" in item and item["type"] not in ITEMS | OWN_ITEMS}
+
+
+def find_references(given: Any) -> set[str]:
+    """The ids of the items that an input only refers to."""
+    items = given if isinstance(given, list) else []
+    return {item["id"] for item in items if isinstance(item, dict) and _is_reference(item) and isinstance(item.get("id"), str)}
+
+
+def complete_item(item: Item, item_id: str) -> Item:
+    """An item as it is stored and listed: with a type, a status, an id, and its text as a part."""
+    given = {name: value for name, value in item.items() if value is not None}
+    if isinstance(text := given.get("content"), str):
+        kind = "output_text" if given.get("role") == "assistant" else "input_text"
+        given["content"] = [{"type": kind, "text": text}]
+    return {"type": "message", "status": "completed", "id": item_id} | given
+
+
+def _read(item: Item, place: str) -> list[Message]:
+    kind = item.get("type", "message")
+    if kind == "compaction":
+        why = "only the server that wrote it can read it; send the conversation itself"
+        raise InvalidRequest(f"{place}.type compaction: {why}", f"{place}.type")
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"{place}.type must be a string", f"{place}.type")
+    if kind in ITEMS:
+        read = convert(item, ITEMS[kind], place).read(place)
+        return [] if read.reasoning == "" else [read]  # reasoning that can not be read
+    return _read_own(item, place, *OWN_ITEMS[kind]) if kind in OWN_ITEMS else []
+
+
+def _read_own(item: Item, place: str, name: str, arguments: str | None, result: str | None) -> list[Message]:
+    """A call of one of OpenAI's own tools, its result, or both in one item."""
+    call_id = item.get("call_id") or item.get("id") or f"call_{place}"
+    messages = []
+    if arguments is not None:
+        called, given = item.get("name"), item.get(arguments)
+        if given is None:
+            raise InvalidRequest(f"{place}.{arguments} is required", f"{place}.{arguments}")
+        if not (isinstance(given, str) and arguments == "arguments"):
+            given = msgspec.json.encode(given if isinstance(given, dict) else {arguments: given}).decode()
+        messages.append(_call(called if isinstance(called, str) else name, given, call_id))
+    if result is not None:  # where there is none, the error or the status says something
+        given = next((item[field] for field in (result, "error", "status") if item.get(field) is not None), "completed")
+        text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        messages.append(Message("tool", text, tool_call_id=call_id))
+    if not isinstance(call_id, str):
+        raise InvalidRequest(f"{place}.call_id must be a string", f"{place}.call_id")
+    return messages
+
+
+def _call(name: str, arguments: str, call_id: str) -> Message:
+    return Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id),))
+
+
+def _is_one_answer(last: Message, message: Message) -> bool:
+    """Whether a message continues the answer before it: reasoning comes first, then a text, then calls."""
+    if last.role != "assistant" or message.role != "assistant":
+        return False
+    return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
+
+
+def _join(last: Message, message: Message) -> Message:
+    content = last.content if message.content is None else message.content
+    reasoning = "\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None
+    calls, breakpoints = last.tool_calls + message.tool_calls, message.breakpoints or last.breakpoints
+    return replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=breakpoints)
+
+
+def _is_reference(item: Item) -> bool:
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
+
+
+def _content(content: str | list[Item]) -> str | list[Item]:
+    """Content whose images are written as Chat Completions writes them."""
+    return content if isinstance(content, str) else [_part(part) for part in content]
+
+
+def _part(part: Item) -> Item:
+    match part:
+        case {"type": "input_image", "image_url": str(url)}:
+            return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}}
+    return part
+
+
+def _text(parts: list[Item] | None) -> str:
+    texts = (part.get("text") for part in parts or ())
+    return "\n\n".join(text for text in texts if isinstance(text, str) and text)

@@ -1,0 +1,294 @@
+"""The reply to a Responses request: a response as one body, or the events of its making, in their exact order.
+
+Both come out of the same steps: each output item yields events while it is made, and is part of the response when it is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from weft.api import dialect
+from weft.api.dialect import Reply, ReplyHeader, encode_json, join_texts
+from weft.api.openai.reply import logprobs_of, timings_of
+from weft.api.openai.responses.items import Item, complete_item
+from weft.api.openai.responses.output_tools import OutputTools
+from weft.api.problems import response_error
+from weft.errors import WeftError
+from weft.ipc.limits import Sampling
+from weft.text.tools import CustomInputReader
+from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
+
+Event = dict[str, Any]  # without its number
+Keep = Callable[[Item, list[Item]], None]  # takes a response, and the items it answers
+
+SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # by an item's type
+
+
+@dataclass(frozen=True)
+class PartNames:
+    """How a part of an output item appears in events. Each part has the item's whole text."""
+
+    kind: str  # the part's type
+    text: str  # how the events of its text begin
+    part: str = "content_part"  # how its own events begin
+    index: str = "content_index"
+
+
+OUTPUT_TEXT = PartNames("output_text", "output_text")
+REASONING_TEXT = PartNames("reasoning_text", "reasoning_text")
+SUMMARY_TEXT = PartNames("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary_index")
+
+
+@dataclass(frozen=True)
+class ResponseShape:
+    """What a reply must know of its request."""
+
+    repeated: Item  # the fields that every response repeats
+    tools: OutputTools
+    items: list[Item] = field(default_factory=list)  # the input
+    has_summary: bool = False  # reasoning has a summary; that is all of it: nothing here could shorten it
+    is_sealed: bool = False  # reasoning is carried back by a client that keeps no clear text
+    keep: Keep | None = None  # stores the finished response
+
+
+class ResponseReply(Reply):
+    """A response, or its events."""
+
+    def __init__(self, header: ReplyHeader, shape: ResponseShape) -> None:
+        super().__init__()
+        self.header = header
+        self.shape = shape
+        self._output: list[Item] = []
+        self._open_item: OutputItem | None = None
+        self._finish: Finish | None = None
+        self._num_events = 0
+        self._begun = msgspec.Raw(encode_json(self._response("in_progress")))
+
+    def frame_opening(self) -> bytes:
+        return self._frame([_lifecycle("created", self._begun), _lifecycle("in_progress", self._begun)])
+
+    def frame_run(self, _choice: int, run: list[Delta]) -> bytes:
+        return self._frame(self._events(run))
+
+    def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
+        """A comment for people, and an event for clients whose timers ignore comments."""
+        return b": prefill %d/%d\n\n" % (num_computed, num_tokens) + self._frame([_lifecycle("in_progress", self._begun)])
+
+    def frame_closing(self) -> bytes:
+        response = self.make_body()
+        return self._frame([_lifecycle(response["status"], response)])
+
+    def frame_error(self, error: WeftError) -> bytes:
+        """The failed response, with what there is of it."""
+        cut = [] if self._open_item is None else [self._open_item.item("incomplete")]
+        failed = self._response("failed", error=response_error(error), output=self._output + cut)
+        return self._frame([_lifecycle("failed", failed)])
+
+    def make_body(self) -> Item:
+        """The finished response; it is stored too where the request wants that."""
+        for run in self.runs(self.collected[0]):
+            list(self._events(run))  # takes the steps of a stream; nobody reads its events
+        assert self._finish is not None, "a response is made at the end"
+        usage = self._finish.usage or Usage(0, 0)
+        is_cut = self._finish.reason == "length"
+        response = self._response(
+            "incomplete" if is_cut else "completed",
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+            output=self._output,
+            usage=_usage(usage),
+            timings=timings_of([usage]),
+            stop_reason=self._finish.stop,
+            **dialect.schema_verdict(self._finish),
+        )
+        if self.shape.keep is not None:
+            items = [complete_item(item, f"item_{self.header.id}_in{index}") for index, item in enumerate(self.shape.items)]
+            self.shape.keep(response, items)
+        return response
+
+    def _response(self, status: str, **made: Any) -> Item:
+        return {
+            "id": f"resp_{self.header.id}",
+            "object": "response",
+            "created_at": self.header.created,
+            "status": status,
+            "background": False,
+            "model": self.header.model,
+            "system_fingerprint": self.header.fingerprint,
+            "output": [],
+            **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+            **self.shape.repeated,
+            **dialect.pick_fields(self.header.sampling or Sampling(temperature=1.0), *SAMPLED),
+            **made,
+        }
+
+    def _events(self, run: list[Delta]) -> Iterator[Event]:
+        match run[0]:
+            case Text():
+                yield from self._extend("message", (OUTPUT_TEXT,), run)
+            case Reasoning():
+                parts = (SUMMARY_TEXT, REASONING_TEXT) if self.shape.has_summary else (REASONING_TEXT,)
+                yield from self._extend("reasoning", parts, run)
+            case CallOpened(id=call_id, name=name):
+                tool = self.shape.tools.find(name)
+                kind, text_field = ("custom_tool_call", "input") if tool.kind == "custom" else ("function_call", "arguments")
+                yield from self._open(CallOutput(kind, text_field, {"call_id": call_id, **tool.names}))
+            case CallArguments() if isinstance(self._open_item, CallOutput):
+                yield from self._open_item.add(run)
+            case CallClosed() if isinstance(self._open_item, CallOutput):
+                self._open_item.is_closed = True
+                yield from self._close("completed")
+            case Finish() as finish:
+                yield from self._close("incomplete" if finish.reason == "length" else "completed")
+                self._finish = finish
+
+    def _extend(self, kind: str, parts: tuple[PartNames, ...], run: list[Delta]) -> Iterator[Event]:
+        """Add to the open item if it is of this kind, or open a new one where there is something to add."""
+        if self._open_item is None or self._open_item.kind != kind:
+            if not (join_texts(run) or logprobs_of(run)):
+                return
+            yield from self._open(TextOutput(kind, parts, is_sealed=self.shape.is_sealed))
+        assert self._open_item is not None
+        yield from self._open_item.add(run)
+
+    def _open(self, item: OutputItem) -> Iterator[Event]:
+        yield from self._close("completed")
+        item.index = len(self._output)
+        item.id = f"{ID_PREFIXES[item.kind]}_{self.header.id}_{item.index}"
+        self._open_item = item
+        yield from item.begin()
+
+    def _close(self, status: str) -> Iterator[Event]:
+        item, self._open_item = self._open_item, None
+        if item is not None:
+            yield from item.end(status)
+            self._output.append(item.item(status))
+
+    def _frame(self, events: Iterable[Event]) -> bytes:
+        frames = []
+        for event in events:
+            frames.append(dialect.encode_event({"type": event["type"], "sequence_number": self._num_events, **event}))
+            self._num_events += 1
+        return b"".join(frames)
+
+
+def _lifecycle(what: str, response: Item | msgspec.Raw) -> Event:
+    return {"type": f"response.{what}", "response": response}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": dialect.kept_tokens(usage)},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class OutputItem:
+    """An item of the output in the making: yields events as it grows, and becomes a part of the response."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.id = ""
+        self.index = 0  # among the output items
+        self.texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def item(self, status: str) -> Item:
+        """The item as a part of the response."""
+        return {"id": self.id, "type": self.kind, "status": status}
+
+    def begin(self) -> Iterator[Event]:
+        """The events that announce the item."""
+        yield {"type": "response.output_item.added", "output_index": self.index, "item": self.item("in_progress")}
+
+    def add(self, run: list[Delta]) -> Iterator[Event]:
+        """The events of more deltas of the item."""
+        raise NotImplementedError
+
+    def end(self, status: str) -> Iterator[Event]:
+        """The events that repeat the finished item."""
+        yield {"type": "response.output_item.done", "output_index": self.index, "item": self.item(status)}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
+
+
+class TextOutput(OutputItem):
+    """The answer's message, or the reasoning before it."""
+
+    def __init__(self, kind: str, parts: tuple[PartNames, ...], *, is_sealed: bool) -> None:
+        super().__init__(kind)
+        self._parts = parts
+        self._is_sealed = is_sealed
+        self._logprobs: list[dict[str, Any]] = []
+
+    def item(self, status: str) -> Item:
+        """The item, with its parts when it is done, and sealed reasoning where the client keeps no clear text."""
+        parts = [] if status == "in_progress" else [self._part(names) for names in self._parts]
+        if self.kind == "message":
+            return super().item(status) | {"role": "assistant", "content": parts}
+        item = super().item(status) | {"summary": parts[:-1], "content": parts[-1:]}
+        return item | {"encrypted_content": dialect.seal(self.text)} if parts and self._is_sealed else item
+
+    def begin(self) -> Iterator[Event]:
+        yield from super().begin()
+        for names in self._parts:
+            yield self._event(f"{names.part}.added", **{names.index: 0}, part=self._part(names))
+
+    def add(self, run: list[Delta]) -> Iterator[Event]:
+        text, logprobs = join_texts(run), logprobs_of(run)
+        if text or logprobs:
+            self.texts.append(text)
+            self._logprobs += logprobs
+            more = {"logprobs": logprobs} if self.kind == "message" else {}
+            for names in self._parts:
+                yield self._event(f"{names.text}.delta", **{names.index: 0}, delta=text, **more)
+
+    def end(self, status: str) -> Iterator[Event]:
+        more = {"logprobs": self._logprobs} if self.kind == "message" else {}
+        for names in self._parts:
+            yield self._event(f"{names.text}.done", **{names.index: 0}, text=self.text, **more)
+            yield self._event(f"{names.part}.done", **{names.index: 0}, part=self._part(names))
+        yield from super().end(status)
+
+    def _part(self, names: PartNames) -> dict[str, Any]:
+        more = {"annotations": [], "logprobs": list(self._logprobs)} if self.kind == "message" else {}
+        return {"type": names.kind, "text": self.text, **more}
+
+
+class CallOutput(OutputItem):
+    """A call of a tool. One that is cut short is never shown as done: clients would run it."""
+
+    def __init__(self, kind: str, text_field: str, names: dict[str, str]) -> None:
+        super().__init__(kind)
+        self.is_closed = False
+        self._field = text_field
+        self._names = names
+        # A custom tool takes a text, which the model wrote into JSON.
+        self._read = CustomInputReader().feed if kind == "custom_tool_call" else str
+
+    def item(self, status: str) -> Item:
+        status = status if self.is_closed or status == "in_progress" else "incomplete"
+        return super().item(status) | {**self._names, self._field: self.text}
+
+    def add(self, run: list[Delta]) -> Iterator[Event]:
+        if text := self._read(join_texts(run)):
+            self.texts.append(text)
+            yield self._event(f"{self.kind}_{self._field}.delta", delta=text)
+
+    def end(self, status: str) -> Iterator[Event]:
+        if self.is_closed:
+            yield self._event(f"{self.kind}_{self._field}.done", **{self._field: self.text})
+            yield from super().end(status)
