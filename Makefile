@@ -29,8 +29,8 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	@$(BROWSER_IS_THERE)
 	$(BIN)/python -m bench.pictures
 
-conformance: $(READY)  ## every oracle on all architectures of the zoo (about 8 minutes on two cores); CI looks at some closely
-	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle tests/engine/test_memory.py
+conformance: $(READY)  ## every oracle on all architectures of the zoo, and a soak of two minutes (about 6 minutes on two cores)
+	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle tests/engine/test_memory.py tests/faults/test_short_soak.py
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .
@@ -44,7 +44,7 @@ compare: $(READY)  ## weft and other servers on the same work in one run (within
 compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.cpp (where `make compare` has built it), no log
 	$(BIN)/python -m bench.compare --quick
 
-soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds; CI runs a short one
+soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds
 	$(BIN)/python tests/soak.py $(MINUTES)
 
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 20

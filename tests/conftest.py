@@ -1,15 +1,21 @@
 """Fixtures that any test may ask for, and what must happen before mlx is imported by the first test that wants it."""
 
+from __future__ import annotations
+
 import functools
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from weft.grammar.compiler import DEEP_STACK_BYTES
 from weft.kernels import blas
+
+if TYPE_CHECKING:
+    from weft.model.adapter import Adapter
 
 # As the engine's process does: grammars are compiled recursively.
 threading.stack_size(DEEP_STACK_BYTES)
@@ -28,9 +34,23 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return functools.cache(lambda name: make_checkpoint(name, root / name))
 
 
+@pytest.fixture(scope="session")
+def build(checkpoint: Callable[[str], Path]) -> Callable[[str], Adapter]:
+    """A function from an architecture's name to its tiny checkpoint, brought up by the real loader."""
+    from driver import adapter_for
+
+    def make(name: str) -> Adapter:
+        adapter = adapter_for(checkpoint(name))
+        adapter.context_length = 4096  # some configs are tiny here, to switch their rope scaling on
+        return adapter
+
+    return functools.cache(make)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one architecture in one file go to one worker, which loads it once."""
+    """All oracles of one architecture go to one worker, which loads it once; elsewhere those of one file do."""
     for item in items:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
         if isinstance(name, str):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {name}"))
+            subject = "oracle" if item.path.parent.name == "oracle" else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(f"{subject} {name}"))

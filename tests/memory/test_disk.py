@@ -11,7 +11,6 @@ import random
 import shutil
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from waiting import until
 from weft.memory import disk_files
 from weft.memory.disk import QUEUE_BYTES, DiskTier
 from weft.memory.disk_files import CacheFolder, Damaged, Entry, Foreign, Packed, StoredArray, identity_of
@@ -123,13 +123,6 @@ def num_entries(tier: DiskTier) -> int:
 
 def load(tier: DiskTier, entries: Iterable[Entry]) -> list[object]:
     return [contents(found) for found in tier.load([entry.key for entry in entries]).result(SECONDS)]
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def flip(path: Path, offset: int, mask: int = 0x01) -> None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from driver import SMALL, Clock, Run, adapter_for, answers, random_prompts, stock_mlx_lm
+from driver import SMALL, Clock, Run, answers, random_prompts, stock_mlx_lm
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
@@ -27,16 +26,6 @@ each_examined = pytest.mark.parametrize("name", EXAMINED)
 SUBJECTS = random_prompts(VOCABULARY, (21, 7, 40), seed=1)
 NEIGHBOURS = random_prompts(VOCABULARY, (33, 1, 60, 2, 18, 5, 27), seed=2)
 TOKENS = 26  # with a window of 12, crossed several times
-
-
-@pytest.fixture(scope="module")
-def build(checkpoint: Callable[[str], Path]) -> Build:
-    def make(name: str) -> Adapter:
-        adapter = adapter_for(checkpoint(name))
-        adapter.context_length = 4096  # some configs are tiny here, to switch their rope scaling on
-        return adapter
-
-    return functools.cache(make)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from driver import SMALL, Run, adapter_for, random_prompts
+from driver import SMALL, Run, random_prompts
 from weft.engine.sequence import Sequence
 from weft.memory.disk import DiskTier
 from weft.memory.spec import KeyValues
@@ -30,16 +30,6 @@ PROMPTS = [TRUNK, *(TRUNK + tail for tail in TAILS), TRUNK[:33], TRUNK]
 TOKENS = 6
 
 Answer = tuple[list[int], np.ndarray]
-
-
-@pytest.fixture(scope="module")
-def build(checkpoint: Callable[[str], Path]) -> Callable[[str], Adapter]:
-    def make(name: str) -> Adapter:
-        adapter = adapter_for(checkpoint(name))
-        adapter.context_length = 4096
-        return adapter
-
-    return functools.cache(make)
 
 
 @pytest.fixture(scope="module")

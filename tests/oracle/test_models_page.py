@@ -8,28 +8,27 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from weft.kernels import blas
+
+if __name__ == "__main__":
+    blas.bind()  # before mlx is imported
+
+from zoo import ABSENT, ARCHITECTURES, make_checkpoint
+
+if TYPE_CHECKING:
+    from weft.model.adapter import Adapter
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
 MARK = "<!-- the table below is written by tests/oracle/test_models_page.py -->\n"
-WORDS = {
-    "seam": "all rows in one forward; attention reads each row's slab",
-    "plain": "one forward per slab, under a length mask",
-    "alone": "row by row, each on its own caches",
-}
 
 
-def table(folder_of: Callable[[str], Path]) -> str:
-    from driver import adapter_for
-    from zoo import ABSENT, ARCHITECTURES
-
-    lines = ["| architecture | way | why not a better one |", "|---|---|---|"]
-    for name in sorted(ARCHITECTURES):
-        adapter = adapter_for(folder_of(name))
-        reason = adapter.refused.get("plain") or adapter.refused.get("seam") or ""
-        lines.append(f"| {name} | {adapter.way} | {_short(reason)} |")
-    lines += ["", "Not in the test suite, so checked only at load:", "", "| architecture | reason |", "|---|---|"]
-    lines += [f"| {name} | {reason} |" for name, reason in sorted(ABSENT.items())]
-    return "\n".join(lines) + "\n"
+def line_of(name: str, adapter: Adapter) -> str:
+    reason = adapter.refused.get("plain") or adapter.refused.get("seam") or ""
+    return f"| {name} | {adapter.way} | {_short(reason)} |"
 
 
 def _short(reason: str) -> str:
@@ -37,18 +36,34 @@ def _short(reason: str) -> str:
     return reason.split("\n")[0].split(" by ")[0].split(". The following")[0].replace("|", "/")[:110]
 
 
-def test_the_page_says_how_each_architecture_is_held(checkpoint: Callable[[str], Path]) -> None:
-    written = PAGE.read_text(encoding="utf-8").split(MARK)[1]
+def table(lines: list[str]) -> str:
+    """The page below its mark."""
+    absent = [f"| {name} | {reason} |" for name, reason in sorted(ABSENT.items())]
+    head = ["| architecture | way | why not a better one |", "|---|---|---|"]
+    middle = ["", "Not in the test suite, so checked only at load:", "", "| architecture | reason |", "|---|---|"]
+    return "\n".join([*head, *lines, *middle, *absent]) + "\n"
 
-    assert written == table(checkpoint)
+
+def written() -> str:
+    return PAGE.read_text(encoding="utf-8").split(MARK)[1]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_page_says_how_the_architecture_is_held(build: Callable[[str], Adapter], name: str) -> None:
+    assert line_of(name, build(name)) in written().splitlines()
+
+
+def test_the_page_has_a_line_for_each_architecture_and_no_other() -> None:
+    lines = [line for line in written().splitlines() if line.startswith("| ") and line.split(" | ")[0][2:] in ARCHITECTURES]
+
+    assert [line.split(" | ")[0][2:] for line in lines] == sorted(ARCHITECTURES)
+    assert written() == table(lines)
 
 
 if __name__ == "__main__":
-    from weft.kernels import blas
-
-    blas.bind()
-    from zoo import make_checkpoint
+    from driver import adapter_for
 
     root = Path(tempfile.mkdtemp())
+    rows = [line_of(name, adapter_for(make_checkpoint(name, root / name))) for name in sorted(ARCHITECTURES)]
     head = PAGE.read_text(encoding="utf-8").split(MARK)[0]
-    PAGE.write_text(head + MARK + table(lambda name: make_checkpoint(name, root / name)), encoding="utf-8")
+    PAGE.write_text(head + MARK + table(rows), encoding="utf-8")
