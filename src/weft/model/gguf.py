@@ -1,14 +1,8 @@
-"""Reads GGUF files: the metadata, where each tensor lies, and the values of its rows.
-
-Knows how the format stores things, nothing of models or mlx-lm. `gguf_convert` and the registry use it. Imports no mlx.
-"""
-
-from __future__ import annotations
+"""Reads GGUF files: the metadata, where each tensor lies, and the values of its rows. Imports no mlx."""
 
 import math
 import mmap
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +38,7 @@ OTHER_TYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class GgufTensor:
+class GgufTensor(NamedTuple):
     """One tensor of a GGUF file. Its bytes are a view into the mapped file."""
 
     type: TensorType
@@ -53,8 +46,7 @@ class GgufTensor:
     rows: Bytes  # (rows, bytes of a row)
 
 
-@dataclass(frozen=True)
-class GgufFile:
+class GgufFile(NamedTuple):
     """A GGUF file's metadata and tensors; the values of tensors are read from the mapped file when they are used."""
 
     path: Path
@@ -98,18 +90,16 @@ class _Cursor:
     def value(self) -> Any:
         """A metadata value, which is preceded by its type."""
         kind = self.number("I")
-        if kind == STRING:
-            return self.string()
-        if kind in NUMBERS:
-            return self.number(NUMBERS[kind])
-        if kind != ARRAY:
-            raise BadModel(f"{self.path} has metadata of the unknown type {kind}; download it again")
-        kind, count = self.number("I"), self.number("Q")
+        if kind == ARRAY:
+            return self.values("a metadata array", self.number("I"), self.number("Q"))
+        return self.values("metadata", kind, 1)[0]
+
+    def values(self, what: str, kind: int, count: int) -> list[Any]:
         if kind == STRING:
             return [self.string() for _ in range(count)]
         if kind in NUMBERS:
             return list(self.numbers(NUMBERS[kind], count))
-        raise BadModel(f"{self.path} has a metadata array of the unknown type {kind}; download it again")
+        raise BadModel(f"{self.path} has {what} of the unknown type {kind}; download it again")
 
 
 def read(path: Path) -> GgufFile:
@@ -148,10 +138,9 @@ def _read_tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Gguf
 def _tensor(cursor: _Cursor, name: str, dims: list[int], type_number: int, start: int) -> GgufTensor:
     kind = TYPES.get(type_number)
     if kind is None:
-        raise UnsupportedModel(
-            f"{cursor.path} stores {name} as {OTHER_TYPES.get(type_number, f'type {type_number}')}; weft reads "
-            f"{', '.join(known.name for known in TYPES.values())}, so use such a file of this model"
-        )
+        what = f"{cursor.path} stores {name} as {OTHER_TYPES.get(type_number, f'type {type_number}')}"
+        known = ", ".join(readable.name for readable in TYPES.values())
+        raise UnsupportedModel(f"{what}; weft reads {known}, so use such a file of this model")
     if dims[0] % kind.num_values or not math.prod(dims):
         raise BadModel(f"{cursor.path} says {name} has the shape {dims}, which {kind.name} can not have; download it again")
     width = 1 if len(dims) == 1 and kind.num_values == 1 else dims[0]  # a vector is a column: its rows can be reordered too
@@ -193,14 +182,11 @@ def codes_as_words(kind: TensorType, rows: Bytes) -> npt.NDArray[np.uint32]:
 
 
 def _codes(kind: TensorType, rows: Bytes) -> Bytes:
-    """The integers q of value = q · scale + bias, (rows, blocks, 32).
-
-    A 4-bit block keeps its values 0-15 in the low halves of its last 16 bytes and 16-31 in the high halves.
-    """
+    """The integers q of value = q · scale + bias, (rows, blocks, 32)."""
     packed = rows.reshape(len(rows), -1, kind.num_bytes)
     if kind is Q8_0:
         return packed[..., 2:] ^ np.uint8(128)  # int8 + 128, as uint8
-    halves = packed[..., -GROUP // 2 :]
+    halves = packed[..., -GROUP // 2 :]  # values 0-15 are in the low halves of these bytes, 16-31 in the high halves
     return np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=-1)
 
 

@@ -1,15 +1,11 @@
 """Converts a GGUF file of architecture llama or qwen2 into a folder that mlx-lm loads: config, tokenizer and weights.
 
-Weights are written as float32, or as the file holds them: its 4- and 8-bit blocks are MLX's affine quantisation with groups of
-32 in another order, so nothing is lost. What mlx-lm or the tokenizer would ignore is refused. `resolve` calls `convert`.
+The file's 4- and 8-bit blocks are MLX's affine quantisation with groups of 32 in another order, so they can be kept as they are.
 """
-
-from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +38,7 @@ def convert(path: Path, folder: Path, *, quantized: bool, progress: Progress) ->
     """Write the model of a GGUF file into an existing folder, with weights in float32 or quantised as the file is."""
     file = gguf.read(path)
     config = _model_config(file)
-    planned, quantization = _plan(file, _places(file, config), quantized)
+    planned, quantization = _plan(_renamed_tensors(file, config), quantized)
     config |= quantization
     _write_tokenizer(file, config, folder)
     _write_json(folder / "config.json", config)
@@ -57,13 +53,10 @@ def _write_json(path: Path, value: Config) -> None:
 
 
 def _model_config(file: GgufFile) -> Config:
-    """The contents of config.json, without its quantisation."""
     model_type = file.get("general.architecture", str)
     if model_type not in ("llama", "qwen2"):
-        raise UnsupportedModel(
-            f"{file.path} holds a model of architecture {model_type}; weft converts llama and qwen2 GGUF files, "
-            "so use a folder in mlx-lm's format for this one"
-        )
+        what = f"{file.path} holds a model of architecture {model_type}; weft converts llama and qwen2 GGUF files"
+        raise UnsupportedModel(f"{what}, so use a folder in mlx-lm's format for this one")
     for key in (f"{model_type}.{name}" for name in REFUSED):
         if value := file.metadata.get(key):
             raise UnsupportedModel(f"{file.path} asks for {key} = {gguf.shorten(value)}, which mlx-lm can not honour")
@@ -73,10 +66,8 @@ def _model_config(file: GgufFile) -> Config:
 
     heads, hidden, layers = number("attention.head_count"), number("embedding_length"), number("block_count")
     if not 0 < heads <= hidden or layers > len(file.tensors) or "token_embd.weight" not in file.tensors:
-        raise BadModel(
-            f"{file.path} claims {heads} heads, {hidden} values and {layers} layers, which its {len(file.tensors)} "
-            "tensors can not be; download it again"
-        )
+        what = f"{file.path} claims {heads} heads, {hidden} values and {layers} layers"
+        raise BadModel(f"{what}, which its {len(file.tensors)} tensors can not be; download it again")
     head = number("attention.key_length", hidden // heads)
     config: Config = {
         "architectures": ["LlamaForCausalLM" if model_type == "llama" else "Qwen2ForCausalLM"],
@@ -98,19 +89,14 @@ def _model_config(file: GgufFile) -> Config:
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
     }
     if model_type == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in file.tensors
+        config |= {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_up.bias" in file.tensors}
     rotated, value_length = number("rope.dimension_count", head), number("attention.value_length", head)
     if head % 2 or rotated != head or value_length != head:
-        raise UnsupportedModel(
-            f"{file.path} has heads of {head} values of which {rotated} are rotated, and {value_length} as values; "
-            "weft converts files where all three are the same even number"
-        )
+        what = f"{file.path} has heads of {head} values of which {rotated} are rotated, and {value_length} as values"
+        raise UnsupportedModel(f"{what}; weft converts files where all three are the same even number")
     if model_type == "qwen2" and head * heads != hidden:
         raise UnsupportedModel(f"{file.path} has a head size of {head}, which mlx-lm's qwen2 can not take")
-    if scaling := _rope_scaling(file, config):
-        config["rope_scaling"] = scaling
-    return config
+    return config | _rope_scaling(file, config)
 
 
 def _shortest(value: float) -> float:
@@ -118,37 +104,34 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope_scaling(file: GgufFile, config: Config) -> Config | None:
+def _rope_scaling(file: GgufFile, config: Config) -> Config:
     if "rope_freqs.weight" in file.tensors:
-        return _llama3_scaling(file, config)
+        return {"rope_scaling": _llama3_scaling(file, config)}
     prefix = f"{config['model_type']}.rope"
     kind = file.get(f"{prefix}.scaling.type", str, "none")
     factor = file.get(f"{prefix}.scaling.factor", float, file.metadata.get(f"{prefix}.scale_linear", 1.0))
     original = file.metadata.get(f"{prefix}.scaling.original_context_length")
     if kind == "none" or factor in (0.0, 1.0):
-        return None
+        return {}
     if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
+        return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn" and isinstance(original, int):
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        return {"rope_scaling": {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}}
     raise UnsupportedModel(f"{file.path} asks for rope scaling of type {kind} by {factor}, which weft can not honour")
 
 
 def _llama3_scaling(file: GgufFile, config: Config) -> Config:
-    """The parameters of Llama 3's rope scaling, found from the divisors of the frequencies, which are all the file has.
-
-    Every Llama 3 so far has the same three parameters besides the factor, and the factor is the largest divisor.
-    """
+    """The parameters of Llama 3's rope scaling, found from the divisors of the frequencies, which are all the file has."""
     tensor = file.tensors["rope_freqs.weight"]
     divisors = to_float32(tensor.type, tensor.rows).ravel()
+    # Every Llama 3 so far has the same three parameters besides the factor, and the factor is the largest divisor.
     factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
     powers = np.arange(0, config["head_dim"], 2) / config["head_dim"]
     turns = original / (2 * math.pi * config["rope_theta"] ** powers)  # full turns within the original context
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     if len(divisors) != len(powers) or not np.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
-        raise UnsupportedModel(
-            f"{file.path} scales its rope frequencies in a way that is not Llama 3's; mlx-lm can not honour it"
-        )
+        what = f"{file.path} scales its rope frequencies in a way that is not Llama 3's"
+        raise UnsupportedModel(f"{what}; mlx-lm can not honour it")
     parameters = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
     return {"rope_type": "llama3", **parameters, "original_max_position_embeddings": original}
 
@@ -156,16 +139,13 @@ def _llama3_scaling(file: GgufFile, config: Config) -> Config:
 def _write_tokenizer(file: GgufFile, config: Config, folder: Path) -> None:
     kind = file.get("tokenizer.ggml.model", str)
     if kind != "gpt2":
-        raise UnsupportedModel(
-            f"{file.path} has a tokenizer of kind {kind}; weft builds byte-level BPE (gpt2) tokenizers from GGUF "
-            "files, so use a folder in mlx-lm's format for this model"
-        )
+        what = f"{file.path} has a tokenizer of kind {kind}; weft builds byte-level BPE (gpt2) tokenizers from GGUF files"
+        raise UnsupportedModel(f"{what}, so use a folder in mlx-lm's format for this model")
     tokens = file.get("tokenizer.ggml.tokens", list)
     if len(tokens) > config["vocab_size"] or len(set(tokens)) != len(tokens):
         raise BadModel(f"{file.path} has {len(tokens)} tokens, some twice or more than its {config['vocab_size']} embeddings")
-    keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
     special: dict[str, str] = {}
-    for name, key in keys.items():
+    for name, key in {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}.items():
         position = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if position is None:
             continue
@@ -204,9 +184,8 @@ def _build_tokenizer(file: GgufFile, tokens: list[str], bos: str | None) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     if bos is not None and file.metadata.get("tokenizer.ggml.add_bos_token", False):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, vocabulary[bos])]
-        )
+        forms = {"single": f"{bos} $A", "pair": f"{bos} $A {bos}:1 $B:1"}
+        tokenizer.post_processor = processors.TemplateProcessing(**forms, special_tokens=[(bos, vocabulary[bos])])
     whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (UNKNOWN, CONTROL, USER_DEFINED)]
     tokenizer.add_tokens([AddedToken(token, special=kind != USER_DEFINED, normalized=False) for token, kind in whole])
     return tokenizer
@@ -224,22 +203,11 @@ def _pre_tokenizer(file: GgufFile, pre: str) -> Any:
     if pre in QWEN2 + LLAMA3:
         pattern = BEFORE_DIGITS + (r"\p{N}" if pre in QWEN2 else r"\p{N}{1,3}") + AFTER_DIGITS
         return Sequence([Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise UnsupportedModel(
-        f"{file.path} cuts its text with the pre-tokenizer {pre}; weft knows "
-        f"{', '.join(SMOLLM + GPT2 + QWEN2 + LLAMA3)}, so use a folder in mlx-lm's format for this model"
-    )
+    what = f"{file.path} cuts its text with the pre-tokenizer {pre}; weft knows {', '.join(SMOLLM + GPT2 + QWEN2 + LLAMA3)}"
+    raise UnsupportedModel(f"{what}, so use a folder in mlx-lm's format for this model")
 
 
-class Place(NamedTuple):
-    """The name and shape that mlx-lm gives to a tensor of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    interleaved_heads: int = 0  # llama's q and k: the number of heads whose two halves have their rows interleaved
-
-
-@dataclass(frozen=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):
     """A tensor of model.safetensors before it is written, and the function that makes its values from rows of the file."""
 
     name: str
@@ -248,22 +216,15 @@ class PlannedTensor:
     source: GgufTensor
     make: Callable[[TensorType, Bytes], npt.NDArray[Any]]
 
-    def pieces(self) -> Iterator[bytes]:
-        """The bytes of the tensor, some rows at a time."""
-        kind, rows = self.source.type, self.source.rows
-        num_rows = max(1, PIECE_VALUES // (rows.shape[1] // kind.num_bytes * kind.num_values))
-        for start in range(0, len(rows), num_rows):
-            yield self.make(kind, rows[start : start + num_rows]).tobytes()
 
-
-def _places(file: GgufFile, config: Config) -> dict[str, Place]:
-    """The place of each tensor by its name in the file. Raises ModelError if a tensor is missing or has no place."""
+def _renamed_tensors(file: GgufFile, config: Config) -> dict[str, GgufTensor]:
+    """The tensors of a file by mlx-lm's names. Raises ModelError if one is missing, does not fit, or has no place in mlx-lm."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
     is_llama = config["model_type"] == "llama"
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     qkv_bias = attention_bias or not is_llama  # mlx-lm's qwen2 always has these three
-    modules = {
+    modules = {  # name in mlx-lm, shape, heads whose two halves have their rows interleaved (llama's q and k), has a bias
         "attn_q": ("self_attn.q_proj", heads * head, hidden, heads * is_llama, qkv_bias),
         "attn_k": ("self_attn.k_proj", kv_heads * head, hidden, kv_heads * is_llama, qkv_bias),
         "attn_v": ("self_attn.v_proj", kv_heads * head, hidden, 0, qkv_bias),
@@ -272,43 +233,40 @@ def _places(file: GgufFile, config: Config) -> dict[str, Place]:
         "ffn_up": ("mlp.up_proj", inner, hidden, 0, mlp_bias),
         "ffn_down": ("mlp.down_proj", hidden, inner, 0, mlp_bias),
     }
-    places = {
-        "token_embd.weight": Place("model.embed_tokens.weight", (vocabulary, hidden)),
-        "output_norm.weight": Place("model.norm.weight", (hidden,)),
+    places: dict[str, tuple[str, tuple[int, ...], int]] = {
+        "token_embd.weight": ("model.embed_tokens.weight", (vocabulary, hidden), 0),
+        "output_norm.weight": ("model.norm.weight", (hidden,), 0),
     }
     if not config["tie_word_embeddings"]:
-        places["output.weight"] = Place("lm_head.weight", (vocabulary, hidden))
+        places["output.weight"] = ("lm_head.weight", (vocabulary, hidden), 0)
     for layer in range(config["num_hidden_layers"]):
         here, there = f"blk.{layer}", f"model.layers.{layer}"
-        places[f"{here}.attn_norm.weight"] = Place(f"{there}.input_layernorm.weight", (hidden,))
-        places[f"{here}.ffn_norm.weight"] = Place(f"{there}.post_attention_layernorm.weight", (hidden,))
+        places[f"{here}.attn_norm.weight"] = (f"{there}.input_layernorm.weight", (hidden,), 0)
+        places[f"{here}.ffn_norm.weight"] = (f"{there}.post_attention_layernorm.weight", (hidden,), 0)
         for name, (module, rows, columns, interleaved_heads, has_bias) in modules.items():
-            places[f"{here}.{name}.weight"] = Place(f"{there}.{module}.weight", (rows, columns), interleaved_heads)
+            places[f"{here}.{name}.weight"] = (f"{there}.{module}.weight", (rows, columns), interleaved_heads)
             if has_bias:
-                places[f"{here}.{name}.bias"] = Place(f"{there}.{module}.bias", (rows,), interleaved_heads)
+                places[f"{here}.{name}.bias"] = (f"{there}.{module}.bias", (rows,), interleaved_heads)
     if missing := [name for name in places if name not in file.tensors]:
         raise BadModel(f"{file.path} lacks the tensor {missing[0]}; download or convert the file again")
     if unknown := [name for name in file.tensors if name not in places and name != "rope_freqs.weight"]:
         raise UnsupportedModel(f"{file.path} has the tensor {unknown[0]}, which mlx-lm's {config['model_type']} does not take")
-    return places
+    return {name: _in_order(file, source, shape, heads) for source, (name, shape, heads) in places.items()}
 
 
-def _plan(file: GgufFile, places: dict[str, Place], quantized: bool) -> tuple[list[PlannedTensor], Config]:
-    """The tensors of model.safetensors, and the entry of config.json that names each quantised module, as mlx-lm reads it.
-
-    Beside quantised modules all tensors get one dtype where it holds their values, so that the model computes in one.
-    """
-    kinds = {tensor.type for tensor in file.tensors.values()} - {F32}
+def _plan(tensors: dict[str, GgufTensor], quantized: bool) -> tuple[list[PlannedTensor], Config]:
+    """The tensors of model.safetensors, and the entry of config.json that names each quantised module, as mlx-lm reads it."""
+    # Beside quantised modules all tensors get one dtype where it holds their values, so that the model computes in one.
+    kinds = {tensor.type for tensor in tensors.values()} - {F32}
     common = F32 if not quantized or not kinds else BF16 if kinds == {BF16} else F16
     planned: list[PlannedTensor] = []
     modules: Config = {}
-    for source, place in places.items():
-        tensor = _in_order(file, source, place)
+    for name, tensor in tensors.items():
         if not quantized or tensor.type.bits is None:
             kind = common if common is not F32 and _is_exact(tensor, common) else F32
-            planned.append(PlannedTensor(place.name, kind.name, place.shape, tensor, partial(_cast, kind)))
+            planned.append(PlannedTensor(name, kind.name, tensor.shape, tensor, partial(_cast, kind)))
             continue
-        module, bits, (rows, columns) = place.name.removesuffix(".weight"), tensor.type.bits, place.shape
+        module, bits, (rows, columns) = name.removesuffix(".weight"), tensor.type.bits, tensor.shape
         modules[module] = {"group_size": GROUP, "bits": bits, "mode": "affine"}
         planned += [
             PlannedTensor(f"{module}.weight", "U32", (rows, columns * bits // 32), tensor, gguf.codes_as_words),
@@ -319,25 +277,22 @@ def _plan(file: GgufFile, places: dict[str, Place], quantized: bool) -> tuple[li
     return planned, {"quantization": least | modules} if modules else {}
 
 
-def _in_order(file: GgufFile, source: str, place: Place) -> GgufTensor:
-    """A tensor of the file with its rows in mlx-lm's order. Raises BadModel if it does not fit its place.
-
-    llama files keep the two halves of each head's q and k rows interleaved: 0, d/2, 1, d/2 + 1, …
-    """
-    tensor = file.tensors[source]
+def _in_order(file: GgufFile, name: str, shape: tuple[int, ...], interleaved_heads: int) -> GgufTensor:
+    """A tensor of the file with its rows in mlx-lm's order. Raises BadModel unless it has this shape and usable scales."""
+    tensor = file.tensors[name]
     kind, rows = tensor.type, tensor.rows
-    if tensor.shape != place.shape:
-        raise BadModel(f"{file.path} has {source} of shape {tensor.shape} where its metadata asks for {place.shape}")
+    if tensor.shape != shape:
+        raise BadModel(f"{file.path} has {name} of shape {tensor.shape} where its metadata asks for {shape}")
     with np.errstate(all="ignore"):
         if kind.bits and not all(np.isfinite(numbers).all() for numbers in scales_and_biases(kind, rows)):
-            raise BadModel(f"{file.path} has scales in {source} that are no usable numbers; download it again")
-    if not place.interleaved_heads:
+            raise BadModel(f"{file.path} has scales in {name} that are no usable numbers; download it again")
+    if not interleaved_heads:
         return tensor
-    return replace(tensor, rows=rows[np.arange(len(rows)).reshape(place.interleaved_heads, -1, 2).swapaxes(1, 2).ravel()])
+    # llama files keep the two halves of each head's q and k rows interleaved: 0, d/2, 1, d/2 + 1, …
+    return tensor._replace(rows=rows[np.arange(len(rows)).reshape(interleaved_heads, -1, 2).swapaxes(1, 2).ravel()])
 
 
 def _is_exact(tensor: GgufTensor, kind: TensorType) -> bool:
-    """Whether every value of a tensor stays as it is when it is cast to this type."""
     again = to_float32(kind, _cast(kind, tensor.type, tensor.rows).view(np.uint8))
     return np.array_equal(to_float32(tensor.type, tensor.rows), again)
 
@@ -359,7 +314,9 @@ def _write_weights(path: Path, planned: list[PlannedTensor], report: Callable[[i
         entries[one.name] = TensorEntry(one.dtype, one.shape, start, total)
     with path.open("wb") as sink:
         sink.write(encode_header(entries, {"format": "mlx"}))
-        for piece in (piece for one in planned for piece in one.pieces()):
-            sink.write(piece)
-            done += len(piece)
-            report(done, total)
+        for one in planned:
+            kind, rows = one.source.type, one.source.rows
+            num_rows = max(1, PIECE_VALUES // (rows.shape[1] // kind.num_bytes * kind.num_values))
+            for start in range(0, len(rows), num_rows):
+                done += sink.write(one.make(kind, rows[start : start + num_rows]).tobytes())
+                report(done, total)

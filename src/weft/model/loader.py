@@ -1,24 +1,18 @@
-"""Loads a folder in mlx-lm's format: files checked, weights read, cast and evaluated.
-
-mlx-lm knows the architectures and quantisations; here everything is checked before mlx touches it, so that a damaged folder is
-one clear sentence and never a crash. Knows nothing of names and downloads; the engine calls `load`.
-"""
-
-from __future__ import annotations
+"""Loads a folder in mlx-lm's format. All is checked before mlx touches it: a damaged folder is one sentence, never a crash."""
 
 import copy
 import json
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
+import mlx_lm.utils
 from mlx.utils import tree_flatten
-from mlx_lm import utils as mlx_lm_utils
 
 from weft.errors import BadModel, ModelError, UnsupportedModel
 from weft.memory.safetensors import DTYPE_BYTES, read_header
@@ -54,15 +48,14 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
     written = _read_config(folder)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     files = _find_tensors(folder)
-    observer = _LoadObserver(folder, written)
-    model, config = observer.build()
+    model, config, extra = _LoadObserver(folder, written).build()
     _evaluate(folder, model, progress or (lambda *_: None))
     text_config = _text_config(config)
     return LoadedModel(
         model=model,
         config=config,
         folder=folder,
-        extra_tensors={name: file for name, file in files.items() if name in observer.extra or file.name.startswith("mtp")},
+        extra_tensors={name: file for name, file in files.items() if name in extra or file.name.startswith("mtp")},
         eos_token_ids=_eos_token_ids(folder, generation, written, _text_config(written)),
         context_length=next((text_config[key] for key in CONTEXT_KEYS if isinstance(text_config.get(key), int)), None),
         vocab_size=_vocab_size(folder, model, text_config),
@@ -78,10 +71,8 @@ def _read_config(folder: Path) -> Json:
         raise BadModel(f"{folder} has no config.json; give the folder of a model in mlx-lm's format")
     config = _read_json(path)
     if config.get("model_file") is not None:
-        raise UnsupportedModel(
-            f"{path} asks to run {config['model_file']!r} from the model's folder; weft runs no code "
-            "that comes with weights, so use a model whose architecture mlx-lm has"
-        )
+        what = f"{path} asks to run {config['model_file']!r} from the model's folder; weft runs no code that comes with weights"
+        raise UnsupportedModel(f"{what}, so use a model whose architecture mlx-lm has")
     if not isinstance(config.get("model_type"), str):
         raise BadModel(f"{path} has no model_type, so its architecture is unknown; download it again")
     return config
@@ -142,42 +133,35 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
 
 
 class _LoadObserver:
-    """Has mlx-lm build a model and observes which tensors of the files the model takes.
-
-    mlx-lm reads, renames and quantises in one function; the two methods that it calls on the model meanwhile are replaced.
-    """
+    """Has mlx-lm build a model and observes which tensors of the files the model takes."""
 
     def __init__(self, folder: Path, config: Json) -> None:
         self.folder = folder
         self.extra: set[str] = set()  # names in the files of the tensors that the model does not take
         self._read: Weights = {}  # the arrays under their names in the files
         try:
-            self.model_class, self.args_class = mlx_lm_utils._get_classes(config)
+            self.model_class, self.args_class = mlx_lm.utils._get_classes(config)
         except (ValueError, AttributeError) as error:  # AttributeError: a module of mlx-lm that is no architecture
-            raise UnsupportedModel(
-                f"{folder / 'config.json'} has model_type {config['model_type']!r}, which mlx-lm {mlx_lm.__version__} does "
-                "not know; use a model of another architecture"
-            ) from error
+            what = f"{folder / 'config.json'} has model_type {config['model_type']!r}, which mlx-lm {mlx_lm.__version__}"
+            raise UnsupportedModel(f"{what} does not know; use a model of another architecture") from error
         self.name = str(self.model_class.__module__.rpartition(".")[2])
 
-    def build(self) -> tuple[nn.Module, Json]:
-        """Build the model with lazy weights; returns it and its config as mlx-lm took it."""
+    def build(self) -> tuple[nn.Module, Json, set[str]]:
+        """Build the model with lazy weights; returns it, its config as mlx-lm took it, and the names that it does not take."""
         classes = self._make_model, self.args_class
         try:
-            model, config = mlx_lm_utils.load_model(self.folder, lazy=True, strict=False, get_model_classes=lambda **_: classes)
+            model, config = mlx_lm.utils.load_model(self.folder, lazy=True, strict=False, get_model_classes=lambda **_: classes)
         except ModelError:
             raise
         except Exception as error:  # whatever a config or a sanitizer stumbles over
-            raise BadModel(
-                f"{self.folder} could not be built as mlx-lm's {self.name} ({type(error).__name__}: {error}); "
-                "its config.json and weights do not fit this architecture"
-            ) from error
-        self._read = {}
+            what = f"{self.folder} could not be built as mlx-lm's {self.name} ({type(error).__name__}: {error})"
+            raise BadModel(f"{what}; its config.json and weights do not fit this architecture") from error
         for name in vars(model).keys() & {"sanitize", "load_weights"}:
             object.__delattr__(model, name)  # the class's own methods again
-        return model, config
+        return model, config, self.extra
 
     def _make_model(self, args: Any) -> nn.Module:
+        # mlx-lm reads, renames and quantises in one function; the two methods that it calls on the model meanwhile are replaced.
         model = self.model_class(args)
 
         def sanitize(weights: Weights) -> Weights:
@@ -195,11 +179,9 @@ class _LoadObserver:
         return model
 
     def _dropped(self, args: Any, weights: Weights, kept: Weights) -> set[str]:
-        """The names of the tensors that the model's sanitizer left out.
-
-        A tensor that came through unchanged was kept. One that did not was dropped, or went into another (a shifted
-        norm, stacked experts): it was dropped if, without it and its like, the same names come out.
-        """
+        """The names of the tensors that the model's sanitizer left out."""
+        # A tensor that came through unchanged was kept. One that did not was dropped, or went into another (a shifted norm,
+        # stacked experts): it was dropped if, without it and its like, the same names come out.
         through = {id(array) for array in kept.values()}
         survivors = {name for name, array in weights.items() if id(array) in through}
         dropped: set[str] = set()
@@ -213,41 +195,27 @@ class _LoadObserver:
         return dropped
 
     def _matched(self, model: nn.Module, weights: Weights) -> list[tuple[str, mx.array]]:
-        """The weights that the model has a place for. Raises BadModel unless each place gets an array that fits.
-
-        Tensors without a place are noted as extra, but those of a part that the model has are refused.
-        """
+        """The weights that the model has a place for; others are noted as extra. Raises ModelError unless they fit the model."""
         places = dict(tree_flatten(model.parameters()))
         if missing := [name for name in places if name not in weights]:
-            raise BadModel(
-                f"{self.folder} lacks the tensor {missing[0]} ({len(missing)} of {len(places)} are missing); "
-                "download the model again"
-            )
+            what = f"{self.folder} lacks the tensor {missing[0]} ({len(missing)} of {len(places)} are missing)"
+            raise BadModel(f"{what}; download the model again")
         parts = {_part(name) for name in places}
         names = {id(array): name for name, array in self._read.items()}
         for name, array in weights.items():
-            if name in places:
-                self._check(name, array, places[name])
-            elif _part(name) not in parts:
+            place = places.get(name)
+            if place is None and _part(name) not in parts:
                 self.extra.add(names.get(id(array), name))
-            else:
-                raise UnsupportedModel(
-                    f"{self.folder} holds {name}, which mlx-lm's {self.name} has no place for; "
-                    "it would be ignored and the answers would be wrong, so use another conversion of this model"
-                )
+            elif place is None:
+                what = f"{self.folder} holds {name}, which mlx-lm's {self.name} has no place for; it would be ignored"
+                raise UnsupportedModel(f"{what} and the answers would be wrong, so use another conversion of this model")
+            elif array.shape != place.shape:
+                what = f"{self.folder} holds {name} of shape {array.shape} where its config.json asks for {place.shape}"
+                raise BadModel(f"{what}; the files do not belong together, so download the model again")
+            elif mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(place.dtype, mx.floating):
+                what = f"{self.folder} holds {name} as {array.dtype} where mlx-lm's {self.name} has {place.dtype}"
+                raise BadModel(f"{what}; its quantisation is not what its config.json says")
         return [(name, weights[name]) for name in places]
-
-    def _check(self, name: str, array: mx.array, place: mx.array) -> None:
-        if array.shape != place.shape:
-            raise BadModel(
-                f"{self.folder} holds {name} of shape {array.shape} where its config.json asks for {place.shape}; "
-                "the files do not belong together, so download the model again"
-            )
-        if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(place.dtype, mx.floating):
-            raise BadModel(
-                f"{self.folder} holds {name} as {array.dtype} where mlx-lm's {self.name} has {place.dtype}; "
-                "its quantisation is not what its config.json says"
-            )
 
 
 def _part(name: str) -> str:
@@ -259,13 +227,11 @@ def _part(name: str) -> str:
 
 def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
     """Names of tensors in groups that can only be dropped together: the largest part without a survivor, in all layers."""
-    alive = {".".join(name.split(".")[:depth]) for name in survivors for depth in range(1, name.count(".") + 2)}
+    alive = {prefix for name in survivors for prefix in accumulate(name.split("."), "{}.{}".format)}
     groups: dict[str, set[str]] = defaultdict(set)
     for name in gone:
-        steps = name.split(".")
-        prefixes = (steps[:depth] for depth in range(1, len(steps) + 1))
-        largest = next(prefix for prefix in prefixes if ".".join(prefix) not in alive)
-        groups[".".join("*" if step.isdigit() else step for step in largest)].add(name)
+        largest = next(prefix for prefix in accumulate(name.split("."), "{}.{}".format) if prefix not in alive)
+        groups[".".join("*" if step.isdigit() else step for step in largest.split("."))].add(name)
     return groups.values()
 
 
@@ -277,10 +243,10 @@ def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
     total, done = sum(array.nbytes for _, array in waiting), 0
     while waiting:
         step: list[tuple[str, mx.array]] = []
-        step_bytes = 0
-        while waiting and step_bytes < STEP_BYTES:
+        start = done
+        while waiting and done - start < STEP_BYTES:
             name, array = waiting.pop()
-            step_bytes += array.nbytes
+            done += array.nbytes
             step.append((name, array.astype(mx.float32) if array.dtype in to_cast else array))
             del array
         model.load_weights(step, strict=False)
@@ -288,6 +254,5 @@ def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
             mx.eval([array for _, array in step])
         except RuntimeError as error:
             raise BadModel(f"the weights in {folder} could not be read ({error}); download the model again") from error
-        done += step_bytes
         if total > STEP_BYTES:  # what loads at once needs no bar
             progress("loading weights", done, total)

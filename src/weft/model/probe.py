@@ -1,20 +1,15 @@
-"""Tries a model at load: do rows that are decoded together get the same logits as each row on its own caches?
-
-Only numbers are compared, so no model is known by name. `Adapter` uses it to choose how it holds the model.
-"""
+"""Tries a model at load, to choose how `Adapter` holds it: do rows decoded together get the logits that each gets alone?"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
 from weft.memory.slabs import Pool, RowState
 from weft.memory.views import make_batches
-from weft.model.saved_state import LayerCaches
 
 if TYPE_CHECKING:
     from weft.model.adapter import Adapter, Way
@@ -58,18 +53,16 @@ class Probe:
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
-        vocab_size, rows = adapter.vocab_size, range(len(PROBE_LENGTHS))
-        self.prompts = [
-            [(7 + 31 * row + 11 * place * (place + row)) % vocab_size for place in range(PROBE_LENGTHS[row])] for row in rows
-        ]
-        self.fed = [[(3 + 17 * row + 5 * step) % vocab_size for step in range(PROBE_STEPS)] for row in rows]
+        size, rows = adapter.vocab_size, range(len(PROBE_LENGTHS))
+        self.prompts = [[(7 + 31 * row + 11 * n * (n + row)) % size for n in range(PROBE_LENGTHS[row])] for row in rows]
+        self.fed = [[(3 + 17 * row + 5 * step) % size for step in range(PROBE_STEPS)] for row in rows]
         self.alone = [self._decode_alone(row) for row in rows]  # by row and step: the right logits
         rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
 
     def find_leak(self) -> str | None:
         """Why rows on caches of their own change each other (by state on the model itself); None if they do not."""
-        caches = [self._prefilled(row) for row in range(len(self.prompts))]
+        caches = [self.adapter.prefilled_caches(prompt) for prompt in self.prompts]
         for step in range(PROBE_STEPS):
             for row, own in enumerate(caches):
                 logits = self.adapter.decode_alone(mx.array([[self.fed[row][step]]]), own)
@@ -87,33 +80,25 @@ class Probe:
         """Why rows decoded together in this way differ from rows decoded alone; None if they do not."""
         pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
         states = [RowState() for _ in self.prompts]
-        for row, state in enumerate(states):
-            contents = self.adapter.contents(self._prefilled(row))
-            if reason := pool.refusal(contents, len(self.prompts[row])):
+        for state, prompt in zip(states, self.prompts, strict=True):
+            contents = self.adapter.contents(self.adapter.prefilled_caches(prompt))
+            if reason := pool.refusal(contents, len(prompt)):
                 return reason
-            pool.allocate(state, contents, len(self.prompts[row]))
-        number = {id(state): row for row, state in enumerate(states)}
+            pool.allocate(state, contents, len(prompt))
         for step in range(PROBE_STEPS):
             for batch in make_batches(pool, states, seam=way == "seam", width=None):
-                rows = [-1 if state is None else number[id(state)] for state in batch.rows]
-                tokens = mx.array([[0 if row < 0 else self.fed[row][step]] for row in rows])
+                rows = [None if state is None else states.index(state) for state in batch.rows]
+                tokens = mx.array([[0 if row is None else self.fed[row][step]] for row in rows])
                 logits = self.adapter.decode(tokens, batch)
                 for index, row in enumerate(rows):
-                    if row >= 0 and (reason := self._compare(logits[index], row, step)):
+                    if row is not None and (reason := self._compare(logits[index], row, step)):
                         return reason
             for state in states:
                 state.length += 1
         return None
 
-    def _prefilled(self, row: int, chunk_tokens: int | None = None) -> LayerCaches:
-        prompt = self.prompts[row]
-        caches, size = self.adapter.new_caches(len(prompt)), chunk_tokens or len(prompt)
-        for start in range(0, len(prompt), size):
-            self.adapter.prefill(prompt[start : start + size], caches)[0].finish()
-        return caches
-
     def _decode_alone(self, row: int, chunk_tokens: int | None = None) -> list[mx.array]:
-        caches = self._prefilled(row, chunk_tokens)
+        caches = self.adapter.prefilled_caches(self.prompts[row], chunk_tokens)
         return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
 
     def _noise(self) -> float:
@@ -132,4 +117,4 @@ class Probe:
 def _difference(found: mx.array, wanted: mx.array) -> float:
     """The largest difference between two rows of logits, as a share of their spread."""
     worst = mx.max(mx.abs(found.astype(mx.float32) - wanted.astype(mx.float32)))
-    return float(np.array(worst / mx.maximum(mx.std(wanted.astype(mx.float32)), 1e-6)))
+    return float(worst / mx.maximum(mx.std(wanted.astype(mx.float32)), 1e-6))

@@ -1,10 +1,4 @@
-"""Resolves a model's name to a folder in mlx-lm's format: alias, local path, Hugging Face cache, hub, in this order.
-
-Knows where models come from, nothing of what is in them: `gguf_convert` converts GGUF files, `download` makes the folders of
-weft's cache directory. The command line and the engine call `resolve` before `loader.load`. Imports no mlx.
-"""
-
-from __future__ import annotations
+"""Resolves a model's name to a folder in mlx-lm's format: alias, local path, Hugging Face cache, hub, in this order."""
 
 import hashlib
 import io
@@ -53,7 +47,7 @@ def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bo
         if path.is_file():
             return _resolve_file(path, report, quantized)
         _check_hub_id(name)
-        return _resolve_hub_id(name, report)
+        return _in_hub_cache(name) or _download(name, report)
 
 
 @dataclass(frozen=True)
@@ -68,14 +62,18 @@ class LocalModel:
 
 def local_models() -> list[LocalModel]:
     """The models on this machine: built-in ones, those converted from GGUF files, those in the Hugging Face cache."""
+    from huggingface_hub import errors, scan_cache_dir
+
     converted = sorted(folder for folder in cache_folder().glob("*") if _is_whole(folder))
     smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
+    fetched: list[Path | None] = [folder for folder in smollm2 if folder in converted] or [None]
     found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
-    found += [LocalModel("smollm2", "built-in", folder) for folder in converted if folder in smollm2]
-    if len(found) == 1:
-        found.append(LocalModel("smollm2", "built-in", None))
+    found += [LocalModel("smollm2", "built-in", folder) for folder in fetched]
     found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
-    found += [LocalModel(name, "hub", folder) for name in _names_in_hub_cache() if (folder := _in_hub_cache(name))]
+    with suppress(errors.CacheNotFound):
+        names = [repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model"]
+        hub_ids = sorted(filter(HUB_ID.fullmatch, names))
+        found += [LocalModel(name, "hub", folder) for name in hub_ids if (folder := _in_hub_cache(name))]
     return [_measured(model) for model in found]
 
 
@@ -101,10 +99,9 @@ def _measured(model: LocalModel) -> LocalModel:
 
 def _check_hub_id(name: str) -> None:
     if not HUB_ID.fullmatch(name):
-        raise ModelNotFound(
-            f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at "
-            f"{Path(name).expanduser().absolute()}, and a hub id has the form organisation/name; give one of these"
-        )
+        path = Path(name).expanduser().absolute()
+        what = f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at {path}"
+        raise ModelNotFound(f"{what}, and a hub id has the form organisation/name; give one of these")
 
 
 def _is_whole(folder: Path) -> bool:
@@ -146,16 +143,6 @@ def _converted_folder(name: str, digest: str, quantized: bool) -> Path:
     return cache_folder() / f"{name[:100]}-{digest[:12]}-{FORMAT}-{'quantized' if quantized else 'float32'}"
 
 
-def _resolve_hub_id(name: str, progress: Progress) -> Path:
-    folder = _in_hub_cache(name) or _download(name, progress)
-    if not _is_whole(folder):  # offline, the hub's client returns what an interrupted download left
-        raise BadModel(
-            f"{folder} lacks config.json or some model*.safetensors of {name}: go online and try again if its "
-            "download was interrupted, else use a repository in mlx-lm's format, or a GGUF file"
-        )
-    return folder
-
-
 def _in_hub_cache(name: str) -> Path | None:
     """The folder of a model in the Hugging Face cache; None if it is not there or not whole."""
     from huggingface_hub import errors, snapshot_download
@@ -167,37 +154,31 @@ def _in_hub_cache(name: str) -> Path | None:
     return Path(found) if found and _is_whole(Path(found)) else None
 
 
-def _names_in_hub_cache() -> list[str]:
-    from huggingface_hub import errors, scan_cache_dir
-
-    with suppress(errors.CacheNotFound):
-        names = [repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model"]
-        return sorted(filter(HUB_ID.fullmatch, names))
-    return []
-
-
 def _download(name: str, progress: Progress) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     looked = f"{name} is no alias, no folder here and not whole in the Hugging Face cache ({constants.HF_HUB_CACHE})"
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=_reporting_bar(name, progress)))
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=_reporting_bar(name, progress)))
     except errors.GatedRepoError as error:
         raise ModelNotFound(f"{name} asks for consent: accept its terms on the hub, run `hf auth login`, try again") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(f"{looked}, and the hub does not know it; check the name, or log in if it is private") from error
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _first_line(error.__cause__ or error)
-        raise ModelNotFound(
-            f"{looked}, and the hub can not be reached ({reason}); go online and try again, or give a local folder"
-        ) from error
+        reached = f"the hub can not be reached ({reason}); go online and try again, or give a local folder"
+        raise ModelNotFound(f"{looked}, and {reached}") from error
     except Exception as error:  # the hub's client, its HTTP library and its transfer library each have their own errors
         raise ModelNotFound(f"{looked}, and its download failed ({_first_line(error)}); try again") from error
+    if not _is_whole(folder):  # offline, the hub's client returns what an interrupted download left
+        what = f"{folder} lacks config.json or some model*.safetensors of {name}"
+        again = "go online and try again if its download was interrupted"
+        raise BadModel(f"{what}: {again}, else use a repository in mlx-lm's format, or a GGUF file")
+    return folder
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _reporting_bar(name: str, progress: Progress) -> Any:

@@ -1,10 +1,4 @@
-"""Layer states of one row: copied out of mlx-lm's caches, put back into fresh ones, and packed as host data for the disk tier.
-
-Packing takes a cache object by its attributes and unpacking uses the model's own fresh caches as patterns, so a name in a file
-never chooses a class. The adapter and the engine use it; files are the disk tier's.
-"""
-
-from __future__ import annotations
+"""Layer states of one row: copied out of mlx-lm's caches, put back into fresh ones, and packed as host data for the disk tier."""
 
 import copy
 import functools
@@ -37,9 +31,11 @@ class SavedState:
 
     layers: list[Any]  # of a block: (keys, values) or None; of a checkpoint: a cache object or None
 
+    def __post_init__(self) -> None:
+        mx.eval(self.arrays)  # sync: a lazy slice would keep the whole buffer, a lazy view the host data
+
     @property
     def arrays(self) -> list[mx.array]:
-        """The arrays of all layers, in order."""
         present = [layer for layer in self.layers if layer is not None]
         return [array for layer in present for array in (layer if isinstance(layer, tuple) else arrays_of(layer))]
 
@@ -63,8 +59,7 @@ def arrays_of(cache: Any) -> list[mx.array]:
 def save_block(caches: LayerCaches, start: int, end: int) -> SavedState:
     """Copy the keys and values of a row's tokens `start` to `end`."""
     held: list[Any] = [(cache.keys, cache.values) if type(cache) is KVCache else (None, None) for cache in leaves(caches)]
-    blocks = [None if pair[0] is None else tuple(_own(plane[..., start:end, :]) for plane in pair) for pair in held]
-    return _evaluated(blocks)
+    return SavedState([None if pair[0] is None else tuple(_own(plane[..., start:end, :]) for plane in pair) for pair in held])
 
 
 def save_checkpoint(caches: LayerCaches) -> SavedState:
@@ -75,18 +70,12 @@ def save_checkpoint(caches: LayerCaches) -> SavedState:
             layer.cache = [None if array is None else _own(array) for array in layer.cache]
         elif layer is not None and layer.keys is not None:
             layer.keys, layer.values = _own(layer.keys), _own(layer.values)
-    return _evaluated(layers)
+    return SavedState(layers)
 
 
 def _own(array: mx.array) -> mx.array:
     """A copy of an array in a buffer of its own; `contiguous` would leave a slice that is contiguous where it is."""
     return mx.where(mx.array(True), array, array)
-
-
-def _evaluated(layers: list[Any]) -> SavedState:
-    saved = SavedState(layers)
-    mx.eval(saved.arrays)  # sync: a lazy slice would keep the whole buffer
-    return saved
 
 
 def restore(caches: LayerCaches, blocks: Sequence[object], checkpoint: object | None) -> LayerCaches:
@@ -130,10 +119,8 @@ def pack(saved: SavedState) -> Packed:
 
 
 def _describe(value: Any, place: str, arrays: list[StoredArray]) -> Any:
-    """A layer, or a value in it, for JSON; its arrays are appended to `arrays` and named by their place.
-
-    A dict is always one of ours: {"array": its name}, {"tuple": [...]} or {"class": ..., "attributes": {...}}.
-    """
+    """A layer, or a value in it, for JSON; its arrays are appended to `arrays` and named by their place."""
+    # A dict is always one of ours: {"array": its name}, {"tuple": [...]} or {"class": ..., "attributes": {...}}.
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):
@@ -156,9 +143,7 @@ def unpack(packed: Packed, like: LayerCaches) -> SavedState:
     layers, patterns = json.loads(packed.description), list(leaves(like))
     if len(layers) != len(patterns):
         raise Damaged(f"it has the states of {len(layers)} layers where the model has {len(patterns)}")
-    restored = [_restore(layer, arrays, pattern) for layer, pattern in zip(layers, patterns, strict=True)]
-    mx.eval(list(arrays.values()))  # sync: the host data must not be needed any more
-    return SavedState(restored)
+    return SavedState([_restore(layer, arrays, pattern) for layer, pattern in zip(layers, patterns, strict=True)])
 
 
 def _array(stored: StoredArray) -> mx.array:
@@ -176,9 +161,8 @@ def _restore(value: Any, arrays: dict[str, mx.array], pattern: Any = None) -> An
         case {"class": name, "attributes": attributes}:
             if name != type(pattern).__name__:
                 raise Damaged(f"it has the states of a {name} where the model has a {type(pattern).__name__}")
-            cache = copy.copy(pattern)
-            vars(cache).clear()
-            vars(cache).update({name: _restore(inner, arrays) for name, inner in attributes.items()})
+            cache = copy.copy(pattern)  # never of a class that a name in a file chooses
+            cache.__dict__ = {name: _restore(inner, arrays) for name, inner in attributes.items()}
             return cache
         case {"array": name}:
             return arrays[name]
