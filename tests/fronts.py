@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import uvicorn
 
-from waiting import HANG_SECONDS, until
+from asking import Asked
+from waiting import until
 from weft.api.app import make_app
 from weft.config import EngineSettings, ServerConfig
 from weft.metrics import Metrics
@@ -48,19 +48,13 @@ def fake_supervisor(name: str, *words: str, **more: Any) -> Supervisor:
 
 
 @dataclass
-class Front:
+class Front(Asked):
     """A front that serves."""
 
     url: str
     port: int
     service: Service
     screen: Quiet
-
-    def get(self, path: str, **options: Any) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=HANG_SECONDS, **options)
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=HANG_SECONDS, **options)
 
 
 @contextmanager

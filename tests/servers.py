@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 
+from asking import Asked
 from waiting import HANG_SECONDS, until
 
 
 @dataclass
-class Server:
+class Server(Asked):
     """A running `weft serve`."""
 
     process: subprocess.Popen[bytes]
@@ -34,12 +34,6 @@ class Server:
     def client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's own client, pointed here."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
-
-    def get(self, path: str) -> httpx2.Response:
-        return httpx2.get(self.url + path, timeout=HANG_SECONDS)
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
-        return httpx2.post(self.url + path, json=body, timeout=HANG_SECONDS, **options)
 
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.get("/v1/status").json()

@@ -51,7 +51,7 @@ def test_what_runs_finishes_and_what_comes_is_refused(tmp_path: Path, is_streame
 def test_what_does_not_finish_in_time_is_told(tmp_path: Path) -> None:
     with running(tmp_path / "log", "tiny-hybrid", "--drain-seconds", "0.5") as server:
         body = {**BODY, "max_tokens": 1500, "n": 16, "stream": True}
-        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as reply:
+        with server.stream("/v1/completions", body) as reply:
             lines = reply.iter_lines()
             next(lines)
             os.kill(server.process.pid, signal.SIGTERM)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
-import httpx2
 import pytest
 
 from servers import Server, running
@@ -104,5 +103,5 @@ def test_of_one_client_s_requests_the_more_urgent_go_first(server: Server) -> No
 
 
 def num_waiting(server: Server) -> int:
-    status = httpx2.get(f"{server.url}/v1/status", headers={"x-api-key": "one"}, timeout=HANG_SECONDS).json()
+    status = server.get("/v1/status", headers={"x-api-key": "one"}).json()
     return int(status["rows_waiting"])

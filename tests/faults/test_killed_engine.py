@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from servers import Server, running
@@ -77,12 +76,12 @@ class Stream:
     """One streamed answer, put together again as the whole one would be."""
 
     def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
-        self.url, self.body = server.url + path, {**body, "stream": True, "stream_options": {"include_usage": True}}
+        self.server, self.path, self.body = server, path, {**body, "stream": True, "stream_options": {"include_usage": True}}
         self.lines: list[str] = []
         self.has_begun = threading.Event()
 
     def read(self) -> None:
-        with httpx2.stream("POST", self.url, json=self.body, timeout=HANG_SECONDS) as reply:
+        with self.server.stream(self.path, self.body) as reply:
             for line in reply.iter_lines():
                 self.lines.append(line)
                 if self.num_pieces > 5:

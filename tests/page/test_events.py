@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2
 import pytest
 
 from fronts import Front, front
@@ -18,7 +17,7 @@ Event = dict[str, Any]
 
 
 def watched(server: Front) -> Iterator[Event]:
-    with httpx2.stream("GET", server.url + "/v1/events", timeout=10) as answer:
+    with server.watch("/v1/events") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer.iter_lines():
             if line:

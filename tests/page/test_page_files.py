@@ -20,7 +20,7 @@ KEY = {"authorization": "Bearer secret"}
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[httpx2.Client]:
-    with front({"m": []}, api_keys=("secret",)) as server, httpx2.Client(base_url=server.url) as client:
+    with front({"m": []}, api_keys=("secret",)) as server, httpx2.Client(base_url=server.url, verify=False) as client:
         yield client
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx2
 import pytest
 
 from fronts import Front, front
@@ -63,9 +62,7 @@ def test_a_report_can_be_had_by_either_id_and_tells_the_text_before() -> None:
 def test_a_running_request_has_its_report_too() -> None:
     with front({"m": ["--token-seconds", "0.02"]}) as server:
         body = {"prompt": CAT, "max_tokens": 10_000, "stream": True}
-        with httpx2.stream(
-            "POST", f"{server.url}/v1/completions", json=body, headers={"x-request-id": "long"}, timeout=10
-        ) as reply:
+        with server.stream("/v1/completions", body, headers={"x-request-id": "long"}) as reply:
             texts = reply.iter_text()
             next(texts)
             report = server.get("/v1/cache/requests/long")
@@ -126,7 +123,7 @@ def test_what_is_kept_is_listed_and_cleared() -> None:
         before = kept(server)
         one = server.post("/v1/cache/clear", {"model": "one"}).json()
         between = kept(server)
-        everything = httpx2.post(f"{server.url}/v1/cache/clear", timeout=10).json()
+        everything = server.post("/v1/cache/clear").json()
         after = kept(server)
         unknown = server.post("/v1/cache/clear", {"model": "three"})
 

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx2
 import jsonschema_rs
 import pytest
 
 from conftest import Server, running
-from waiting import HANG_SECONDS, until
+from waiting import until
 
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
 TURNS = 5
@@ -158,7 +157,7 @@ def amid(server: Server, is_first: bool, ask: Callable[[], dict[str, Any]]) -> d
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask) if is_first else None
         until(lambda: asked is None or asked.done() or server.status()["rows_running"])
-        with httpx2.stream("POST", f"{server.url}/v1/completions", json=plain, timeout=HANG_SECONDS) as reply:
+        with server.stream("/v1/completions", plain) as reply:
             lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
             for _ in range(3):
                 next(lines)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from fronts import Front, front
@@ -27,7 +26,7 @@ TEXTS = {
 
 def stream(server: Front, body: dict[str, Any]) -> Any:
     """A completion's stream, open to be read line by line."""
-    return httpx2.stream("POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=HANG_SECONDS)
+    return server.stream("/v1/completions", {**body, "stream": True})
 
 
 def pieces(text: str) -> list[str]:

@@ -48,7 +48,7 @@ def test_a_model_is_loaded_shown_on_its_way_and_answers(folder: str, tmp_path: P
     with front({"m": []}, spare={folder: ["--load-until", str(gate)]}) as server, ThreadPoolExecutor(1) as pool:
         reply = server.post(LOAD, {"model": folder})
         health = server.get("/health")
-        with httpx2.stream("GET", server.url + "/v1/events", timeout=10) as events:
+        with server.watch("/v1/events") as events:
             event = json.loads(next(line for line in events.iter_lines() if line).removeprefix("data: "))
         early = server.post(COMPLETIONS, {"prompt": TEXT, "model": folder})
         waiting = pool.submit(server.post, COMPLETIONS, {"prompt": TEXT, "model": folder, "stream": True})
@@ -194,7 +194,7 @@ def test_the_last_model_may_go_and_another_come(folder: str) -> None:
         has_failed = server.service.has_failed
         told = {path: server.get(path) for path in ("/v1/models", "/health", "/v1/status", "/metrics", "/api/tags", "/v1/cache")}
         refused = [server.post(COMPLETIONS, {"prompt": TEXT, **more}) for more in ({}, {"model": "m"}, {"stream": True})]
-        with httpx2.stream("GET", server.url + "/v1/events", timeout=10) as events:
+        with server.watch("/v1/events") as events:
             event = json.loads(next(line for line in events.iter_lines() if line).removeprefix("data: "))
         loaded(server, folder)
         answer = server.post(COMPLETIONS, {"prompt": TEXT})

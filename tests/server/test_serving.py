@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from conftest import Server, running
@@ -65,7 +64,7 @@ def test_a_signal_ends_server_and_engine_though_streams_run(tmp_path: Path, how:
     with running(tmp_path / "log", "tiny-hybrid", "--drain-seconds", "1") as server:
         engine = server.status()["engine_pid"]
         body = {"prompt": "Once upon a time", "stream": True, "ignore_eos": True, "n": 16}
-        with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, timeout=HANG_SECONDS) as reply:
+        with server.stream("/v1/completions", body) as reply:
             lines = reply.iter_lines()
             next(lines)
             os.kill(server.process.pid, how)

@@ -6,7 +6,6 @@ import json
 from contextlib import ExitStack
 from typing import Any
 
-import httpx2
 import pytest
 
 from fronts import Front, front
@@ -20,7 +19,7 @@ def submitted(server: Front, *asked: tuple[dict[str, str], dict[str, Any]]) -> l
     with ExitStack() as stack:
         for headers, fields in asked:
             body = {"prompt": "hi", "max_tokens": 50_000, "stream": True, **fields}
-            stack.enter_context(httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=10))
+            stack.enter_context(server.stream("/v1/completions", body, headers=headers))
         inside = server.service.models[0].supervisor.client.live.inside
         return [live.request.submit for live in list(inside.values())]
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from conftest import Server, running
@@ -145,7 +144,7 @@ def sum_up(said: dict[str, Any], choice: dict[str, Any]) -> None:
 def test_a_cancelled_stream_ends_with_an_error_and_no_clean_end(server: Server) -> None:
     body = {**GREEDY, "prompt": "Once upon a time", "ignore_eos": True}
     parts = ""
-    with httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers={"x-request-id": "end-me"}) as reply:
+    with server.stream("/v1/completions", body, headers={"x-request-id": "end-me"}) as reply:
         for part in reply.iter_text():
             if not parts:
                 cancelling = threading.Thread(target=server.post, args=("/v1/requests/end-me/cancel", {}))
