@@ -3,8 +3,6 @@
 Numbers here are either choices a user may make or facts measured on a device; the log (docs/log.md) has the measurements.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import os
@@ -12,7 +10,7 @@ import re
 import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -38,7 +36,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_canary: bool = False
     log_format: Literal["text", "json"] = "text"
 
-    def with_model(self, model: str) -> EngineSettings:
+    def with_model(self, model: str) -> Self:
         """The same settings for another model, without a fallback."""
         return msgspec.structs.replace(self, model=model, fallback=None)
 
@@ -65,27 +63,26 @@ class EngineConfig:
         if self.width is not None and self.width < self.max_rows:
             raise ValueError(f"width {self.width} is below max_rows {self.max_rows}: every row must fit into one step")
 
-    @staticmethod
-    def for_device(device: Device, *, exact: bool = False, is_row_invariant: bool = False) -> EngineConfig:
+    @classmethod
+    def for_device(cls, device: Device, *, exact: bool = False, is_row_invariant: bool = False) -> Self:
         """The defaults measured for a kind of device.
 
         Where the device's products are row-invariant (our own on CPU) every batch is exact as it is. Elsewhere exactness
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
         """
         if device == "cpu":
-            config = EngineConfig(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
+            config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
         else:
-            config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
+            config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         width = config.max_rows if exact and not is_row_invariant else None
         return replace(config, width=width, exact=exact, max_replayed_tokens=sys.maxsize if exact else config.max_replayed_tokens)
 
-    @staticmethod
-    def resolve(settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> EngineConfig:
+    @classmethod
+    def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
         """The defaults of a device, changed by what the settings say."""
-        config = EngineConfig.for_device(device, exact=settings.exact, is_row_invariant=is_row_invariant)
-        rows = settings.max_rows or config.max_rows
-        config = replace(config, cache_bytes=settings.cache_bytes, memory_bytes=settings.memory_bytes)
-        return replace(config, max_rows=rows, width=config.width and rows)
+        config = cls.for_device(device, exact=settings.exact, is_row_invariant=is_row_invariant)
+        rows, memory = settings.max_rows or config.max_rows, settings.memory_bytes
+        return replace(config, max_rows=rows, width=config.width and rows, memory_bytes=memory, cache_bytes=settings.cache_bytes)
 
 
 @dataclass(frozen=True)
@@ -196,12 +193,14 @@ class ServerConfig:
 
 def cache_folder() -> Path:
     """Where weft keeps what it fetched and converted: WEFT_CACHE, or the platform's cache directory."""
-    if chosen := os.environ.get("WEFT_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser().absolute() / "weft"
-    home = Path.home()
-    return home / "Library" / "Caches" / "weft" if sys.platform == "darwin" else home / ".cache" / "weft"
+    chosen = os.environ.get("WEFT_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else own_folder("XDG_CACHE_HOME", "Library/Caches", ".cache")
+
+
+def own_folder(variable: str, on_macos: str, elsewhere: str) -> Path:
+    """The folder `weft` in the one that an XDG variable names; where it is not set, in the platform's own under the home."""
+    base = os.environ.get(variable) or Path.home() / (on_macos if sys.platform == "darwin" else elsewhere)
+    return Path(base).expanduser().absolute() / "weft"
 
 
 def available_memory_bytes() -> int | None:

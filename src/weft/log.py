@@ -3,8 +3,6 @@
 What clients send is never trusted to be printable, and what they ask the model is never logged.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import textwrap
@@ -52,14 +50,8 @@ def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A00
 
 def log_request(record: RequestRecord) -> None:
     """Write the log line of a finished request."""
-    fields: dict[str, Any] = {
-        "id": record.request_id,
-        "client": record.client,
-        "wire": record.dialect,
-        "model": record.model,
-        "status": record.status,
-        "finish": record.finish,
-    }
+    fields: dict[str, Any] = {"id": record.request_id, "client": record.client, "wire": record.dialect}
+    fields |= {"model": record.model, "status": record.status, "finish": record.finish}
     text = f"{record.request_id} {record.client} {record.dialect} {record.model} {record.status} {record.finish or '-'}"
     if record.prompt_tokens is not None:
         decoded = max(record.completion_tokens - 1, 0)  # the first token belongs to the prefill
@@ -105,6 +97,4 @@ class JsonLines(logging.Formatter):
 
 def escape_unprintable(text: str) -> str:
     """The text with everything unprintable written as an escape: line ends, terminal codes, half characters."""
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
