@@ -4,8 +4,6 @@ A client is a thread with a connection for each request, as other programs have 
 included.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

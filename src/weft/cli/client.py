@@ -3,8 +3,6 @@
 Knows how to connect, send and hang up, and which models a server lists; other requests are the commands' affair.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

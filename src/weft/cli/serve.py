@@ -4,8 +4,6 @@ cyclopts reads flags and WEFT_* variables, this module the TOML files; what a se
 operator's lines go to stderr. The server itself is `weft.serving.server`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

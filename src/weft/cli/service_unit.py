@@ -3,8 +3,6 @@
 Writes one file and has the manager start it; never as root. The server's arguments stand in that file, its secrets do not.
 """
 
-from __future__ import annotations
-
 import os
 import plistlib
 import re

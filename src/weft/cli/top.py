@@ -3,8 +3,6 @@
 Shows the events of GET /v1/events: numbers and states, never text. Where there is no terminal one picture is printed.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from typing import Any
