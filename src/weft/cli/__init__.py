@@ -28,7 +28,6 @@ app = App(name="weft", version=__version__, version_flags="--version", help=ABOU
 for _name in COMMANDS:
     app.command(f"weft.cli.{MODULES.get(_name, _name)}:{_name}_command", name=_name)
 
-
 Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 Show = Annotated[Switch, Parameter(name="--print")]
 AsJson = Annotated[Switch, Parameter(name="--json", help="Print what the server says as JSON.")]

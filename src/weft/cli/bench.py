@@ -10,7 +10,6 @@ import math
 import random
 import re
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -124,15 +123,11 @@ def _random_clients(options: BenchOptions, model: str, client: ServerClient) -> 
     """The requests of clients that share one supply of random prompts; each prompt begins with the tokens that all share."""
     words = {"model": model, "prompt": f" {WORDS}", "add_special_tokens": False}
     ids = client.fetch("/tokenize", dict[str, Any], ASK_SECONDS, words)["tokens"]  # ordinary ones: prompts of an exact length
-    heap, lock = iter(range(options.requests)), threading.Lock()
+    numbers = iter(range(options.requests))  # all clients take from it; taking one is atomic
     shared = random.Random("shared").choices(ids, k=options.shared_prefix)
 
     def bodies() -> Bodies:
-        while True:
-            with lock:
-                number = next(heap, None)
-            if number is None:
-                return
+        for number in numbers:
             own = random.Random(f"{time.time_ns()} {number}").choices(ids, k=options.prompt_tokens - options.shared_prefix)
             yield "/v1/completions", options.body(model) | {"prompt": shared + own}
 
@@ -240,8 +235,7 @@ def summarize(traces: list[RequestTrace], model: str, clients: int, seconds: flo
 def _spread(values: list[float]) -> dict[str, float]:
     """The median, the 95th percentile and the largest of these values."""
     ordered = sorted(values)
-    p50, p95 = (ordered[int(len(ordered) * share)] for share in (0.5, 0.95))
-    return {"p50": p50, "p95": p95, "max": ordered[-1]}
+    return {"p50": ordered[len(ordered) // 2], "p95": ordered[int(len(ordered) * 0.95)], "max": ordered[-1]}
 
 
 def _covered_seconds(spans: list[tuple[float, float]]) -> float:
