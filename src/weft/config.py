@@ -43,7 +43,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine divides its work. `resolve` gives the defaults of a device; any field may be replaced."""
+    """How one engine divides its work. `resolve` gives a device's; any field may be replaced."""
 
     max_rows: int  # sequences that decode together; the others wait
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
@@ -64,8 +64,8 @@ class EngineConfig:
             raise ValueError(f"width {self.width} is below max_rows {self.max_rows}: every row must fit into one step")
 
     @classmethod
-    def for_device(cls, device: Device, *, exact: bool = False, is_row_invariant: bool = False) -> Self:
-        """The defaults measured for a kind of device.
+    def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
+        """The defaults measured for a kind of device, changed by what the settings say.
 
         Where the device's products are row-invariant (our own on CPU) every batch is exact as it is. Elsewhere exactness
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
@@ -74,15 +74,11 @@ class EngineConfig:
             config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
         else:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
-        width = config.max_rows if exact and not is_row_invariant else None
-        return replace(config, width=width, exact=exact, max_replayed_tokens=sys.maxsize if exact else config.max_replayed_tokens)
-
-    @classmethod
-    def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
-        """The defaults of a device, changed by what the settings say."""
-        config = cls.for_device(device, exact=settings.exact, is_row_invariant=is_row_invariant)
-        rows, memory = settings.max_rows or config.max_rows, settings.memory_bytes
-        return replace(config, max_rows=rows, width=config.width and rows, memory_bytes=memory, cache_bytes=settings.cache_bytes)
+        rows = settings.max_rows or config.max_rows
+        config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)
+        if not settings.exact:
+            return config
+        return replace(config, exact=True, width=None if is_row_invariant else rows, max_replayed_tokens=sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,6 @@ class ServerConfig:
     """How the log is written."""
 
     def engine_settings(self, model: str, fallback: str | None = None) -> EngineSettings:
-        """What an engine that serves `model` is told."""
         return EngineSettings(
             model=model,
             fallback=fallback,
@@ -159,7 +154,6 @@ class ServerConfig:
         )
 
     def check(self) -> None:
-        """Raise WeftError naming the first setting that can not be."""
         if not 0 <= self.port <= 65535:
             raise WeftError(f"port {self.port} must be between 0 and 65535")
         if not self.is_loopback and not self.api_keys and not self.insecure:
@@ -184,7 +178,6 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:  # a name; others than this one may lead anywhere

@@ -88,20 +88,17 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[TextPiece]:
         """Answer one prompt piece by piece. Leaving the loop early cancels it."""
         sequence = self.submit(prompt, sampling)
-        detokenizer = Detokenizer(self.tokenizer)
-        num_read = 0
+        detokenizer, num_read = Detokenizer(self.tokenizer), 0
         try:
             while True:
-                new = sequence.output[num_read:]
+                new, finish = sequence.output[num_read:], sequence.finish
                 num_read += len(new)
-                text = "".join(detokenizer.feed(token) for token in new)
-                if sequence.is_finished:
-                    if sequence.error:
-                        raise WeftError(sequence.error)
-                    yield TextPiece(text, new, sequence.finish)
+                if sequence.error:
+                    raise WeftError(sequence.error)
+                if new or finish:
+                    yield TextPiece("".join(map(detokenizer.feed, new)), new, finish)
+                if finish:
                     return
-                if new:
-                    yield TextPiece(text, new)
                 self.turn()
         finally:
             self.engine.cancel(sequence)

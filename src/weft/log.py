@@ -55,15 +55,10 @@ def log_request(record: RequestRecord) -> None:
     text = f"{record.request_id} {record.client} {record.dialect} {record.model} {record.status} {record.finish or '-'}"
     if record.prompt_tokens is not None:
         decoded = max(record.completion_tokens - 1, 0)  # the first token belongs to the prefill
-        fields |= {
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "new_tokens": record.completion_tokens,
-            "queue_ms": round(record.queue_seconds * 1000),
-            "prefill_ms": round(record.prefill_seconds * 1000),
-            "decode_ms": round(record.decode_seconds * 1000),
-            "tokens_per_second": round(decoded / record.decode_seconds, 1) if record.decode_seconds > 0 else 0.0,
-        }
+        fields |= {"prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens}
+        fields |= {"new_tokens": record.completion_tokens, "queue_ms": round(record.queue_seconds * 1000)}
+        fields |= {"prefill_ms": round(record.prefill_seconds * 1000), "decode_ms": round(record.decode_seconds * 1000)}
+        fields["tokens_per_second"] = round(decoded / record.decode_seconds, 1) if record.decode_seconds > 0 else 0.0
         text += (
             " prompt={prompt_tokens} cached={cached_tokens} new={new_tokens} queue={queue_ms}ms prefill={prefill_ms}ms "
             "decode={decode_ms}ms {tokens_per_second} tok/s"

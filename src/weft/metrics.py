@@ -97,7 +97,6 @@ class Metrics(Collector):
             self._memory.labels(model, kind).set(value)
 
     def prefixes(self, model: str, counts: Mapping[str, int]) -> None:
-        """Set what happened to an engine's cached prefixes so far, by kind."""
         for kind, value in counts.items():
             self._prefixes.labels(model, kind).set(value)
 
@@ -121,7 +120,6 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics under each of their names, for the registry."""
         for instrument, names in self._shown:
             for metric in instrument.collect():
                 # Nobody reads the times at which series were made, and they are as many as the counters.

@@ -1,8 +1,4 @@
-"""`weft bench serve`: load on a running server from clients of its own, and what they saw of it.
-
-A client is a thread with a connection for each request, as other programs have them. Figures are what clients feel, waiting
-included.
-"""
+"""`weft bench serve`: load on a running server from clients in threads, and what they saw of it, waiting included."""
 
 import itertools
 import json
@@ -59,7 +55,6 @@ class BenchOptions:
     """Write all figures, those of every request too, to this file."""
 
     def check(self) -> None:
-        """Raise WeftError naming the first option that can not be."""
         for name in ("clients", "requests", "prompt_tokens", "max_tokens"):
             if getattr(self, name) < 1:
                 raise WeftError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
@@ -67,7 +62,6 @@ class BenchOptions:
             raise WeftError(f"--shared-prefix {self.shared_prefix} must be between 0 and --prompt-tokens {self.prompt_tokens}")
 
     def body(self, model: str) -> dict[str, Any]:
-        """The part of a request body that all requests have in common."""
         sampling = {"max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
         return {"model": model, **sampling, "stream": True, "stream_options": {"include_usage": True}}
 
@@ -233,7 +227,6 @@ def summarize(traces: list[RequestTrace], model: str, clients: int, seconds: flo
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    """The median, the 95th percentile and the largest of these values."""
     ordered = sorted(values)
     return {"p50": ordered[len(ordered) // 2], "p95": ordered[int(len(ordered) * 0.95)], "max": ordered[-1]}
 

@@ -130,7 +130,6 @@ def _dump_config() -> subprocess.CompletedProcess[str]:
 
 
 def _check_disk(folder: Path) -> Finding:
-    """Whether the folder where models are fetched and converted can be written and has room."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(there, os.W_OK):
         return Finding("wrong", "disk", f"{there} can not be written", "set WEFT_CACHE to a folder that can")

@@ -1,7 +1,4 @@
-"""`weft launch`: start a coding agent against a running server, or show how that is done.
-
-Asks the server for the model and its context. How each agent is pointed at a server is data, in agents.toml.
-"""
+"""`weft launch`: start a coding agent against a running server, or show how. What each agent needs is in agents.toml."""
 
 import json
 import os
@@ -30,7 +27,7 @@ PLACEHOLDER = re.compile(r'"\{(\w+)\}"|\{(\w+)\}')
 SHORT_CONTEXT = 32768  # tokens; what agents say first takes 10,000 to 25,000
 
 AgentName = Annotated[str, Parameter(name="AGENT", help="Its name.")]
-AgentWord = Annotated[str, Parameter(help="What the agent is told on its own command line.")]
+Word = Annotated[str, Parameter(help="What the agent is told on its own command line.")]
 SHOWN = "Print environment, files and command as lines for a shell, without the key, and start nothing."
 Dry = Annotated[Show, Parameter(help=SHOWN)]
 
@@ -79,13 +76,7 @@ AGENTS = msgspec.toml.decode(Path(__file__).with_name("agents.toml").read_bytes(
 
 
 def launch_command(
-    name: AgentName,
-    /,
-    *arguments: AgentWord,
-    model: ChosenModel = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    show: Dry = False,
+    name: AgentName, /, *arguments: Word, model: ChosenModel = None, url: Url = None, api_key: ApiKey = None, show: Dry = False
 ) -> None:
     """Start a coding agent against a running server: claude, codex, opencode, copilot, qwen, pi, goose, crush or aider.
 

@@ -24,9 +24,8 @@ LAUNCHD_LOG = Path("~/Library/Logs/weft.log")
 HANDED_ON = ("WEFT_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE")  # a service does not see the shell's variables
 MANAGER_SECONDS = 60
 
-service_command = App(
-    name="service", help="The server as a service of your own session: launchd on macOS, systemd on Linux. Never as root."
-)
+ABOUT = "The server as a service of your own session: launchd on macOS, systemd on Linux. Never as root."
+service_command = App(name="service", help=ABOUT)
 
 
 class Systemd:
@@ -187,8 +186,9 @@ def _serve_command(arguments: tuple[str, ...]) -> list[str]:
         raise WeftError("--api-key would stand in a file that others may read; put api_key into ~/.config/weft/config.toml")
     command = [sys.executable, "-m", "weft", "serve", *arguments]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name in HANDED_ON}
-    check = [*command, "--dump-config"]
-    done = subprocess.run(check, capture_output=True, text=True, check=False, env=variables, cwd=Path.home())
+    done = subprocess.run(
+        [*command, "--dump-config"], capture_output=True, text=True, check=False, env=variables, cwd=Path.home()
+    )
     if done.returncode:
         raise WeftError(done.stderr.strip().removeprefix("weft: "))
     return command
