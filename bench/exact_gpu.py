@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from bench.shapes import QWEN35_4B, random_model
-from weft.config import EngineConfig
+from weft.config import EngineConfig, EngineSettings
 from weft.engine.engine import Engine
 from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
@@ -58,7 +58,7 @@ def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
 
 
 def _configs() -> list[tuple[str, EngineConfig]]:
-    exact = EngineConfig.for_device("cuda", exact=True)
+    exact = EngineConfig.resolve(EngineSettings(model="", exact=True), "cuda", is_row_invariant=False)
     return [("exact", exact), ("variable", dataclasses.replace(exact, width=None))]
 
 

@@ -13,7 +13,7 @@ from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 
 from bench.shapes import LLAMA_1B, QWEN35_4B, bare_step, engine_at, median_ms, merged_caches, random_model
-from weft.config import EngineConfig
+from weft.config import EngineConfig, EngineSettings
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel
 
@@ -28,7 +28,7 @@ def decode(name: str, loaded: LoadedModel, steps: int = 25, rounds: int = 4) -> 
     """
     adapter = Adapter(loaded)
     print(f"{name}: {adapter.way} way, refused {adapter.refused}")
-    exact = EngineConfig.for_device("cuda", exact=True)
+    exact = EngineConfig.resolve(EngineSettings(model="", exact=True), "cuda", is_row_invariant=False)
     free = dataclasses.replace(exact, width=None)
     cases: dict[str, Callable[[], None]] = {"mlx-lm 16 × 512": bare_step(loaded.model, merged_caches(SHORT, adapter), 16)}
     for label, lengths in (("16 × 512", SHORT), ("15 × 512 + 16k", LONG), ("1 × 512", [512])):

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from weft.api import problems
-from weft.cli.main import app
+from weft.cli import app
 from weft.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -3,8 +3,6 @@
 `from weft import LLM, Sampling` is the in-process way in. Nothing heavy is imported until `LLM` is asked for.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from weft.ipc.limits import Sampling

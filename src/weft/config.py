@@ -3,8 +3,6 @@
 Numbers here are either choices a user may make or facts measured on a device; the log (docs/log.md) has the measurements.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import os
@@ -12,7 +10,7 @@ import re
 import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -38,14 +36,14 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_canary: bool = False
     log_format: Literal["text", "json"] = "text"
 
-    def with_model(self, model: str) -> EngineSettings:
+    def with_model(self, model: str) -> Self:
         """The same settings for another model, without a fallback."""
         return msgspec.structs.replace(self, model=model, fallback=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine divides its work. `resolve` gives the defaults of a device; any field may be replaced."""
+    """How one engine divides its work. `resolve` gives a device's; any field may be replaced."""
 
     max_rows: int  # sequences that decode together; the others wait
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
@@ -65,27 +63,22 @@ class EngineConfig:
         if self.width is not None and self.width < self.max_rows:
             raise ValueError(f"width {self.width} is below max_rows {self.max_rows}: every row must fit into one step")
 
-    @staticmethod
-    def for_device(device: Device, *, exact: bool = False, is_row_invariant: bool = False) -> EngineConfig:
-        """The defaults measured for a kind of device.
+    @classmethod
+    def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
+        """The defaults measured for a kind of device, changed by what the settings say.
 
         Where the device's products are row-invariant (our own on CPU) every batch is exact as it is. Elsewhere exactness
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
         """
         if device == "cpu":
-            config = EngineConfig(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
+            config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
         else:
-            config = EngineConfig(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
-        width = config.max_rows if exact and not is_row_invariant else None
-        return replace(config, width=width, exact=exact, max_replayed_tokens=sys.maxsize if exact else config.max_replayed_tokens)
-
-    @staticmethod
-    def resolve(settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> EngineConfig:
-        """The defaults of a device, changed by what the settings say."""
-        config = EngineConfig.for_device(device, exact=settings.exact, is_row_invariant=is_row_invariant)
+            config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         rows = settings.max_rows or config.max_rows
-        config = replace(config, cache_bytes=settings.cache_bytes, memory_bytes=settings.memory_bytes)
-        return replace(config, max_rows=rows, width=config.width and rows)
+        config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)
+        if not settings.exact:
+            return config
+        return replace(config, exact=True, width=None if is_row_invariant else rows, max_replayed_tokens=sys.maxsize)
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,6 @@ class ServerConfig:
     """How the log is written."""
 
     def engine_settings(self, model: str, fallback: str | None = None) -> EngineSettings:
-        """What an engine that serves `model` is told."""
         return EngineSettings(
             model=model,
             fallback=fallback,
@@ -162,7 +154,6 @@ class ServerConfig:
         )
 
     def check(self) -> None:
-        """Raise WeftError naming the first setting that can not be."""
         if not 0 <= self.port <= 65535:
             raise WeftError(f"port {self.port} must be between 0 and 65535")
         if not self.is_loopback and not self.api_keys and not self.insecure:
@@ -187,7 +178,6 @@ class ServerConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
         try:
             return ipaddress.ip_address(self.host.strip("[]")).is_loopback
         except ValueError:  # a name; others than this one may lead anywhere
@@ -196,12 +186,14 @@ class ServerConfig:
 
 def cache_folder() -> Path:
     """Where weft keeps what it fetched and converted: WEFT_CACHE, or the platform's cache directory."""
-    if chosen := os.environ.get("WEFT_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base).expanduser().absolute() / "weft"
-    home = Path.home()
-    return home / "Library" / "Caches" / "weft" if sys.platform == "darwin" else home / ".cache" / "weft"
+    chosen = os.environ.get("WEFT_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else own_folder("XDG_CACHE_HOME", "Library/Caches", ".cache")
+
+
+def own_folder(variable: str, on_macos: str, elsewhere: str) -> Path:
+    """The folder `weft` in the one that an XDG variable names; where it is not set, in the platform's own under the home."""
+    base = os.environ.get(variable) or Path.home() / (on_macos if sys.platform == "darwin" else elsewhere)
+    return Path(base).expanduser().absolute() / "weft"
 
 
 def available_memory_bytes() -> int | None:

@@ -1,18 +1,7 @@
-"""Every error weft raises on purpose, in one tree.
-
-    WeftError
-    ├── RequestError     the caller can mend it (4xx): InvalidRequest(param) · UnsupportedParameter(param) · TemplateFailed ·
-    │                    GrammarRejected · ContextTooLong(limit, got) · InsufficientMemory · UnknownModel · ModelConflict ·
-    │                    RequestCancelled · RequestTimedOut
-    ├── BusyError        try again later (429, 503): QueueFull · EngineStarting · ServerStopping
-    ├── EngineError      ours (500): RowFailed, that row only · EngineDied
-    ├── ModelError       the model can not be served: ModelNotFound · BadModel · UnsupportedModel
-    └── InternalError    "this can not happen": an invariant broke
+"""Every error that weft raises on purpose, in one tree under WeftError.
 
 A message is one sentence that names the thing, the value, the limit, and what to do.
 """
-
-from __future__ import annotations
 
 
 class WeftError(Exception):
@@ -20,7 +9,7 @@ class WeftError(Exception):
 
 
 class RequestError(WeftError):
-    """The caller can mend it; costs only this request."""
+    """The caller can mend the request, and only this request fails (4xx)."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -53,7 +42,7 @@ class ContextTooLong(RequestError):
 
 
 class InsufficientMemory(RequestError):
-    """It could not run here even if it were alone."""
+    """The request could not run on this machine even if it were alone."""
 
 
 class UnknownModel(RequestError):
@@ -73,7 +62,7 @@ class RequestTimedOut(RequestError):
 
 
 class BusyError(WeftError):
-    """Nothing is wrong with the request; it may come again after `retry_after` seconds."""
+    """Nothing is wrong with the request; it may come again after `retry_after` seconds (429, 503)."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -93,11 +82,11 @@ class ServerStopping(BusyError):
 
 
 class EngineError(WeftError):
-    """The engine could not finish a request; not the caller's fault."""
+    """The engine could not finish a request; not the caller's fault (500)."""
 
 
 class RowFailed(EngineError):
-    """This request's row failed; the others went on."""
+    """The request's row failed; the other rows went on."""
 
 
 class EngineDied(EngineError):

@@ -4,12 +4,10 @@ Everything runs in the thread that made the object, because MLX arrays belong to
 matrix product, which must come before mlx is imported anywhere.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from weft.kernels import blas
 
@@ -54,15 +52,10 @@ class LLM:
     """A loaded model with an engine of its own."""
 
     def __init__(
-        self,
-        model: str = "smollm2",
-        *,
-        exact: bool = False,
-        config: EngineConfig | None = None,
-        progress: bool = False,
+        self, model: str = "smollm2", *, exact: bool = False, config: EngineConfig | None = None, progress: bool = False
     ) -> None:
         self.device = device_in_use()
-        with shown(progress or False) as report:
+        with shown(progress) as report:
             self.engine, self.loaded = bring_up(EngineSettings(model=model, exact=exact), BLAS, report, config)
         self.config = self.engine.config
         self.tokenizer = Tokenizer(self.loaded.folder)
@@ -75,8 +68,12 @@ class LLM:
 
         Without `sampling` each gets what the model's makers recommend, as on the server.
         """
-        listed = _as_list(prompts)
-        samplings = _one_each(sampling or self.default_sampling, len(listed))
+        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))  # a text, or its ids
+        listed = cast(Sequence[Prompt], [prompts] if is_one else prompts)
+        sampling = sampling or self.default_sampling
+        samplings = [sampling] * len(listed) if isinstance(sampling, Sampling) else sampling
+        if len(samplings) != len(listed):
+            raise ValueError(f"{len(samplings)} samplings were given for {len(listed)} prompts; give one, or one for each")
         sequences = [self._try_submit(prompt, one) for prompt, one in zip(listed, samplings, strict=True)]
         waiting = [sequence for sequence in sequences if isinstance(sequence, EngineSequence)]
         try:
@@ -91,20 +88,17 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[TextPiece]:
         """Answer one prompt piece by piece. Leaving the loop early cancels it."""
         sequence = self.submit(prompt, sampling)
-        detokenizer = Detokenizer(self.tokenizer)
-        num_read = 0
+        detokenizer, num_read = Detokenizer(self.tokenizer), 0
         try:
             while True:
-                new = sequence.output[num_read:]
+                new, finish = sequence.output[num_read:], sequence.finish
                 num_read += len(new)
-                text = "".join(detokenizer.feed(token) for token in new)
-                if sequence.is_finished:
-                    if sequence.error:
-                        raise WeftError(sequence.error)
-                    yield TextPiece(text, new, sequence.finish)
+                if sequence.error:
+                    raise WeftError(sequence.error)
+                if new or finish:
+                    yield TextPiece("".join(map(detokenizer.feed, new)), new, finish)
+                if finish:
                     return
-                if new:
-                    yield TextPiece(text, new)
                 self.turn()
         finally:
             self.engine.cancel(sequence)
@@ -129,15 +123,12 @@ class LLM:
         return Result(list(sequence.output), text, finish, sequence.logprobs, sequence.timings, sequence.error)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
-        return list(prompt)
+        return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
     def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """A conversation as token ids, by the model's chat template; without one by the messages' texts alone."""
         if self.template is None:
-            text = "\n".join(str(message["content"]) for message in messages)
-            return self.tokenizer.encode(text, add_special_tokens=True)
+            return self.encode("\n".join(str(message["content"]) for message in messages))
         return self.tokenizer.encode(self.template.render(messages, **template), add_special_tokens=False)
 
     def _try_submit(self, prompt: Prompt, sampling: Sampling) -> EngineSequence | RequestError:
@@ -155,17 +146,3 @@ class LLM:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise WeftError("this LLM belongs to the thread that made it; make it and use it in one thread")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # one prompt: a text, or its ids
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _one_each(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
-    if isinstance(sampling, Sampling):
-        return [sampling] * count
-    if len(sampling) != count:
-        raise ValueError(f"{len(sampling)} samplings were given for {count} prompts; give one, or one for each")
-    return list(sampling)

@@ -3,8 +3,6 @@
 What clients send is never trusted to be printable, and what they ask the model is never logged.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import textwrap
@@ -52,26 +50,15 @@ def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A00
 
 def log_request(record: RequestRecord) -> None:
     """Write the log line of a finished request."""
-    fields: dict[str, Any] = {
-        "id": record.request_id,
-        "client": record.client,
-        "wire": record.dialect,
-        "model": record.model,
-        "status": record.status,
-        "finish": record.finish,
-    }
+    fields: dict[str, Any] = {"id": record.request_id, "client": record.client, "wire": record.dialect}
+    fields |= {"model": record.model, "status": record.status, "finish": record.finish}
     text = f"{record.request_id} {record.client} {record.dialect} {record.model} {record.status} {record.finish or '-'}"
     if record.prompt_tokens is not None:
         decoded = max(record.completion_tokens - 1, 0)  # the first token belongs to the prefill
-        fields |= {
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
-            "new_tokens": record.completion_tokens,
-            "queue_ms": round(record.queue_seconds * 1000),
-            "prefill_ms": round(record.prefill_seconds * 1000),
-            "decode_ms": round(record.decode_seconds * 1000),
-            "tokens_per_second": round(decoded / record.decode_seconds, 1) if record.decode_seconds > 0 else 0.0,
-        }
+        fields |= {"prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens}
+        fields |= {"new_tokens": record.completion_tokens, "queue_ms": round(record.queue_seconds * 1000)}
+        fields |= {"prefill_ms": round(record.prefill_seconds * 1000), "decode_ms": round(record.decode_seconds * 1000)}
+        fields["tokens_per_second"] = round(decoded / record.decode_seconds, 1) if record.decode_seconds > 0 else 0.0
         text += (
             " prompt={prompt_tokens} cached={cached_tokens} new={new_tokens} queue={queue_ms}ms prefill={prefill_ms}ms "
             "decode={decode_ms}ms {tokens_per_second} tok/s"
@@ -105,6 +92,4 @@ class JsonLines(logging.Formatter):
 
 def escape_unprintable(text: str) -> str:
     """The text with everything unprintable written as an escape: line ends, terminal codes, half characters."""
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

@@ -1,12 +1,9 @@
 """All metrics, on prometheus_client, in a registry of its own.
 
 Each is kept once; those that vLLM has too are exported a second time under vLLM's name, so that its dashboards work here.
-Takes plain values and knows neither HTTP nor the engine; `/metrics` sends what `render` returns.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -35,39 +32,32 @@ class Metrics(Collector):
         self._gaps: dict[str, Histogram] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        show = self._show
-        counter = partial(Counter, labelnames=("model",), registry=None)
-        gauge = partial(Gauge, labelnames=("model",), registry=None)
-        waits = partial(Histogram, labelnames=("model",), registry=None, buckets=_WAITS)
-
-        ended = counter("weft_requests_total", "Answers by why they ended.", labelnames=("model", "wire", "finish"))
-        self._requests = show(ended, "request_success")
-        prompt = counter("weft_prompt_tokens_total", "Tokens of prompts.")
-        self._prompt_tokens = show(prompt, "prompt_tokens", "prefix_cache_queries")
-        cached = counter("weft_cached_tokens_total", "Tokens of prompts that were not computed again.")
-        self._cached_tokens = show(cached, "prefix_cache_hits")
-        self._generated_tokens = show(counter("weft_generated_tokens_total", "Tokens of answers."), "generation_tokens")
-        self._queue = show(waits("weft_queue_seconds", "From arrival to the first work."), "request_queue_time_seconds")
-        prefill = waits("weft_prefill_seconds", "From the first work to the first token.")
-        self._prefill = show(prefill, "request_prefill_time_seconds")
-        first_token = waits("weft_time_to_first_token_seconds", "From arrival to the first token.")
-        self._first_token = show(first_token, "time_to_first_token_seconds")
-        gap = waits("weft_token_gap_seconds", "Between two tokens of one answer.", buckets=_GAPS)
-        self._token_gap = show(gap, "inter_token_latency_seconds", "time_per_output_token_seconds")
-        whole = waits("weft_request_seconds", "From arrival to the end.", buckets=_WHOLES)
-        self._request = show(whole, "e2e_request_latency_seconds")
-        self._running = show(gauge("weft_rows_running", "Rows being computed."), "num_requests_running")
-        self._waiting = show(gauge("weft_rows_waiting", "Rows waiting for their turn."), "num_requests_waiting")
-        self._engine_up = show(gauge("weft_engine_up", "Whether the model's engine answers."))
-        self._restarts = show(gauge("weft_engine_restarts_total", "Engines that were replaced."))
-        self._memory = show(gauge("weft_memory_bytes", "Memory by what it is for.", labelnames=("model", "kind")))
-        reused = counter(
-            "weft_prefix_cache_requests_total", "Answers by what ended the known part.", labelnames=("model", "cause")
-        )
-        self._reused = show(reused)
-        events = gauge("weft_prefix_cache_events", "What happened to kept prompts.", labelnames=("model", "kind"))
-        self._prefixes = show(events)
-        self._http = show(counter("weft_http_requests_total", "HTTP responses by status.", labelnames=("status",)))
+        add, waits = self._add, partial(Histogram, buckets=_WAITS)
+        ended = ("model", "wire", "finish")
+        self._requests = add(Counter, "weft_requests_total", "Answers by why they ended.", "request_success", labels=ended)
+        prompt = ("prompt_tokens", "prefix_cache_queries")
+        self._prompt_tokens = add(Counter, "weft_prompt_tokens_total", "Tokens of prompts.", *prompt)
+        cached = "Tokens of prompts that were not computed again."
+        self._cached_tokens = add(Counter, "weft_cached_tokens_total", cached, "prefix_cache_hits")
+        self._generated_tokens = add(Counter, "weft_generated_tokens_total", "Tokens of answers.", "generation_tokens")
+        self._queue = add(waits, "weft_queue_seconds", "From arrival to the first work.", "request_queue_time_seconds")
+        prefill = "From the first work to the first token."
+        self._prefill = add(waits, "weft_prefill_seconds", prefill, "request_prefill_time_seconds")
+        first_token = ("weft_time_to_first_token_seconds", "From arrival to the first token.")
+        self._first_token = add(waits, *first_token, "time_to_first_token_seconds")
+        gap = ("inter_token_latency_seconds", "time_per_output_token_seconds")
+        gaps, wholes = partial(Histogram, buckets=_GAPS), partial(Histogram, buckets=_WHOLES)
+        self._token_gap = add(gaps, "weft_token_gap_seconds", "Between two tokens of one answer.", *gap)
+        self._request = add(wholes, "weft_request_seconds", "From arrival to the end.", "e2e_request_latency_seconds")
+        self._running = add(Gauge, "weft_rows_running", "Rows being computed.", "num_requests_running")
+        self._waiting = add(Gauge, "weft_rows_waiting", "Rows waiting for their turn.", "num_requests_waiting")
+        self._engine_up = add(Gauge, "weft_engine_up", "Whether the model's engine answers.")
+        self._restarts = add(Gauge, "weft_engine_restarts_total", "Engines that were replaced.")
+        self._memory = add(Gauge, "weft_memory_bytes", "Memory by what it is for.", labels=("model", "kind"))
+        reused = "Answers by what ended the known part."
+        self._reused = add(Counter, "weft_prefix_cache_requests_total", reused, labels=("model", "cause"))
+        self._prefixes = add(Gauge, "weft_prefix_cache_events", "What happened to kept prompts.", labels=("model", "kind"))
+        self._http = add(Counter, "weft_http_requests_total", "HTTP responses by status.", labels=("status",))
 
     def finished(self, record: RequestRecord) -> None:
         """Count one finished answer; what it does not have is not observed."""
@@ -87,10 +77,9 @@ class Metrics(Collector):
 
     def token_gap(self, model: str, seconds: float) -> None:
         """Observe the gap before a token; called for every token of every stream, so labels are looked up once."""
-        gap = self._gaps.get(model)
-        if gap is None:
-            gap = self._gaps[model] = self._token_gap.labels(model)
-        gap.observe(seconds)
+        if model not in self._gaps:
+            self._gaps[model] = self._token_gap.labels(model)
+        self._gaps[model].observe(seconds)
 
     def gaps(self, model: str) -> list[tuple[float, float]]:
         """The histogram of token gaps so far: for each bound in seconds how many gaps were no longer."""
@@ -108,7 +97,6 @@ class Metrics(Collector):
             self._memory.labels(model, kind).set(value)
 
     def prefixes(self, model: str, counts: Mapping[str, int]) -> None:
-        """Set what happened to an engine's cached prefixes so far, by kind."""
         for kind, value in counts.items():
             self._prefixes.labels(model, kind).set(value)
 
@@ -132,7 +120,6 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics under each of their names, for the registry."""
         for instrument, names in self._shown:
             for metric in instrument.collect():
                 # Nobody reads the times at which series were made, and they are as many as the counters.
@@ -140,7 +127,10 @@ class Metrics(Collector):
                 yield metric
                 yield from (_as_vllm(metric, name) for name in names)
 
-    def _show(self, instrument: Instrument, *vllm_names: str) -> Instrument:
+    def _add(
+        self, kind: Callable[..., Instrument], name: str, about: str, *vllm_names: str, labels: tuple[str, ...] = ("model",)
+    ) -> Instrument:
+        instrument = kind(name, about, labelnames=labels, registry=None)
         self._shown.append((instrument, vllm_names))
         return instrument
 

@@ -36,7 +36,7 @@ def test_a_story_is_continued_by_the_server(tmp_path: Path) -> None:
 
 
 def test_mlx_is_not_loaded_when_a_server_answers(tmp_path: Path) -> None:
-    code = "import sys; from weft.cli.main import app; app(['run', 'other', 'Why?'], result_action='return_value'); "
+    code = "import sys; from weft.cli import app; app(['run', 'other', 'Why?'], result_action='return_value'); "
     code += "sys.exit(any(name.split('.')[0] == 'mlx' for name in sys.modules))"
     with running() as server:
         done = subprocess.run(

@@ -11,8 +11,7 @@ from typing import Literal
 import pytest
 from cyclopts import App
 
-from weft.cli import service_unit
-from weft.cli.main import app, completion
+from weft.cli import app, completion, service_unit
 from weft.cli.service_unit import Launchd, Systemd
 from weft.errors import WeftError
 

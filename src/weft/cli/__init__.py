@@ -1,22 +1,32 @@
-"""The command line: parameters that commands share, and how commands print tables, JSON and files.
+"""`weft`: the table of commands, the parameters they share, how they print, and the exit status.
 
-Commands live in the modules of this package, one function each; `main` lists them. Importing any of these modules is cheap:
-mlx, tokenizers and the server are imported by the functions that need them.
+A command's module is imported when the command is called; its function's signature and docstring are its options and help.
+Importing any of these modules is cheap: mlx, tokenizers and the server are imported by the functions that need them.
 """
-
-from __future__ import annotations
 
 import difflib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from cyclopts import Parameter
+from cyclopts import App, CycloptsError, Parameter
 
+from weft import __version__
 from weft.errors import WeftError
+
+# Command X is `X_command` in the module X, unless MODULES names another one.
+COMMANDS = ("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service")
+MODULES = dict.fromkeys(("ls", "pull", "ps", "load", "unload", "cache"), "models") | {"service": "service_unit"}
+
+ABOUT = "Run language models on your own machine: alone in a crowd."
+# Plain text keeps the examples' lines, and starts in half the time of markdown.
+app = App(name="weft", version=__version__, version_flags="--version", help=ABOUT, help_format="plaintext")
+for _name in COMMANDS:
+    app.command(f"weft.cli.{MODULES.get(_name, _name)}:{_name}_command", name=_name)
 
 Switch = Annotated[bool, Parameter(negative="", show_default=False)]
 Show = Annotated[Switch, Parameter(name="--print")]
@@ -24,6 +34,34 @@ AsJson = Annotated[Switch, Parameter(name="--json", help="Print what the server 
 Url = Annotated[str | None, Parameter(help="The server's address. Default: WEFT_URL, else http://127.0.0.1:8400.")]
 ApiKey = Annotated[str | None, Parameter(help="The server's key. Default: WEFT_API_KEY.")]
 ChosenModel = Annotated[str | None, Parameter(help="The model, where the server has several.")]
+
+
+@app.command
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="Which one.")], /) -> None:
+    """Print a script that lets a shell complete weft's commands and options.
+
+    For example:
+      weft completion bash > ~/.local/share/bash-completion/completions/weft
+      weft completion zsh > "${fpath[1]}/_weft"
+      weft completion fish > ~/.config/fish/completions/weft.fish
+    """
+    sys.stdout.write(app.generate_completion(prog_name="weft", shell=shell))
+
+
+def main() -> None:
+    """Run the command line; errors of ours and of the user's end it with one sentence and status 1."""
+    if not set(COMMANDS).intersection(sys.argv):
+        app.resolved_commands()  # weft's own help shows the first line of every command
+    try:
+        app(print_error=False, exit_on_error=False)
+    except (WeftError, CycloptsError) as error:
+        sys.stderr.write(f"weft: {error}\n")
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read our output has gone; the exit must not try to flush it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def write_columns(rows: list[tuple[str, ...]]) -> None:

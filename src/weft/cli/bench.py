@@ -1,10 +1,4 @@
-"""`weft bench serve`: load on a running server from clients of its own, and what they saw of it.
-
-A client is a thread with a connection for each request, as other programs have them. Figures are what clients feel, waiting
-included.
-"""
-
-from __future__ import annotations
+"""`weft bench serve`: load on a running server from clients in threads, and what they saw of it, waiting included."""
 
 import itertools
 import json
@@ -12,7 +6,6 @@ import math
 import random
 import re
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -62,7 +55,6 @@ class BenchOptions:
     """Write all figures, those of every request too, to this file."""
 
     def check(self) -> None:
-        """Raise WeftError naming the first option that can not be."""
         for name in ("clients", "requests", "prompt_tokens", "max_tokens"):
             if getattr(self, name) < 1:
                 raise WeftError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
@@ -70,7 +62,6 @@ class BenchOptions:
             raise WeftError(f"--shared-prefix {self.shared_prefix} must be between 0 and --prompt-tokens {self.prompt_tokens}")
 
     def body(self, model: str) -> dict[str, Any]:
-        """The part of a request body that all requests have in common."""
         sampling = {"max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True}
         return {"model": model, **sampling, "stream": True, "stream_options": {"include_usage": True}}
 
@@ -126,15 +117,11 @@ def _random_clients(options: BenchOptions, model: str, client: ServerClient) -> 
     """The requests of clients that share one supply of random prompts; each prompt begins with the tokens that all share."""
     words = {"model": model, "prompt": f" {WORDS}", "add_special_tokens": False}
     ids = client.fetch("/tokenize", dict[str, Any], ASK_SECONDS, words)["tokens"]  # ordinary ones: prompts of an exact length
-    heap, lock = iter(range(options.requests)), threading.Lock()
+    numbers = iter(range(options.requests))  # all clients take from it; taking one is atomic
     shared = random.Random("shared").choices(ids, k=options.shared_prefix)
 
     def bodies() -> Bodies:
-        while True:
-            with lock:
-                number = next(heap, None)
-            if number is None:
-                return
+        for number in numbers:
             own = random.Random(f"{time.time_ns()} {number}").choices(ids, k=options.prompt_tokens - options.shared_prefix)
             yield "/v1/completions", options.body(model) | {"prompt": shared + own}
 
@@ -240,10 +227,8 @@ def summarize(traces: list[RequestTrace], model: str, clients: int, seconds: flo
 
 
 def _spread(values: list[float]) -> dict[str, float]:
-    """The median, the 95th percentile and the largest of these values."""
     ordered = sorted(values)
-    p50, p95 = (ordered[int(len(ordered) * share)] for share in (0.5, 0.95))
-    return {"p50": p50, "p95": p95, "max": ordered[-1]}
+    return {"p50": ordered[len(ordered) // 2], "p95": ordered[int(len(ordered) * 0.95)], "max": ordered[-1]}
 
 
 def _covered_seconds(spans: list[tuple[float, float]]) -> float:

@@ -1,9 +1,4 @@
-"""A running server as commands see it: JSON requests and streamed answers over the standard library's HTTP.
-
-Knows how to connect, send and hang up, and which models a server lists; other requests are the commands' affair.
-"""
-
-from __future__ import annotations
+"""A running server as commands see it: JSON requests and streamed answers over the standard library's HTTP."""
 
 import json
 import os
@@ -67,7 +62,6 @@ class ServerClient:
             connection.close()
 
     def models(self, seconds: float = PROBE_SECONDS) -> list[ListedModel]:
-        """The models that the server lists. Raises WeftError as `fetch` does."""
         return self.fetch("/v1/models", _ModelList, seconds).data
 
     def stream(self, path: str, body: dict[str, Any] | None) -> Generator[dict[str, Any]]:

@@ -33,7 +33,7 @@ from rich.text import Text
 from weft import __version__
 from weft.cli import writing
 from weft.cli.client import ServerClient
-from weft.cli.service_unit import read_log_end
+from weft.cli.service_unit import last_lines, read_log_end
 from weft.config import cache_folder
 from weft.errors import RequestError, WeftError
 
@@ -130,15 +130,14 @@ def _dump_config() -> subprocess.CompletedProcess[str]:
 
 
 def _check_disk(folder: Path) -> Finding:
-    """Whether the folder where models are fetched and converted can be written and has room."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     if not os.access(there, os.W_OK):
         return Finding("wrong", "disk", f"{there} can not be written", "set WEFT_CACHE to a folder that can")
     free = shutil.disk_usage(there).free
-    if free >= ROOM_BYTES:
-        return Finding("ok", "disk", f"{decimal(free)} free in {folder}")
-    advice = f"models need {decimal(ROOM_BYTES)} and more; set WEFT_CACHE to another disk"
-    return Finding("wrong", "disk", f"{decimal(free)} free in {folder}", advice)
+    found = f"{decimal(free)} free in {folder}"
+    if free < ROOM_BYTES:
+        return Finding("wrong", "disk", found, f"models need {decimal(ROOM_BYTES)} and more; set WEFT_CACHE to another disk")
+    return Finding("ok", "disk", found)
 
 
 def _check_port() -> Finding:
@@ -159,8 +158,8 @@ def _check_device() -> Iterator[Finding]:
     try:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
-        from weft.engine.process import safe_memory  # isort: skip
         from weft.engine.budget import MemoryBudget  # isort: skip
+        from weft.engine.process import safe_memory  # isort: skip
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:
@@ -215,8 +214,8 @@ def write_bundle(file: Path, findings: list[Finding], log: Path) -> None:
         "report.txt": "".join(f"{finding}\n" for finding in findings),
         "config.toml": _dump_config().stdout,
         "versions.txt": f"Python {sys.version}\n{platform.platform()}\n{packages}",
-        "log.txt": _end(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else "",
-        "service-log.txt": _end(read_log_end(LOG_LINES)),
+        "log.txt": last_lines(log, LOG_LINES),
+        "service-log.txt": read_log_end(LOG_LINES),
     }
     with writing(file), zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in texts.items():
@@ -230,10 +229,6 @@ def without_secrets(text: str) -> str:
         if len(secret) > 3:  # shorter ones are in any text
             text = text.replace(secret, "********")
     return text
-
-
-def _end(text: str) -> str:
-    return "".join(line + "\n" for line in text.splitlines()[-LOG_LINES:])
 
 
 def check_server(log: Path) -> Iterator[Finding]:
@@ -252,9 +247,8 @@ def own_server(log: Path) -> Iterator[tuple[ServerClient, float]]:
     """A server on a free port with none of the user's settings, and the seconds until it was ready. Raises WeftError."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name == "WEFT_CACHE"}
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as errors:
-        settings = Path(folder, "empty.toml")
-        settings.touch()
-        options = ["--port", "0", "--store-responses", "0", "--config", str(settings)]
+        Path(folder, "empty.toml").touch()
+        options = ["--port", "0", "--store-responses", "0", "--config", "empty.toml"]
         command = [sys.executable, "-m", "weft", "serve", MODEL, *options]
         start = time.monotonic()
         with subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, cwd=folder) as process:

@@ -1,9 +1,4 @@
-"""`weft launch`: start a coding agent against a running server, or show how that is done.
-
-Asks the server for the model and its context. How each agent is pointed at a server is data, in agents.toml.
-"""
-
-from __future__ import annotations
+"""`weft launch`: start a coding agent against a running server, or show how. What each agent needs is in agents.toml."""
 
 import json
 import os
@@ -14,13 +9,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from cyclopts import Parameter
 
 from weft.cli import ApiKey, ChosenModel, Show, Url, spelling_hint, writing
 from weft.cli.client import ServerClient, choose_model
+from weft.config import own_folder
 from weft.errors import WeftError
 
 ASK_SECONDS = 5.0
@@ -31,7 +27,7 @@ PLACEHOLDER = re.compile(r'"\{(\w+)\}"|\{(\w+)\}')
 SHORT_CONTEXT = 32768  # tokens; what agents say first takes 10,000 to 25,000
 
 AgentName = Annotated[str, Parameter(name="AGENT", help="Its name.")]
-AgentWord = Annotated[str, Parameter(help="What the agent is told on its own command line.")]
+Word = Annotated[str, Parameter(help="What the agent is told on its own command line.")]
 SHOWN = "Print environment, files and command as lines for a shell, without the key, and start nothing."
 Dry = Annotated[Show, Parameter(help=SHOWN)]
 
@@ -62,14 +58,14 @@ class Agent(msgspec.Struct, frozen=True):
     settings: dict[str, Any] = {}
     arguments: list[str] = []
 
-    def pointed_at(self, target: Target) -> Agent:
+    def pointed_at(self, target: Target) -> Self:
         """The agent with variables and files as texts for this server, and its settings among its arguments."""
         values = {**vars(target), "folder": str(target.folder), "output": target.output, "input": target.context - target.output}
 
         def value_of(found: re.Match[str]) -> str:  # all of a JSON string, or a part of one
             return json.dumps(values[found[1]]) if found[1] else json.dumps(str(values[found[2]]))[1:-1]
 
-        filled = msgspec.json.decode(PLACEHOLDER.sub(value_of, msgspec.json.encode(self).decode()), type=Agent)
+        filled = msgspec.json.decode(PLACEHOLDER.sub(value_of, msgspec.json.encode(self).decode()), type=type(self))
         flags = [word for name, value in filled.settings.items() for word in ("-c", f"{name}={json.dumps(value)}")]
         variables = {name: json.dumps(x) if isinstance(x, dict) else str(x) for name, x in filled.environment.items()}
         texts = {name: json.dumps(document, indent=2) + "\n" for name, document in filled.files.items()}
@@ -80,13 +76,7 @@ AGENTS = msgspec.toml.decode(Path(__file__).with_name("agents.toml").read_bytes(
 
 
 def launch_command(
-    name: AgentName,
-    /,
-    *arguments: AgentWord,
-    model: ChosenModel = None,
-    url: Url = None,
-    api_key: ApiKey = None,
-    show: Dry = False,
+    name: AgentName, /, *arguments: Word, model: ChosenModel = None, url: Url = None, api_key: ApiKey = None, show: Dry = False
 ) -> None:
     """Start a coding agent against a running server: claude, codex, opencode, copilot, qwen, pi, goose, crush or aider.
 
@@ -106,7 +96,8 @@ def launch_command(
     found = choose_model(client.models(ASK_SECONDS), model)
     if found.context_length is None:
         raise WeftError(f"{found.id} is still being loaded; try again when `weft ps` shows its context")
-    target = Target(client.url, client.key or NO_KEY, found.id, found.context_length, data_folder() / "agents" / name)
+    folder = own_folder("XDG_DATA_HOME", "Library/Application Support", ".local/share") / "agents" / name
+    target = Target(client.url, client.key or NO_KEY, found.id, found.context_length, folder)
     agent = AGENTS[name].pointed_at(target)
     command = [name, *agent.arguments, *arguments]
     if show:
@@ -137,11 +128,3 @@ def shell_script(agent: Agent, target: Target, command: Sequence[str]) -> str:
     for name, text in agent.files.items():
         lines += [f"cat > {shlex.quote(str(target.folder / name))} << 'END'", text.rstrip("\n"), "END"]
     return "\n".join([*lines, shlex.join(command)]) + "\n"
-
-
-def data_folder() -> Path:
-    """Where weft keeps what programs write for it: the platform's folder for data."""
-    if base := os.environ.get("XDG_DATA_HOME"):
-        return Path(base).expanduser().absolute() / "weft"
-    home = Path.home()
-    return home / "Library" / "Application Support" / "weft" if sys.platform == "darwin" else home / ".local" / "share" / "weft"

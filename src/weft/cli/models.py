@@ -1,16 +1,16 @@
-"""`weft ls`, `pull`, `ps`, `load`, `unload`: the models on this machine, and those of a running server."""
-
-from __future__ import annotations
+"""`weft ls`, `pull`, `ps`, `load`, `unload`, `cache`: models on this machine or on a running server, and the prompts it keeps."""
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import App, Parameter
 from rich.filesize import decimal
 
 from weft.cli import AsJson, Switch, Url, write_columns, write_json
@@ -18,13 +18,20 @@ from weft.cli.client import SILENCE_SECONDS, ListedModel, ServerClient
 from weft.errors import WeftError
 
 STATUS_SECONDS = 5.0
+CACHE_SECONDS = 10.0  # the server gives its engines five
 POLL_SECONDS = 0.2  # between two questions how far a model is loaded
+TAIL = 64  # characters shown of a conversation's end
 
+CHUNKS_HELP = "Print what the server says as JSON: every chunk, not only the conversations' ends."
 LIST_HELP = "Print a JSON list with name, kind, size_bytes, folder, needed_bytes, free_bytes and verdict."
 Fetchable = Annotated[str, Parameter(help="A built-in name (smollm2, tiny-hybrid), a .gguf file, or a Hugging Face id.")]
 AnyModel = Annotated[str, Parameter(help="A built-in name (smollm2, tiny-hybrid), a folder, a .gguf file, or a Hugging Face id.")]
 Fetch = Annotated[Switch, Parameter(help="Let the server download it where it is not on its machine.")]
 Force = Annotated[Switch, Parameter(help="Try it even if it does not seem to fit into memory.")]
+OnlyModel = Annotated[str | None, Parameter(help="Only this model's.")]
+RequestId = Annotated[str, Parameter(help="The id of the reply, or what the header x-request-id said.")]
+
+cache_command = App(name="cache", help="What a running server keeps of computed prompts, and why it had to compute one.")
 
 
 class ServerStatus(msgspec.Struct):
@@ -33,6 +40,57 @@ class ServerStatus(msgspec.Struct):
     models: list[ListedModel]
     version: str = "unknown"
     uptime_seconds: float = 0.0
+
+
+class CachedChunk(msgspec.Struct):
+    """One chunk of a computed prompt in GET /v1/cache."""
+
+    number: int
+    parent: int | None
+    length: int
+    bytes: int
+    hits: int
+    pins: int
+    idle_seconds: float
+    is_on_disk: bool
+    text: str | None = None
+
+
+class CachedModel(msgspec.Struct):
+    """One model of GET /v1/cache, with what its engine keeps."""
+
+    model: str
+    held_bytes: int
+    budget_bytes: int
+    disk_bytes: int
+    num_nodes: int
+    nodes: list[CachedChunk]
+
+
+class _CacheListing(msgspec.Struct):
+    models: list[CachedModel]
+
+
+class _CacheCleared(msgspec.Struct):
+    cleared: dict[str, int]
+
+
+class CacheReport(msgspec.Struct):
+    """What GET /v1/cache/requests/ID says."""
+
+    id: str
+    model: str
+    created: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    why: str = "the engine did not say how much of the prompt was known"
+    before: str = ""
+    token: str | None = None
+    instead: str | None = None
 
 
 def ls_command(*, as_json: Annotated[AsJson, Parameter(help=LIST_HELP)] = False) -> None:
@@ -145,3 +203,80 @@ def _name_on_server(client: ServerClient, name: str) -> str:
     path, server = Path(name).expanduser(), client.fetch("/v1/status", ServerStatus, STATUS_SECONDS)
     is_known = name in ALIASES or any(model.id == name for model in server.models)
     return name if is_known or not path.exists() else str(path.absolute())
+
+
+@cache_command.command(name="ls")
+def list_cache(*, url: Url = None, as_json: Annotated[AsJson, Parameter(help=CHUNKS_HELP)] = False) -> None:
+    """List the conversations whose computed prompts a running server keeps, the latest used first.
+
+    For example:
+      weft cache ls
+      weft cache ls --url http://127.0.0.1:9000 --json
+    """
+    client = ServerClient(url)
+    if as_json:
+        write_json(client.fetch("/v1/cache", dict[str, Any], CACHE_SECONDS))
+        return
+    for kept in client.fetch("/v1/cache", _CacheListing, CACHE_SECONDS).models:
+        disk = f", {decimal(kept.disk_bytes)} on disk" if kept.disk_bytes else ""
+        held = f"{decimal(kept.held_bytes)} of {decimal(kept.budget_bytes)} in memory{disk}"
+        sys.stdout.write(f"{kept.model}: {kept.num_nodes} chunks, {held}\n")
+        if kept.nodes:
+            write_columns([("TOKENS", "SIZE", "HITS", "IN USE", "IDLE", "ENDS IN"), *_conversation_rows(kept.nodes)])
+
+
+@cache_command.command(name="clear")
+def clear_cache(model: OnlyModel = None, /, *, url: Url = None) -> None:
+    """Make a running server forget its computed prompts, on disk too; those of running requests stay.
+
+    For example:
+      weft cache clear
+      weft cache clear smollm2
+    """
+    body = {"model": model} if model else {}
+    for name, count in ServerClient(url).fetch("/v1/cache/clear", _CacheCleared, CACHE_SECONDS, body).cleared.items():
+        sys.stdout.write(f"{name}: {count} chunks forgotten\n")
+
+
+@cache_command.command(name="why")
+def explain_miss(request_id: RequestId, /, *, url: Url = None, as_json: AsJson = False) -> None:
+    """Say how much of a request's prompt was known, why no more, and where its time went.
+
+    For example:
+      weft cache why chatcmpl-0123456789abcdef0123456789abcdef
+    """
+    client, path = ServerClient(url), f"/v1/cache/requests/{quote(request_id, safe='')}"
+    if as_json:
+        write_json(client.fetch(path, dict[str, Any], CACHE_SECONDS))
+        return
+    report = client.fetch(path, CacheReport, CACHE_SECONDS)
+    lines = [f"{report.id}: {report.model}, {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.created))}", report.why]
+    if report.token is not None and report.instead is not None:  # the two texts under each other, up to where they differ
+        before = _escape(report.before)
+        lines.append(f"  this prompt    …{before}⟨{_escape(report.token)}⟩")
+        lines.append(f"  nearest known  …{before}⟨{_escape(report.instead)}⟩")
+    computed = f"{report.prompt_tokens - report.cached_tokens} of {report.prompt_tokens} prompt tokens computed"
+    lines.append(f"queue    {report.queue_seconds:8.3f} s")
+    lines.append(f"prefill  {report.prefill_seconds:8.3f} s  {computed}")
+    lines.append(f"decode   {report.decode_seconds:8.3f} s  {report.completion_tokens} tokens")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _conversation_rows(chunks: list[CachedChunk]) -> Iterator[tuple[str, ...]]:
+    """One table row for each conversation, the latest used first; its size is that of all chunks from the first to the last."""
+    by_number = {chunk.number: chunk for chunk in chunks}
+    parents = {chunk.parent for chunk in chunks}
+    for leaf in sorted((chunk for chunk in chunks if chunk.number not in parents), key=lambda chunk: chunk.idle_seconds):
+        path = [leaf]
+        while (parent := path[-1].parent) is not None and parent in by_number:
+            path.append(by_number[parent])
+        text = "".join(chunk.text or "" for chunk in reversed(path))
+        tail = "(salted)" if leaf.text is None else _escape(text[-TAIL:])
+        size = decimal(sum(chunk.bytes for chunk in path)) + (" (on disk)" if leaf.is_on_disk else "")
+        idle = str(timedelta(seconds=round(leaf.idle_seconds)))
+        yield str(leaf.length), size, str(leaf.hits), "yes" if leaf.pins else "-", idle, tail
+
+
+def _escape(text: str) -> str:
+    """A text on one line with its control characters escaped: a terminal obeys what it is sent."""
+    return repr(text)[1:-1]

@@ -1,7 +1,4 @@
-"""`weft run`: one answer, or a chat, streamed to the terminal from a running server or from a model loaded here.
-
-The answer goes to stdout, everything else to stderr. mlx is loaded only where the model is.
-"""
+"""`weft run`: one answer, or a chat, from a running server or a model loaded here; answers go to stdout, the rest to stderr."""
 
 from __future__ import annotations
 
@@ -112,7 +109,6 @@ class TerminalChat:
     messages: list[Message] = field(default_factory=list)
 
     def converse(self) -> None:
-        """Read questions and answer them until Ctrl-D."""
         self.notes.print("Ctrl-C stops an answer, Ctrl-D leaves.", style="dim")
         while True:
             try:

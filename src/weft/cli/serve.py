@@ -1,10 +1,4 @@
-"""`weft serve`: where a server's settings come from, and what its operator sees while it starts.
-
-cyclopts reads flags and WEFT_* variables, this module the TOML files; what a setting means is `config.ServerConfig`'s. The
-operator's lines go to stderr. The server itself is `weft.serving.server`.
-"""
-
-from __future__ import annotations
+"""`weft serve`: a server's settings from flags, WEFT_* variables and TOML files, and what its operator sees on stderr."""
 
 import json
 import shlex

@@ -3,8 +3,6 @@
 Writes one file and has the manager start it; never as root. The server's arguments stand in that file, its secrets do not.
 """
 
-from __future__ import annotations
-
 import os
 import plistlib
 import re
@@ -25,24 +23,9 @@ LABEL = "dev.weft.serve"
 LAUNCHD_LOG = Path("~/Library/Logs/weft.log")
 HANDED_ON = ("WEFT_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE")  # a service does not see the shell's variables
 MANAGER_SECONDS = 60
-UNIT = """[Unit]
-Description=weft, an LLM inference server
-After=network.target
 
-[Service]
-ExecStart={command}
-{environment}WorkingDirectory=%h
-Restart=on-failure
-RestartSec=5
-TimeoutStopSec=30
-
-[Install]
-WantedBy=default.target
-"""  # it is stopped within --drain-seconds, and some
-
-service_command = App(
-    name="service", help="The server as a service of your own session: launchd on macOS, systemd on Linux. Never as root."
-)
+ABOUT = "The server as a service of your own session: launchd on macOS, systemd on Linux. Never as root."
+service_command = App(name="service", help=ABOUT)
 
 
 class Systemd:
@@ -56,7 +39,8 @@ class Systemd:
     def text(self, command: list[str], environment: dict[str, str]) -> str:
         words = " ".join(_quote_for_unit(word).replace("$", "$$") for word in command)
         variables = (f"Environment={_quote_for_unit(f'{name}={value}')}\n" for name, value in environment.items())
-        return UNIT.format(command=words, environment="".join(variables))
+        unit = Path(__file__).with_name("weft.service").read_text(encoding="utf-8")
+        return unit.format(command=words, environment="".join(variables))
 
     def start(self) -> None:
         _call_manager("systemctl", "--user", "daemon-reload")
@@ -67,7 +51,6 @@ class Systemd:
         _call_manager("systemctl", "--user", "disable", "--now", NAME, may_fail=True)
 
     def state(self) -> str:
-        """What systemd calls the service: active, failed …"""
         return _call_manager("systemctl", "--user", "is-active", NAME, may_fail=True)
 
     def log_end(self, lines: int) -> str:
@@ -103,13 +86,11 @@ class Launchd:
         _call_manager("launchctl", "bootout", f"gui/{os.getuid()}/{LABEL}", may_fail=True)
 
     def state(self) -> str:
-        """The line in which launchd names the service's state."""
         lines = _call_manager("launchctl", "print", f"gui/{os.getuid()}/{LABEL}", may_fail=True).splitlines()
         return next((line.strip() for line in lines if line.strip().startswith("state =")), "not loaded")
 
     def log_end(self, lines: int) -> str:
-        file = LAUNCHD_LOG.expanduser()
-        return "\n".join(file.read_text(errors="replace").splitlines()[-lines:]) if file.exists() else ""
+        return last_lines(LAUNCHD_LOG.expanduser(), lines)
 
 
 @service_command.command(name="install")
@@ -187,6 +168,12 @@ def read_log_end(lines: int) -> str:
         return ""
 
 
+def last_lines(file: Path, count: int) -> str:
+    """The last lines of a text file; empty where there is no file."""
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
+    return "".join(lines[-count:])
+
+
 def _find_manager() -> Systemd | Launchd:
     if sys.platform in ("darwin", "linux"):
         return Launchd() if sys.platform == "darwin" else Systemd()
@@ -199,8 +186,9 @@ def _serve_command(arguments: tuple[str, ...]) -> list[str]:
         raise WeftError("--api-key would stand in a file that others may read; put api_key into ~/.config/weft/config.toml")
     command = [sys.executable, "-m", "weft", "serve", *arguments]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name in HANDED_ON}
-    check = [*command, "--dump-config"]
-    done = subprocess.run(check, capture_output=True, text=True, check=False, env=variables, cwd=Path.home())
+    done = subprocess.run(
+        [*command, "--dump-config"], capture_output=True, text=True, check=False, env=variables, cwd=Path.home()
+    )
     if done.returncode:
         raise WeftError(done.stderr.strip().removeprefix("weft: "))
     return command

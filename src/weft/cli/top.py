@@ -1,9 +1,4 @@
-"""`weft top`: what a running server does, drawn anew with every event that it sends.
-
-Shows the events of GET /v1/events: numbers and states, never text. Where there is no terminal one picture is printed.
-"""
-
-from __future__ import annotations
+"""`weft top`: what a running server does, drawn anew with every event it sends; without a terminal one picture is printed."""
 
 import time
 from contextlib import closing
