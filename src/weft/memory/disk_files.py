@@ -1,11 +1,8 @@
 """The files of the disk tier: the format of one entry, the folder under one byte budget, and the identity of a model.
 
 An entry is a safetensors file, `folder/identity/key.safetensors`, whose metadata says what it is. Other processes may write and
-delete at any time: the folder is known as last seen, and a file that vanished is no error. Only files that are named as ours
-are touched. Knows no threads and no models; `disk` uses it. Imports no mlx.
+delete at any time: a file that vanished is no error. Only files that are named as ours are touched. Imports no mlx.
 """
-
-from __future__ import annotations
 
 import fcntl
 import glob
@@ -124,7 +121,7 @@ def read_entry(path: Path, identity: str, key: bytes) -> Entry:
     _check_place(metadata, identity, key)
     try:
         tokens = msgspec.json.decode(metadata.tokens, type=tuple[int, ...])
-        tensors = parse_header(text, len(body)).tensors
+        tensors = parse_header(text, len(body))
     except (msgspec.MsgspecError, ValueError) as error:
         raise Damaged(f"it can not be understood ({error})") from error
 
