@@ -4,8 +4,6 @@ The seam passes ordinary arrays on to mlx-lm's own function, or to a faster one 
 answered from the slabs: one call per slab in use, each over its own rows and no further than its longest one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

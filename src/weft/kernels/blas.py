@@ -4,8 +4,6 @@ MLX's CPU wheel for Linux is linked against the reference BLAS. The dynamic link
 whatever was loaded first, so we load ours. Never imports MLX; whoever imports `mlx.core` calls `bind()` once before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import ctypes.util

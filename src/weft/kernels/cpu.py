@@ -5,8 +5,6 @@ the alpha it is given, and an alpha that no product has asks for one of these op
 lazy and in MLX's order. The adapter calls `bind`, `attention` uses the softmax. Where our product is not bound mlx's own run.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import struct

@@ -4,8 +4,6 @@ MLX has no variable-length attention: a masked batch takes five kernels and read
 own keys and no others, and its numbers depend on its own length alone, whoever shares the slab.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import Any

@@ -16,10 +16,8 @@ is the state after it: S' = S · carry + gain. Only this last line goes chunk by
 Letters: B rows, T tokens, N chunks, C tokens of a chunk, H key heads, G value heads per key head, K and V as above.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -112,12 +110,12 @@ class DeltaTokens(NamedTuple):
     gate: mx.array
     beta: mx.array
 
-    def at(self, position: int) -> DeltaTokens:
+    def at(self, position: int) -> Self:
         if self.key.shape[1] == 1:
             return self  # five slices are a fifth of a decode step on a CPU
-        return DeltaTokens(*(array[:, position : position + 1] for array in self))
+        return type(self)(*(array[:, position : position + 1] for array in self))
 
-    def cut(self, size: int, heads: int, groups: int) -> DeltaTokens:
+    def cut(self, size: int, heads: int, groups: int) -> Self:
         """The arguments in chunks of this size; the last is filled up with tokens that write nothing and fade nothing."""
         rows, length = self.key.shape[:2]
         missing = -length % size
@@ -129,7 +127,7 @@ class DeltaTokens(NamedTuple):
             return array.transpose(1, 0, 3, 4, 2, 5)
 
         query, key, value = chunks(self.query, 1), chunks(self.key, 1), chunks(self.value, groups)
-        return DeltaTokens(query, key, value, chunks(self.gate, groups, 1.0), chunks(self.beta, groups))
+        return type(self)(query, key, value, chunks(self.gate, groups, 1.0), chunks(self.beta, groups))
 
 
 def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:

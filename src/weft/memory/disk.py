@@ -1,10 +1,8 @@
 """The second tier of the prefix cache: chunks of the prefix tree as files, kept across restarts, bounded in bytes.
 
 Nothing on disk is trusted: an entry's digest is compared at every load, and once after each start. The engine's thread only
-asks and queues; one thread writes and deletes, another loads and verifies. Knows no models; `engine` uses it. Imports no mlx.
+asks and queues; one thread writes and deletes, another loads and verifies. Imports no mlx.
 """
-
-from __future__ import annotations
 
 import errno
 import logging

@@ -1,10 +1,8 @@
 """Where rows live while they decode: key/value slabs by capacity class, and tables of recurrent states.
 
 A slab is [slots, heads, capacity, dim] per layer. Joining takes a free slot, leaving frees it, outgrowing moves that one
-row up a class; nobody else's keys and values are touched. Knows arrays and bytes; knows no model and no scheduler.
+row up a class; nobody else's keys and values are touched.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -81,8 +79,8 @@ class StateTable:
         """Lay the states out in the order of `rows`; None is an idle row of zeros. Rows that sit out get theirs as copies."""
         if rows == self.rows:
             return
-        for row in self.rows:
-            if row is not None and row.slab is not None and row not in rows:
+        for row in filter(None, self.rows):
+            if row.slab is not None and row not in rows:
                 row.loose = self.extract(row)
         sources = self._sources(rows)
         for layer, parts in enumerate(self.parts):
@@ -90,9 +88,8 @@ class StateTable:
                 if geometry is not None:
                     pieces = [self._piece(source, layer, part, geometry) for source in sources]
                     self.states[layer][part] = mx.concatenate(pieces) if len(pieces) > 1 else mx.contiguous(pieces[0])
-        for row in rows:
-            if row is not None:
-                row.loose = None
+        for row in filter(None, rows):
+            row.loose = None
         self.rows = list(rows)
 
     def _sources(self, rows: list[RowState | None]) -> list[slice | RowState | None]:

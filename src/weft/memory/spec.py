@@ -4,8 +4,6 @@ A spec knows the bytes of a row and its exact geometry; other arrays are not let
 the pool builds memory from them, admission counts with them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

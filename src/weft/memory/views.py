@@ -6,8 +6,6 @@ keys and values never leave their slabs. The *plain* way is one forward per slab
 length mask. Rows that step *alone* use mlx-lm's own caches and nothing of this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,13 +65,13 @@ def as_bias(mask: mx.array | None) -> mx.array | None:
     return mask if mask is None or mask.dtype != mx.bool_ else mx.where(mask, 0.0, FORBIDDEN)
 
 
+@dataclass(eq=False)
 class Reach:
     """The token places that the rows of a part may look at, in layers with this ring size and window (None: without one)."""
 
-    def __init__(self, part: Part, ring: int | None, window: int | None) -> None:
-        self.part = part
-        self.ring = ring
-        self.window = window
+    part: Part
+    ring: int | None
+    window: int | None
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -122,13 +120,6 @@ def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int
         return [Batch(pool, [part], rows, seam=False) for part, rows in zip(parts, ranges, strict=True)]
     batch_rows: list[RowState | None] = [row for part in parts for row in part.rows]
     return [Batch(pool, parts, batch_rows + [None] * ((width or 0) - len(batch_rows)), seam=True)]
-
-
-@dataclass(frozen=True)
-class SlabHandle:
-    """A stand-in for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
-
-    view: KeyValueView
 
 
 @dataclass(frozen=True)
@@ -210,6 +201,13 @@ class KeyValueView:
             raise InternalError("this model wants its mask as an array, which the seam does not give")
         is_ring = isinstance(self.spec, SlidingWindow) and window_size is not None and window_size >= self.spec.window
         return None if window_size is None or is_ring else StepMask(window_size)
+
+
+@dataclass(frozen=True)
+class SlabHandle:
+    """A stand-in for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
+
+    view: KeyValueView
 
 
 class StateView:
