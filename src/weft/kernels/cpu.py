@@ -2,7 +2,7 @@
 
 MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
 the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays
-lazy and in MLX's order. The adapter calls `bind`, `attention` uses the softmax. Where our product is not bound mlx's own run.
+lazy and in MLX's order. Where our product is not bound mlx's own run.
 """
 
 import functools

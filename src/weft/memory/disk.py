@@ -50,7 +50,6 @@ class DiskTier:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all files in the folder, whatever their identity, as last seen."""
         return self._folder.held_bytes
 
     def open(self) -> None:
@@ -166,7 +165,6 @@ class DiskTier:
                 del self._queue[key]
 
     def _write_file(self, entry: Entry) -> int:
-        """Write an entry's file and return its size. Raises OSError."""
         pieces = disk_files.encode_entry(entry, self.identity)
         nbytes = sum(len(piece) for piece in pieces)
         path = [entry.key, *self._ancestry(entry.parent)]

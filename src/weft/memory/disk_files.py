@@ -152,7 +152,6 @@ def _read_metadata(file: BinaryIO) -> tuple[bytes, EntryMetadata]:
 
 
 def _check_place(metadata: EntryMetadata, identity: str, key: bytes) -> None:
-    """Raise Foreign unless the format, identity and key in a file are those of its place."""
     for what, wanted in (("format", FORMAT), ("identity", identity), ("key", key.hex())):
         if (found := getattr(metadata, what)) != wanted:
             raise Foreign(f"its {what} is {found!r} where {wanted!r} belongs")

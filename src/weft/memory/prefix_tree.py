@@ -104,7 +104,6 @@ class PrefixTree:
         return len(self._new) + len(self._protected)
 
     def root(self, salt: str = "") -> Node:
-        """The node at which the prompts with this salt begin."""
         if salt not in self._roots:
             self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
         return self._roots[salt]

@@ -43,7 +43,6 @@ class Slab:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, free slots included."""
         return sum(held.keys.nbytes + held.values.nbytes for held in self.layers.values())
 
     def write(self, layer: int, slot: int, first: int, contents: KeyValues) -> None:
@@ -119,9 +118,8 @@ class StateTable:
         """One row's states as copies of their own; a bare slice would keep the whole table alive."""
         if row.loose is not None:
             return row.loose
-        index = self.rows.index(row)
-        here = slice(index, index + 1)
-        return [tuple(None if array is None else mx.contiguous(array[here]) for array in states) for states in self.states]
+        at = self.rows.index(row)
+        return [tuple(None if array is None else mx.contiguous(array[at : at + 1]) for array in states) for states in self.states]
 
 
 class Pool:
@@ -197,7 +195,6 @@ class Pool:
         self._drop_if_empty(old)
 
     def free(self, row: RowState, *, poisoned: bool = False) -> None:
-        """Free a row's slot. A poisoned one is zeroed first."""
         slab, row.loose = row.slab, None
         if slab is None:
             return
@@ -208,7 +205,6 @@ class Pool:
         self._drop_if_empty(slab)
 
     def capacity_for(self, tokens: int) -> int:
-        """The capacity class for a row of so many tokens."""
         if not self.has_positions:
             return 1
         # Classes grow by a third or a half while rows are short, so that many share a slab, then by an eighth or less.

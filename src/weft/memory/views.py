@@ -90,7 +90,6 @@ class Reach:
 
     @cached_property
     def bias(self) -> mx.array | None:
-        """The mask as numbers to add to the scores."""
         return as_bias(self.mask)
 
     @cached_property
@@ -238,7 +237,3 @@ class StateView:
 
     def make_mask(self, n: int) -> None:
         """Return None: no row of a step is padded."""
-
-
-class CompositeView(tuple[Any, ...]):
-    """The views of a layer with several caches: `view[i]` is the i-th."""
