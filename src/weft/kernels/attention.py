@@ -61,12 +61,9 @@ def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: flo
 
 
 def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """Attention for CPU: the query heads of a key head form one matrix, so each head's keys are read once.
-
-    `mask` is "causal", or numbers to add to the scores. The softmax is our product's where that is bound.
-    """
+    """Attention for a CPU, with our product's softmax where that is bound; `mask` is "causal", or numbers added to the scores."""
     (n, num_heads, tokens, dim), groups = queries.shape, keys.shape[1]
-    together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)
+    together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)  # one matrix for a key head: its keys are read once
     is_fused = cpu.is_bound(queries.dtype) and tokens <= cpu.MAX_CAUSAL_TOKENS
     if isinstance(mask, str) and not is_fused:
         span = keys.shape[2]

@@ -47,8 +47,7 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
     keep_freed_memory()
     threads = max(1, threads or default_threads())
     for find in (packaged_openblas, lambda: ctypes.util.find_library("openblas")):
-        backend = find()
-        if backend and (report := bind_own(backend, threads, exact) or bind_plain(backend, threads)):
+        if (backend := find()) and (report := bind_own(backend, threads, exact) or bind_plain(backend, threads)):
             return report
     return BlasReport("stock", warning=MISSING)
 

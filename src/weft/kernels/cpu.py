@@ -98,8 +98,7 @@ def _full(shape: tuple[int, ...], number: float) -> mx.array:
 
 @functools.lru_cache(256)
 def _alpha(operation: int, detail: int = 0) -> float:
-    number: float = struct.unpack("<f", struct.pack("<I", operation << 16 | detail))[0]
-    return number
+    return float(struct.unpack("<f", struct.pack("<I", operation << 16 | detail))[0])
 
 
 class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]

@@ -32,8 +32,6 @@ __device__ inline void load_columns(const T* from, float* to) {{
     for (int i = 0; i < COLUMNS; i++) to[i] = static_cast<float>(raw[i]);
 }}
 """
-NATIVE = Path(__file__).with_name("native")
-PARTIAL, UNION = (NATIVE / "attend_partial.cu").read_text(), (NATIVE / "attend_union.cu").read_text()
 
 
 def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
@@ -51,12 +49,9 @@ def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
 def attend_ragged(
     queries: mx.array, keys: mx.array, values: mx.array, reach: Reach, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Attention of queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim).
-
-    Row i reads places bounds[2i] to bounds[2i + 1] of its slot; the reach must have bounds.
-    """
+    """Attention of queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim)."""
     bounds, part = reach.bounds, reach.part
-    assert bounds is not None
+    assert bounds is not None  # row i reads places bounds[2i] to bounds[2i + 1] of its slot
     n, num_heads, _, key_dim = queries.shape
     heads, value_dim = keys.shape[1], values.shape[3]
     group = num_heads // heads
@@ -64,8 +59,7 @@ def attend_ragged(
     template = [("T", keys.dtype), ("HEADS", heads), ("GROUP", group), ("VALUE_DIM", value_dim)]
     if sinks is None:  # a sink of −∞ is none
         sinks = _constant(-math.inf, mx.float32, num_heads)
-    partial, union = _kernels()
-    sums = partial(
+    sums = _kernel("attend_partial", "queries keys values slots bounds places scale", "partial")(
         inputs=[queries, keys, values, part.slots, bounds, _constant(keys.shape[2], mx.int32), _constant(scale, mx.float32)],
         template=[*template, ("KEY_DIM", key_dim)],
         grid=(spans * THREADS, heads, n),
@@ -73,7 +67,7 @@ def attend_ragged(
         output_shapes=[(n, heads, spans, group, value_dim + 2)],
         output_dtypes=[mx.float32],
     )[0]
-    return union(  # type: ignore[no-any-return]
+    return _kernel("attend_union", "partial bounds num_spans sinks", "out")(  # type: ignore[no-any-return]
         inputs=[sums, bounds, _constant(spans, mx.int32), sinks.astype(mx.float32)],
         template=template,
         grid=(value_dim, num_heads, n),
@@ -89,9 +83,6 @@ def _constant(number: float, dtype: mx.Dtype, size: int = 1) -> mx.array:
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
-    def make(name: str, inputs: str, output: str, source: str) -> Any:
-        return mx.fast.cuda_kernel(name=name, input_names=inputs.split(), output_names=[output], source=source, header=HEADER)
-
-    partial = make("weft_attend_partial", "queries keys values slots bounds places scale", "partial", PARTIAL)
-    return partial, make("weft_attend_union", "partial bounds num_spans sinks", "out", UNION)
+def _kernel(name: str, inputs: str, output: str) -> Any:
+    source = Path(__file__).with_name("native").joinpath(f"{name}.cu").read_text()
+    return mx.fast.cuda_kernel(f"weft_{name}", inputs.split(), [output], source=source, header=HEADER)

@@ -30,11 +30,8 @@ MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
 
 
 def bind(model: nn.Module) -> list[str]:
-    """Put our rule into every module of mlx-lm that this model's layers come from; returns the modules' names.
-
-    With Metal nothing is touched: mlx-lm has kernels there. Calling it again changes nothing.
-    """
-    if mx.metal.is_available():
+    """Put our rule into every module of mlx-lm that this model's layers come from; returns the modules' names."""
+    if mx.metal.is_available():  # mlx-lm has kernels there
         return []
     known = (stock.gated_delta_update, gated_delta_update)
     holders = [module for module in modules_behind(model) if getattr(module, "gated_delta_update", None) in known]
@@ -234,17 +231,13 @@ class PairPatterns(NamedTuple):
 
 @cache
 def _patterns(size: int) -> PairPatterns:
-    index = np.arange(size)
+    index, triangle = np.arange(size), np.tri(size, dtype=np.float32)
 
     def meets(block: int) -> mx.array:
         return mx.array((index[:, None] // block % 2 == 1) & (index[:, None] // block == index // block + 1))
 
-    return PairPatterns(
-        diagonal=mx.array(np.eye(size, dtype=np.float32)),
-        not_later=mx.array(np.tri(size, dtype=np.float32)),
-        not_earlier=mx.array(np.tri(size, dtype=np.float32).T),
-        meetings=tuple((1 << power, meets(1 << power)) for power in range((size - 1).bit_length())),
-    )
+    meetings = tuple((1 << power, meets(1 << power)) for power in range((size - 1).bit_length()))
+    return PairPatterns(mx.array(np.eye(size, dtype=np.float32)), mx.array(triangle), mx.array(triangle.T), meetings)
 
 
 def _on_cpu() -> bool:

@@ -76,7 +76,6 @@ class DiskTier:
                 self._writer.submit(self._write, key)
 
     def has(self, key: bytes) -> bool:
-        """Whether an entry can be loaded: it is on disk, or on its way there."""
         return key in self._queue or key in self._index  # in this order: a written entry goes from one to the other
 
     def has_checkpoint(self, key: bytes) -> bool:

@@ -22,7 +22,7 @@ import msgspec
 from blake3 import blake3
 
 from weft.errors import WeftError
-from weft.memory.safetensors import LENGTH_BYTES, TensorEntry, encode_header, parse_header, read_header_text
+from weft.memory.safetensors import LENGTH_BYTES, encode_header, parse_header, read_header_text
 
 FORMAT = "weft-prefix-1"
 BLANK_DIGEST = "0" * 64
@@ -99,10 +99,7 @@ def encode_entry(entry: Entry, identity: str) -> list[bytes | memoryview]:
     planes = {BLOCK + plane.name: plane for plane in entry.block.planes}
     if entry.checkpoint is not None:
         planes |= {CHECKPOINT + plane.name: plane for plane in entry.checkpoint.planes}
-    tensors, end = dict[str, TensorEntry](), 0
-    for name, plane in planes.items():
-        start, end = end, end + len(plane.data)
-        tensors[name] = TensorEntry(plane.dtype, plane.shape, start, end)
+    tensors = {name: (plane.dtype, plane.shape, len(plane.data)) for name, plane in planes.items()}
     keys, tokens = (entry.key.hex(), entry.parent.hex()), msgspec.json.encode(entry.tokens).decode()
     checkpoint = None if entry.checkpoint is None else entry.checkpoint.description
     metadata = EntryMetadata(BLANK_DIGEST, FORMAT, identity, *keys, tokens, entry.block.description, checkpoint)

@@ -93,7 +93,7 @@ class PrefixTree:
         self.is_exact = is_exact
         self.held_bytes = 0
         self.num_evicted = 0
-        self._roots: dict[str, Node] = {}
+        self.roots: dict[str, Node] = {}  # by salt
         self._new: OrderedDict[Node, None] = OrderedDict()
         self._protected: OrderedDict[Node, None] = OrderedDict()
         self._protected_bytes = 0
@@ -104,12 +104,9 @@ class PrefixTree:
         return len(self._new) + len(self._protected)
 
     def root(self, salt: str = "") -> Node:
-        if salt not in self._roots:
-            self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
-        return self._roots[salt]
-
-    def roots(self) -> list[tuple[str, Node]]:
-        return list(self._roots.items())
+        if salt not in self.roots:
+            self.roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
+        return self.roots[salt]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, the most recently used first, parents before children."""
@@ -206,9 +203,8 @@ class PrefixTree:
         while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
             self._move(next(iter(self._protected)), is_protected=False)
         while self.held_bytes > budget:
-            rows = (self._new, self._protected)
-            victim = next((node for row in rows for node in row if not node.children and not node.pins), None)
-            if victim is None:
+            nodes = itertools.chain(self._new, self._protected)
+            if (victim := next((node for node in nodes if not node.children and not node.pins), None)) is None:
                 return
             self._evict(victim)
 
@@ -282,7 +278,7 @@ class PrefixTree:
     def _forget_empty_root(self, node: Node) -> None:
         """Forget a root without prompts: there are as many salts as clients like."""
         if node.parent is None and not node.pins and not node.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+            self.roots = {salt: root for salt, root in self.roots.items() if root is not node}
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -35,10 +35,11 @@ class TensorEntry(NamedTuple):
     end: int
 
 
-def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file up to its first tensor; `tensors` in the order in which their bytes follow."""
-    entries: dict[str, object] = {"__metadata__": metadata}
-    for name, (dtype, shape, start, end) in tensors.items():
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file up to its first tensor; `tensors`: type, shape and bytes of each, in the order in which they follow."""
+    entries, end = dict[str, object](__metadata__=metadata), 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        start, end = end, end + nbytes
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % LENGTH_BYTES)

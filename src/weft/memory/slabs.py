@@ -41,10 +41,6 @@ class Slab:
     def occupied(self) -> list[RowState]:
         return [row for row in self.rows if row is not None]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(held.keys.nbytes + held.values.nbytes for held in self.layers.values())
-
     def write(self, layer: int, slot: int, first: int, contents: KeyValues) -> None:
         """Put a row's keys and values into its slot; `contents` starts with token `first`."""
         held = self.layers[layer]
@@ -150,7 +146,8 @@ class Pool:
     @property
     def bytes_held(self) -> int:
         """Bytes of slabs and tables, free slots included."""
-        return sum(slab.nbytes for slab in self.slabs) + sum(array.nbytes for array in self.states())
+        planes = [plane for slab in self.slabs for held in slab.layers.values() for plane in (held.keys, held.values)]
+        return sum(array.nbytes for array in (*planes, *self.states()))
 
     def states(self) -> list[mx.array]:
         tables = self.tables.values()

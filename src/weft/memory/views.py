@@ -103,10 +103,8 @@ class Reach:
 
 
 def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int | None) -> list[Batch]:
-    """Group allocated rows into the forwards of one step: one through the seam, one per slab the plain way.
-
-    With a `width` shapes are constant: whole slabs are read, and idle rows fill the batch of the seam.
-    """
+    """Group allocated rows into the forwards of one step: one through the seam, one per slab the plain way."""
+    # With a `width` shapes are constant: whole slabs are read, and idle rows fill the batch of the seam.
     for row in rows:
         pool.grow(row, table=None if seam or row.slab is None else pool.table_for(row.slab))
     parts: list[Part] = []
