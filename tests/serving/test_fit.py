@@ -9,7 +9,7 @@ import pytest
 
 from weft.engine import process
 from weft.kernels import blas
-from weft.memory.safetensors import DTYPE_BYTES, TensorEntry, encode_header
+from weft.memory.safetensors import DTYPE_BYTES, encode_header
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID, LocalModel
 from weft.serving import registry
@@ -18,13 +18,11 @@ from weft.serving.registry import Fit
 
 def folder_with(folder: Path, **tensors: tuple[str, list[int]]) -> LocalModel:
     """A model whose one file has these tensors, by dtype and shape."""
-    entries, end = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * DTYPE_BYTES[dtype]
-        entries[name] = TensorEntry(dtype, tuple(shape), start, end)
+    sizes = {name: math.prod(shape) * DTYPE_BYTES[dtype] for name, (dtype, shape) in tensors.items()}
+    entries = {name: (dtype, tuple(shape), sizes[name]) for name, (dtype, shape) in tensors.items()}
     with (folder / "model.safetensors").open("wb") as file:
         file.write(encode_header(entries, {}))
-        file.truncate(file.tell() + end)  # a file of holes
+        file.truncate(file.tell() + sum(sizes.values()))  # a file of holes
     return LocalModel("m", "folder", folder)
 
 

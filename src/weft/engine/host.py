@@ -201,7 +201,7 @@ def prefixes_of(engine: Engine, request: AskPrefixes) -> Prefixes:
     if tree is None:
         return Prefixes(request.number, (), 0, 0, 0)
     num_cleared = engine.prefix.clear() if request.clear else 0
-    now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
+    now, salted = tree.clock(), {id(root) for salt, root in tree.roots.items() if salt}
     nodes = tuple(
         PrefixNode(
             number=node.number,

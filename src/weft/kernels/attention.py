@@ -4,8 +4,6 @@ The seam passes ordinary arrays on to mlx-lm's own function, or to a faster one 
 answered from the slabs: one call per slab in use, each over its own rows and no further than its longest one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ import mlx.core as mx
 
 from weft.errors import InternalError
 from weft.kernels import cpu, cuda
-from weft.memory.views import FORBIDDEN, KeyValueView, Part, SlabHandle, StepMask, as_bias
+from weft.memory.views import FORBIDDEN, KeyValueView, Reach, SlabHandle, StepMask, as_bias
 
 ON_CPU = mx.default_device() != mx.gpu
 ON_CUDA = not ON_CPU and not mx.metal.is_available()
@@ -41,16 +39,15 @@ def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks
     if not (mask is None or isinstance(mask, StepMask)):
         raise InternalError("this model makes its own mask, which the seam does not take")
     window = None if mask is None else mask.window
-    outputs = [_attend_part(queries, view, part, scale, window, sinks) for part in view.batch.parts]
+    outputs = [_attend_part(queries, view, view.reach(part, window), scale, sinks) for part in view.batch.parts]
     if num_idle := view.batch.rows.count(None):
         outputs.append(mx.zeros((num_idle, *outputs[0].shape[1:]), outputs[0].dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
 
-def _attend_part(
-    queries: mx.array, view: KeyValueView, part: Part, scale: float, window: int | None, sinks: mx.array | None
-) -> mx.array:
-    own, reach = view.rows_of(part, queries), view.reach(part, window)
+def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: float, sinks: mx.array | None) -> mx.array:
+    part = reach.part
+    own = view.rows_of(part, queries)
     if ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
         return cuda.attend_ragged(own, *view.planes(part), reach, scale, sinks)
     if part.spread is not None:
@@ -64,12 +61,9 @@ def _attend_part(
 
 
 def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """Attention for CPU: the query heads of a key head form one matrix, so each head's keys are read once.
-
-    `mask` is "causal", or numbers to add to the scores. The softmax is our product's where that is bound.
-    """
+    """Attention for a CPU, with our product's softmax where that is bound; `mask` is "causal", or numbers added to the scores."""
     (n, num_heads, tokens, dim), groups = queries.shape, keys.shape[1]
-    together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)
+    together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)  # one matrix for a key head: its keys are read once
     is_fused = cpu.is_bound(queries.dtype) and tokens <= cpu.MAX_CAUSAL_TOKENS
     if isinstance(mask, str) and not is_fused:
         span = keys.shape[2]

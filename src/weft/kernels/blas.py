@@ -4,8 +4,6 @@ MLX's CPU wheel for Linux is linked against the reference BLAS. The dynamic link
 whatever was loaded first, so we load ours. Never imports MLX; whoever imports `mlx.core` calls `bind()` once before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import ctypes.util
@@ -49,8 +47,7 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
     keep_freed_memory()
     threads = max(1, threads or default_threads())
     for find in (packaged_openblas, lambda: ctypes.util.find_library("openblas")):
-        backend = find()
-        if backend and (report := bind_own(backend, threads, exact) or bind_plain(backend, threads)):
+        if (backend := find()) and (report := bind_own(backend, threads, exact) or bind_plain(backend, threads)):
             return report
     return BlasReport("stock", warning=MISSING)
 

@@ -2,10 +2,8 @@
 
 MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
 the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays
-lazy and in MLX's order. The adapter calls `bind`, `attention` uses the softmax. Where our product is not bound mlx's own run.
+lazy and in MLX's order. Where our product is not bound mlx's own run.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -100,8 +98,7 @@ def _full(shape: tuple[int, ...], number: float) -> mx.array:
 
 @functools.lru_cache(256)
 def _alpha(operation: int, detail: int = 0) -> float:
-    number: float = struct.unpack("<f", struct.pack("<I", operation << 16 | detail))[0]
-    return number
+    return float(struct.unpack("<f", struct.pack("<I", operation << 16 | detail))[0])
 
 
 class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]

@@ -4,10 +4,9 @@ MLX has no variable-length attention: a masked batch takes five kernels and read
 own keys and no others, and its numbers depend on its own length alone, whoever shares the slab.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -34,102 +33,6 @@ __device__ inline void load_columns(const T* from, float* to) {{
 }}
 """
 
-# A block: one span of one key head of one row. Thread t scores keys t, t + THREADS …; then every eight columns of the
-# values have a thread in each of GROUPS teams, which take the keys in turn and are summed at the end.
-PARTIAL = """
-    constexpr int TEAM = VALUE_DIM / COLUMNS;
-    constexpr int TEAMS = THREADS / TEAM;
-    constexpr int SCORES = GROUP * KEY_DIM;
-    constexpr int FIRST_USE = SCORES + GROUP * SPAN;
-    constexpr int SECOND_USE = TEAMS * GROUP * VALUE_DIM;
-    __shared__ float pool[FIRST_USE > SECOND_USE ? FIRST_USE : SECOND_USE];
-    float* query = pool;
-    float* score = pool + SCORES;
-
-    const int thread = threadIdx.x, head = blockIdx.y, row = blockIdx.z;
-    const int begin = max(bounds[2 * row], int(blockIdx.x) * SPAN);
-    const int end = min(bounds[2 * row + 1], (int(blockIdx.x) + 1) * SPAN);
-    if (begin >= end) return;
-    const int count = end - begin;
-    const size_t base = (size_t(slots[row]) * HEADS + head) * places[0];
-    const T* key = keys + (base + begin) * KEY_DIM;
-    const T* value = values + (base + begin) * VALUE_DIM;
-    float* out = partial + ((size_t(row) * HEADS + head) * gridDim.x + blockIdx.x) * GROUP * (VALUE_DIM + 2);
-
-    const T* asked = queries + (size_t(row) * HEADS + head) * GROUP * KEY_DIM;
-    for (int i = thread; i < GROUP * KEY_DIM; i += THREADS) query[i] = static_cast<float>(asked[i]) * scale[0];
-    __syncthreads();
-
-    for (int j = thread; j < count; j += THREADS) {
-        float sum[GROUP];
-        for (int g = 0; g < GROUP; g++) sum[g] = 0.0f;
-        for (int d = 0; d < KEY_DIM; d += COLUMNS) {
-            float k[COLUMNS];
-            load_columns(key + size_t(j) * KEY_DIM + d, k);
-            for (int g = 0; g < GROUP; g++)
-                for (int i = 0; i < COLUMNS; i++) sum[g] += query[g * KEY_DIM + d + i] * k[i];
-        }
-        for (int g = 0; g < GROUP; g++) score[g * SPAN + j] = sum[g];
-    }
-    __syncthreads();
-
-    const int lane = thread % 32;
-    for (int g = thread / 32; g < GROUP; g += THREADS / 32) {
-        float highest = -INFINITY;
-        for (int j = lane; j < count; j += 32) highest = fmaxf(highest, score[g * SPAN + j]);
-        for (int step = 16; step; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(0xffffffff, highest, step));
-        float total = 0.0f;
-        for (int j = lane; j < count; j += 32) {
-            const float weight = __expf(score[g * SPAN + j] - highest);
-            score[g * SPAN + j] = weight;
-            total += weight;
-        }
-        for (int step = 16; step; step /= 2) total += __shfl_xor_sync(0xffffffff, total, step);
-        if (lane == 0) {
-            out[g * (VALUE_DIM + 2) + VALUE_DIM] = highest;
-            out[g * (VALUE_DIM + 2) + VALUE_DIM + 1] = total;
-        }
-    }
-    __syncthreads();
-
-    const int column = (thread % TEAM) * COLUMNS, team = thread / TEAM;
-    float sum[GROUP][COLUMNS];
-    for (int g = 0; g < GROUP; g++)
-        for (int i = 0; i < COLUMNS; i++) sum[g][i] = 0.0f;
-    for (int j = team; j < count; j += TEAMS) {
-        float v[COLUMNS];
-        load_columns(value + size_t(j) * VALUE_DIM + column, v);
-        for (int g = 0; g < GROUP; g++)
-            for (int i = 0; i < COLUMNS; i++) sum[g][i] += score[g * SPAN + j] * v[i];
-    }
-    __syncthreads();
-    for (int g = 0; g < GROUP; g++)
-        for (int i = 0; i < COLUMNS; i++) pool[(team * GROUP + g) * VALUE_DIM + column + i] = sum[g][i];
-    __syncthreads();
-    for (int i = thread; i < GROUP * VALUE_DIM; i += THREADS) {
-        float total = 0.0f;
-        for (int t = 0; t < TEAMS; t++) total += pool[t * GROUP * VALUE_DIM + i];
-        out[(i / VALUE_DIM) * (VALUE_DIM + 2) + i % VALUE_DIM] = total;
-    }
-"""
-
-# A block: one query head of one row; a thread per column.
-UNION = """
-    const int column = threadIdx.x, head = blockIdx.y, row = blockIdx.z;
-    const int spans = num_spans[0], first = bounds[2 * row] / SPAN, last = (bounds[2 * row + 1] - 1) / SPAN;
-    const int stride = GROUP * (VALUE_DIM + 2);
-    const float* part = partial + (size_t(row) * HEADS + head / GROUP) * spans * stride + (head % GROUP) * (VALUE_DIM + 2);
-    float highest = sinks[head];
-    for (int s = first; s <= last; s++) highest = fmaxf(highest, part[s * stride + VALUE_DIM]);
-    float total = __expf(sinks[head] - highest), sum = 0.0f;
-    for (int s = first; s <= last; s++) {
-        const float share = __expf(part[s * stride + VALUE_DIM] - highest);
-        total += share * part[s * stride + VALUE_DIM + 1];
-        sum += share * part[s * stride + column];
-    }
-    out[(size_t(row) * HEADS * GROUP + head) * VALUE_DIM + column] = static_cast<T>(sum / total);
-"""
-
 
 def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether the kernels take arrays of these types and shapes."""
@@ -146,12 +49,9 @@ def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
 def attend_ragged(
     queries: mx.array, keys: mx.array, values: mx.array, reach: Reach, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Attention of queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim).
-
-    Row i reads places bounds[2i] to bounds[2i + 1] of its slot; the reach must have bounds.
-    """
+    """Attention of queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim)."""
     bounds, part = reach.bounds, reach.part
-    assert bounds is not None
+    assert bounds is not None  # row i reads places bounds[2i] to bounds[2i + 1] of its slot
     n, num_heads, _, key_dim = queries.shape
     heads, value_dim = keys.shape[1], values.shape[3]
     group = num_heads // heads
@@ -159,8 +59,7 @@ def attend_ragged(
     template = [("T", keys.dtype), ("HEADS", heads), ("GROUP", group), ("VALUE_DIM", value_dim)]
     if sinks is None:  # a sink of −∞ is none
         sinks = _constant(-math.inf, mx.float32, num_heads)
-    partial, union = _kernels()
-    sums = partial(
+    sums = _kernel("attend_partial", "queries keys values slots bounds places scale", "partial")(
         inputs=[queries, keys, values, part.slots, bounds, _constant(keys.shape[2], mx.int32), _constant(scale, mx.float32)],
         template=[*template, ("KEY_DIM", key_dim)],
         grid=(spans * THREADS, heads, n),
@@ -168,7 +67,7 @@ def attend_ragged(
         output_shapes=[(n, heads, spans, group, value_dim + 2)],
         output_dtypes=[mx.float32],
     )[0]
-    output: mx.array = union(
+    return _kernel("attend_union", "partial bounds num_spans sinks", "out")(  # type: ignore[no-any-return]
         inputs=[sums, bounds, _constant(spans, mx.int32), sinks.astype(mx.float32)],
         template=template,
         grid=(value_dim, num_heads, n),
@@ -176,7 +75,6 @@ def attend_ragged(
         output_shapes=[(n, num_heads, 1, value_dim)],
         output_dtypes=[queries.dtype],
     )[0]
-    return output
 
 
 @cache
@@ -185,9 +83,6 @@ def _constant(number: float, dtype: mx.Dtype, size: int = 1) -> mx.array:
 
 
 @cache
-def _kernels() -> tuple[Any, Any]:
-    def make(name: str, inputs: str, output: str, source: str) -> Any:
-        return mx.fast.cuda_kernel(name=name, input_names=inputs.split(), output_names=[output], source=source, header=HEADER)
-
-    partial = make("weft_attend_partial", "queries keys values slots bounds places scale", "partial", PARTIAL)
-    return partial, make("weft_attend_union", "partial bounds num_spans sinks", "out", UNION)
+def _kernel(name: str, inputs: str, output: str) -> Any:
+    source = Path(__file__).with_name("native").joinpath(f"{name}.cu").read_text()
+    return mx.fast.cuda_kernel(f"weft_{name}", inputs.split(), [output], source=source, header=HEADER)

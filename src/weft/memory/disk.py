@@ -1,10 +1,8 @@
 """The second tier of the prefix cache: chunks of the prefix tree as files, kept across restarts, bounded in bytes.
 
 Nothing on disk is trusted: an entry's digest is compared at every load, and once after each start. The engine's thread only
-asks and queues; one thread writes and deletes, another loads and verifies. Knows no models; `engine` uses it. Imports no mlx.
+asks and queues; one thread writes and deletes, another loads and verifies. Imports no mlx.
 """
-
-from __future__ import annotations
 
 import errno
 import logging
@@ -52,7 +50,6 @@ class DiskTier:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all files in the folder, whatever their identity, as last seen."""
         return self._folder.held_bytes
 
     def open(self) -> None:
@@ -79,7 +76,6 @@ class DiskTier:
                 self._writer.submit(self._write, key)
 
     def has(self, key: bytes) -> bool:
-        """Whether an entry can be loaded: it is on disk, or on its way there."""
         return key in self._queue or key in self._index  # in this order: a written entry goes from one to the other
 
     def has_checkpoint(self, key: bytes) -> bool:
@@ -168,7 +164,6 @@ class DiskTier:
                 del self._queue[key]
 
     def _write_file(self, entry: Entry) -> int:
-        """Write an entry's file and return its size. Raises OSError."""
         pieces = disk_files.encode_entry(entry, self.identity)
         nbytes = sum(len(piece) for piece in pieces)
         path = [entry.key, *self._ancestry(entry.parent)]

@@ -1,11 +1,8 @@
 """The files of the disk tier: the format of one entry, the folder under one byte budget, and the identity of a model.
 
 An entry is a safetensors file, `folder/identity/key.safetensors`, whose metadata says what it is. Other processes may write and
-delete at any time: the folder is known as last seen, and a file that vanished is no error. Only files that are named as ours
-are touched. Knows no threads and no models; `disk` uses it. Imports no mlx.
+delete at any time: a file that vanished is no error. Only files that are named as ours are touched. Imports no mlx.
 """
-
-from __future__ import annotations
 
 import fcntl
 import glob
@@ -25,7 +22,7 @@ import msgspec
 from blake3 import blake3
 
 from weft.errors import WeftError
-from weft.memory.safetensors import LENGTH_BYTES, TensorEntry, encode_header, parse_header, read_header_text
+from weft.memory.safetensors import LENGTH_BYTES, encode_header, parse_header, read_header_text
 
 FORMAT = "weft-prefix-1"
 BLANK_DIGEST = "0" * 64
@@ -102,10 +99,7 @@ def encode_entry(entry: Entry, identity: str) -> list[bytes | memoryview]:
     planes = {BLOCK + plane.name: plane for plane in entry.block.planes}
     if entry.checkpoint is not None:
         planes |= {CHECKPOINT + plane.name: plane for plane in entry.checkpoint.planes}
-    tensors, end = dict[str, TensorEntry](), 0
-    for name, plane in planes.items():
-        start, end = end, end + len(plane.data)
-        tensors[name] = TensorEntry(plane.dtype, plane.shape, start, end)
+    tensors = {name: (plane.dtype, plane.shape, len(plane.data)) for name, plane in planes.items()}
     keys, tokens = (entry.key.hex(), entry.parent.hex()), msgspec.json.encode(entry.tokens).decode()
     checkpoint = None if entry.checkpoint is None else entry.checkpoint.description
     metadata = EntryMetadata(BLANK_DIGEST, FORMAT, identity, *keys, tokens, entry.block.description, checkpoint)
@@ -124,7 +118,7 @@ def read_entry(path: Path, identity: str, key: bytes) -> Entry:
     _check_place(metadata, identity, key)
     try:
         tokens = msgspec.json.decode(metadata.tokens, type=tuple[int, ...])
-        tensors = parse_header(text, len(body)).tensors
+        tensors = parse_header(text, len(body))
     except (msgspec.MsgspecError, ValueError) as error:
         raise Damaged(f"it can not be understood ({error})") from error
 
@@ -155,7 +149,6 @@ def _read_metadata(file: BinaryIO) -> tuple[bytes, EntryMetadata]:
 
 
 def _check_place(metadata: EntryMetadata, identity: str, key: bytes) -> None:
-    """Raise Foreign unless the format, identity and key in a file are those of its place."""
     for what, wanted in (("format", FORMAT), ("identity", identity), ("key", key.hex())):
         if (found := getattr(metadata, what)) != wanted:
             raise Foreign(f"its {what} is {found!r} where {wanted!r} belongs")

@@ -5,15 +5,13 @@ only a prompt's own cuts: the states at the end are bit for bit what a cold run 
 however they were cut, and lets prompts be cut where they diverge. Knows tokens and bytes; blocks and checkpoints are opaque.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import time
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from weft.ipc.messages import PrefixReuse
 
@@ -22,7 +20,6 @@ PROTECTED_SHARE = 0.5  # of the budget is for prompts that were used again; the 
 MAX_EVICTED_KEYS = 20_000  # evicted nodes whose keys are remembered, so that a later miss can be explained
 MAX_LOOKED_AT = 256  # children of one node that are compared with a prompt that missed
 MIN_SHARED = 16  # tokens; prompts that share fewer of a chunk are not cut where they diverge
-
 
 Tokens = tuple[int, ...]
 
@@ -37,7 +34,7 @@ class Stored(Protocol):
 class Node:
     """One chunk of a prompt that is in memory; `length` tokens lead to its end."""
 
-    def __init__(self, number: int, parent: Node | None, tokens: Tokens, key: bytes, block: Stored | None = None) -> None:
+    def __init__(self, number: int, parent: Self | None, tokens: Tokens, key: bytes, block: Stored | None = None) -> None:
         self.number = number
         self.parent = parent
         self.tokens = tokens
@@ -46,7 +43,7 @@ class Node:
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.block = block
         self.checkpoint: Stored | None = None  # the states of all layers without keys and values, at its end; None: dropped
-        self.children: dict[Tokens, Node] = {}
+        self.children: dict[Tokens, Self] = {}
         self.sizes: Counter[int] = Counter()  # of the children's chunks
         self.pins = 0  # sequences whose prefix ends here
         self.hits = 0  # sequences that went on from it or from behind it
@@ -65,16 +62,15 @@ class Node:
         is_free = self.checkpoint is not None and not self.checkpoint.nbytes
         return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[Self]:
         """The nodes from the first chunk to this one, without the root."""
-        nodes: list[Node] = []
-        node = self
+        nodes, node = list[Self](), self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> Iterator[Self]:
         """This node and all behind it, parents before children."""
         waiting = [self]
         while waiting:
@@ -97,7 +93,7 @@ class PrefixTree:
         self.is_exact = is_exact
         self.held_bytes = 0
         self.num_evicted = 0
-        self._roots: dict[str, Node] = {}
+        self.roots: dict[str, Node] = {}  # by salt
         self._new: OrderedDict[Node, None] = OrderedDict()
         self._protected: OrderedDict[Node, None] = OrderedDict()
         self._protected_bytes = 0
@@ -108,13 +104,9 @@ class PrefixTree:
         return len(self._new) + len(self._protected)
 
     def root(self, salt: str = "") -> Node:
-        """The node at which the prompts with this salt begin."""
-        if salt not in self._roots:
-            self._roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
-        return self._roots[salt]
-
-    def roots(self) -> list[tuple[str, Node]]:
-        return list(self._roots.items())
+        if salt not in self.roots:
+            self.roots[salt] = Node(0, None, (), hashlib.blake2b(salt.encode(), digest_size=16).digest())
+        return self.roots[salt]
 
     def nodes(self) -> Iterator[Node]:
         """All nodes but the roots, the most recently used first, parents before children."""
@@ -176,8 +168,7 @@ class PrefixTree:
         """Count a sequence that goes on from this node: its path becomes protected and the most recently used."""
         for one in node.path():
             one.hits += 1
-        self._protect(node)
-        self._touch(node)
+        self._touch(node, is_protected=True)
 
     def enter(self, parent: Node, tokens: Tokens, block: Stored, checkpoint: Stored | None, *, is_retained: bool = False) -> Node:
         """Enter a computed chunk after `parent` and return its node; an older node is kept, and gets what it lacks."""
@@ -191,9 +182,7 @@ class PrefixTree:
         if node.checkpoint is None and checkpoint is not None:
             node.checkpoint = checkpoint
             self._resize(node, checkpoint.nbytes)
-        if is_retained:
-            self._protect(node)
-        self._touch(node)
+        self._touch(node, is_protected=is_retained)
         return node
 
     def pin(self, node: Node) -> None:
@@ -214,9 +203,8 @@ class PrefixTree:
         while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
             self._move(next(iter(self._protected)), is_protected=False)
         while self.held_bytes > budget:
-            rows = (self._new, self._protected)
-            victim = next((node for row in rows for node in row if not node.children and not node.pins), None)
-            if victim is None:
+            nodes = itertools.chain(self._new, self._protected)
+            if (victim := next((node for node in nodes if not node.children and not node.pins), None)) is None:
                 return
             self._evict(victim)
 
@@ -241,19 +229,22 @@ class PrefixTree:
         """Remove a node and all behind it at once, even if in use: what is in it is wrong. Returns the number of nodes."""
         if node.parent is None or node.is_detached:
             return 0
-        _detach(node)
+        del node.parent.children[node.tokens]
+        node.parent.sizes -= Counter((len(node.tokens),))  # drops sizes that nobody has
         nodes = list(node.subtree())
         for one in nodes:
-            self._drop(one)
+            del self._row(one)[one]
+            self._resize(one, -one.nbytes)
+            one.is_detached = True
         return len(nodes)
 
-    def _touch(self, node: Node) -> None:
+    def _touch(self, node: Node, *, is_protected: bool) -> None:
+        """Make a node and those before it the most recently used, the first of them last, and protect them where asked."""
         now = self.clock()
-        for above in reversed(node.path()):
-            if above.is_detached:
-                return
-            above.used_at = now
-            self._row(above).move_to_end(above)
+        for one in reversed(node.path()):
+            if not one.is_detached:
+                one.used_at = now
+                self._move(one, is_protected=is_protected or one.is_protected)
 
     def _row(self, node: Node) -> OrderedDict[Node, None]:
         return self._protected if node.is_protected else self._new
@@ -263,21 +254,19 @@ class PrefixTree:
             self.held_bytes += num_bytes
             self._protected_bytes += num_bytes * node.is_protected
 
-    def _protect(self, node: Node) -> None:
-        for one in node.path():
-            if not one.is_protected and not one.is_detached:
-                self._move(one, is_protected=True)
-
     def _move(self, node: Node, *, is_protected: bool) -> None:
+        """Put a node at the end of one of the two rows."""
         del self._row(node)[node]
+        if is_protected != node.is_protected:
+            self._protected_bytes += node.nbytes if is_protected else -node.nbytes
         node.is_protected = is_protected
         self._row(node)[node] = None
-        self._protected_bytes += node.nbytes if is_protected else -node.nbytes
 
     def _evict(self, node: Node) -> None:
         """Evict a leaf, and the nodes above it from which nobody can go on any more."""
-        parent = _detach(node)
-        self._drop(node)
+        parent = node.parent
+        assert parent is not None
+        self.invalidate(node)
         self.num_evicted += 1
         self._evicted_keys[node.key] = None
         if len(self._evicted_keys) > MAX_EVICTED_KEYS:
@@ -286,29 +275,15 @@ class PrefixTree:
             self._evict(parent)
         self._forget_empty_root(parent)
 
-    def _drop(self, node: Node) -> None:
-        del self._row(node)[node]
-        self._resize(node, -node.nbytes)
-        node.is_detached = True
-
     def _forget_empty_root(self, node: Node) -> None:
         """Forget a root without prompts: there are as many salts as clients like."""
         if node.parent is None and not node.pins and not node.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not node}
+            self.roots = {salt: root for salt, root in self.roots.items() if root is not node}
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The key of a path: the path with the key `parent`, extended by these tokens."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
-
-
-def _detach(node: Node) -> Node:
-    """Take a node away from its parent and return the parent."""
-    parent = node.parent
-    assert parent is not None
-    del parent.children[node.tokens]
-    parent.sizes -= Counter((len(node.tokens),))  # drops sizes that nobody has
-    return parent
 
 
 def _num_same(tokens: Tokens, prompt: Sequence[int], start: int) -> int:

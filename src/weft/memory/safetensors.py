@@ -1,15 +1,12 @@
 """The safetensors format: a JSON header that names every tensor, then their bytes. Headers are read strictly.
 
 mlx believes a file's header; a wrong one would be read as garbage or end the process. So a header must fit its file to the
-byte. Knows no models; the loader, the registry, GGUF conversion and the disk tier use it. Imports no mlx.
+byte. Imports no mlx.
 """
-
-from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,26 +35,19 @@ class TensorEntry(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """The decoded header of a safetensors file."""
-
-    metadata: Mapping[str, str]
-    tensors: Mapping[str, TensorEntry]
-
-
-def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file up to its first tensor; `tensors` in the order in which their bytes follow."""
-    entries: dict[str, object] = {"__metadata__": metadata}
-    for name, (dtype, shape, start, end) in tensors.items():
+def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes of a file up to its first tensor; `tensors`: type, shape and bytes of each, in the order in which they follow."""
+    entries, end = dict[str, object](__metadata__=metadata), 0
+    for name, (dtype, shape, nbytes) in tensors.items():
+        start, end = end, end + nbytes
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % LENGTH_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def read_header(file: Path) -> Header:
-    """The header of a model's file, whose tensors must fill it to the byte. Raises BadModel saying what is wrong."""
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a model's file by name; they must fill it to the byte. Raises BadModel saying what is wrong."""
     try:
         with file.open("rb") as opened:
             return parse_header(*read_header_text(opened))
@@ -75,16 +65,15 @@ def read_header_text(opened: BinaryIO) -> tuple[bytes, int]:
     return opened.read(length), size - LENGTH_BYTES - length
 
 
-def parse_header(text: bytes, data_bytes: int) -> Header:
-    """The header in a JSON text that `data_bytes` follow. Raises BadHeader unless the tensors fill these without gaps."""
+def parse_header(text: bytes, data_bytes: int) -> dict[str, TensorEntry]:
+    """The tensors in a header's text that `data_bytes` follow. Raises BadHeader unless they fill these without gaps."""
     try:
         entries = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadHeader("has a header that is not JSON, so it is no safetensors file") from error
     if not isinstance(entries, dict):
         raise BadHeader("has a header that is no JSON object")
-    metadata, end = entries.pop("__metadata__", {}), 0
-    tensors = {name: _parse_entry(name, entry) for name, entry in entries.items()}
+    tensors, end = {name: _parse_entry(name, entry) for name, entry in entries.items() if name != "__metadata__"}, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         size = math.prod(tensor.shape) * DTYPE_BYTES.get(tensor.dtype, 0)
         if tensor.start != end or (tensor.dtype in DTYPE_BYTES and tensor.end - tensor.start != size):
@@ -92,7 +81,7 @@ def parse_header(text: bytes, data_bytes: int) -> Header:
         end = tensor.end
     if end != data_bytes:
         raise BadHeader(f"should hold {end} bytes of weights but holds {data_bytes}")
-    return Header(metadata, tensors)
+    return tensors
 
 
 def _parse_entry(name: str, entry: Any) -> TensorEntry:

@@ -1,10 +1,8 @@
 """Where rows live while they decode: key/value slabs by capacity class, and tables of recurrent states.
 
 A slab is [slots, heads, capacity, dim] per layer. Joining takes a free slot, leaving frees it, outgrowing moves that one
-row up a class; nobody else's keys and values are touched. Knows arrays and bytes; knows no model and no scheduler.
+row up a class; nobody else's keys and values are touched.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
@@ -43,11 +41,6 @@ class Slab:
     def occupied(self) -> list[RowState]:
         return [row for row in self.rows if row is not None]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, free slots included."""
-        return sum(held.keys.nbytes + held.values.nbytes for held in self.layers.values())
-
     def write(self, layer: int, slot: int, first: int, contents: KeyValues) -> None:
         """Put a row's keys and values into its slot; `contents` starts with token `first`."""
         held = self.layers[layer]
@@ -81,8 +74,8 @@ class StateTable:
         """Lay the states out in the order of `rows`; None is an idle row of zeros. Rows that sit out get theirs as copies."""
         if rows == self.rows:
             return
-        for row in self.rows:
-            if row is not None and row.slab is not None and row not in rows:
+        for row in filter(None, self.rows):
+            if row.slab is not None and row not in rows:
                 row.loose = self.extract(row)
         sources = self._sources(rows)
         for layer, parts in enumerate(self.parts):
@@ -90,9 +83,8 @@ class StateTable:
                 if geometry is not None:
                     pieces = [self._piece(source, layer, part, geometry) for source in sources]
                     self.states[layer][part] = mx.concatenate(pieces) if len(pieces) > 1 else mx.contiguous(pieces[0])
-        for row in rows:
-            if row is not None:
-                row.loose = None
+        for row in filter(None, rows):
+            row.loose = None
         self.rows = list(rows)
 
     def _sources(self, rows: list[RowState | None]) -> list[slice | RowState | None]:
@@ -122,9 +114,8 @@ class StateTable:
         """One row's states as copies of their own; a bare slice would keep the whole table alive."""
         if row.loose is not None:
             return row.loose
-        index = self.rows.index(row)
-        here = slice(index, index + 1)
-        return [tuple(None if array is None else mx.contiguous(array[here]) for array in states) for states in self.states]
+        at = self.rows.index(row)
+        return [tuple(None if array is None else mx.contiguous(array[at : at + 1]) for array in states) for states in self.states]
 
 
 class Pool:
@@ -155,7 +146,8 @@ class Pool:
     @property
     def bytes_held(self) -> int:
         """Bytes of slabs and tables, free slots included."""
-        return sum(slab.nbytes for slab in self.slabs) + sum(array.nbytes for array in self.states())
+        planes = [plane for slab in self.slabs for held in slab.layers.values() for plane in (held.keys, held.values)]
+        return sum(array.nbytes for array in (*planes, *self.states()))
 
     def states(self) -> list[mx.array]:
         tables = self.tables.values()
@@ -200,7 +192,6 @@ class Pool:
         self._drop_if_empty(old)
 
     def free(self, row: RowState, *, poisoned: bool = False) -> None:
-        """Free a row's slot. A poisoned one is zeroed first."""
         slab, row.loose = row.slab, None
         if slab is None:
             return
@@ -211,7 +202,6 @@ class Pool:
         self._drop_if_empty(slab)
 
     def capacity_for(self, tokens: int) -> int:
-        """The capacity class for a row of so many tokens."""
         if not self.has_positions:
             return 1
         # Classes grow by a third or a half while rows are short, so that many share a slab, then by an eighth or less.

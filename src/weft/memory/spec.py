@@ -1,10 +1,7 @@
 """What each layer must remember, declared once at load as frozen values.
 
-A spec knows the bytes of a row and its exact geometry; other arrays are not let in. The adapter reads the specs off the model,
-the pool builds memory from them, admission counts with them.
+A spec knows the bytes of a row and its exact geometry; other arrays are not let in.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -23,10 +20,6 @@ class Plane:
     dim: int
     dtype: mx.Dtype
 
-    @property
-    def token_bytes(self) -> int:
-        return self.heads * self.dim * self.dtype.size
-
     def matches(self, array: mx.array) -> bool:
         """Whether `array` [1, heads, tokens, dim] has exactly this geometry."""
         return (array.shape[:2], array.shape[3], array.dtype) == ((1, self.heads), self.dim, self.dtype)
@@ -44,7 +37,7 @@ class FullAttention:
         return tokens
 
     def bytes_at(self, tokens: int) -> int:
-        return self.slots_needed(tokens) * (self.keys.token_bytes + self.values.token_bytes)
+        return self.slots_needed(tokens) * sum(plane.heads * plane.dim * plane.dtype.size for plane in (self.keys, self.values))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ keys and values never leave their slabs. The *plain* way is one forward per slab
 length mask. Rows that step *alone* use mlx-lm's own caches and nothing of this file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,13 +65,13 @@ def as_bias(mask: mx.array | None) -> mx.array | None:
     return mask if mask is None or mask.dtype != mx.bool_ else mx.where(mask, 0.0, FORBIDDEN)
 
 
+@dataclass(eq=False)
 class Reach:
     """The token places that the rows of a part may look at, in layers with this ring size and window (None: without one)."""
 
-    def __init__(self, part: Part, ring: int | None, window: int | None) -> None:
-        self.part = part
-        self.ring = ring
-        self.window = window
+    part: Part
+    ring: int | None
+    window: int | None
 
     @cached_property
     def mask(self) -> mx.array | None:
@@ -92,7 +90,6 @@ class Reach:
 
     @cached_property
     def bias(self) -> mx.array | None:
-        """The mask as numbers to add to the scores."""
         return as_bias(self.mask)
 
     @cached_property
@@ -106,10 +103,8 @@ class Reach:
 
 
 def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int | None) -> list[Batch]:
-    """Group allocated rows into the forwards of one step: one through the seam, one per slab the plain way.
-
-    With a `width` shapes are constant: whole slabs are read, and idle rows fill the batch of the seam.
-    """
+    """Group allocated rows into the forwards of one step: one through the seam, one per slab the plain way."""
+    # With a `width` shapes are constant: whole slabs are read, and idle rows fill the batch of the seam.
     for row in rows:
         pool.grow(row, table=None if seam or row.slab is None else pool.table_for(row.slab))
     parts: list[Part] = []
@@ -122,13 +117,6 @@ def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int
         return [Batch(pool, [part], rows, seam=False) for part, rows in zip(parts, ranges, strict=True)]
     batch_rows: list[RowState | None] = [row for part in parts for row in part.rows]
     return [Batch(pool, parts, batch_rows + [None] * ((width or 0) - len(batch_rows)), seam=True)]
-
-
-@dataclass(frozen=True)
-class SlabHandle:
-    """A stand-in for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
-
-    view: KeyValueView
 
 
 @dataclass(frozen=True)
@@ -212,6 +200,13 @@ class KeyValueView:
         return None if window_size is None or is_ring else StepMask(window_size)
 
 
+@dataclass(frozen=True)
+class SlabHandle:
+    """A stand-in for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
+
+    view: KeyValueView
+
+
 class StateView:
     """The cache of one recurrent layer for one step: `view[i]` is [B, …], read and replaced whole."""
 
@@ -240,7 +235,3 @@ class StateView:
 
     def make_mask(self, n: int) -> None:
         """Return None: no row of a step is padded."""
-
-
-class CompositeView(tuple[Any, ...]):
-    """The views of a layer with several caches: `view[i]` is the i-th."""

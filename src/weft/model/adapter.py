@@ -14,7 +14,7 @@ from weft.kernels.attention import seam_over
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
-from weft.memory.views import Batch, CompositeView, KeyValueView, StateView
+from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.loader import LoadedModel
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, choose_way
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
@@ -129,7 +129,7 @@ class Adapter:
 
     def _view(self, batch: Batch, place: int | tuple[int, ...]) -> Any:
         if isinstance(place, tuple):
-            return CompositeView([self._view(batch, inner) for inner in place])
+            return tuple(self._view(batch, inner) for inner in place)
         return (RecurrentView if isinstance(self.specs[place], Recurrent) else KeyValueView)(batch, place)
 
     def _read_specs(self) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import BadModel, UnsupportedModel
-from weft.memory.safetensors import DTYPE_BYTES, TensorEntry, encode_header
+from weft.memory.safetensors import DTYPE_BYTES, encode_header
 from weft.model import gguf
 from weft.model.download import Progress
 from weft.model.gguf import BF16, F16, F32, GROUP, Bytes, GgufFile, GgufTensor, TensorType, scales_and_biases, to_float32
@@ -307,11 +307,8 @@ def _cast(target: TensorType, kind: TensorType, rows: Bytes) -> npt.NDArray[Any]
 
 def _write_weights(path: Path, planned: list[PlannedTensor], report: Callable[[int, int], None]) -> None:
     """Write model.safetensors in pieces, so that no more than one of them is in memory; report bytes done and in all."""
-    entries: dict[str, TensorEntry] = {}
-    done = total = 0
-    for one in planned:
-        start, total = total, total + math.prod(one.shape) * DTYPE_BYTES[one.dtype]
-        entries[one.name] = TensorEntry(one.dtype, one.shape, start, total)
+    entries = {one.name: (one.dtype, one.shape, math.prod(one.shape) * DTYPE_BYTES[one.dtype]) for one in planned}
+    done, total = 0, sum(nbytes for _, _, nbytes in entries.values())
     with path.open("wb") as sink:
         sink.write(encode_header(entries, {"format": "mlx"}))
         for one in planned:

@@ -123,7 +123,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
         raise BadModel(f"{folder} has no model*.safetensors, so there are no weights; download or convert the model again")
     found: dict[str, Path] = {}
     for file in sorted([*folder.glob("model*.safetensors"), *folder.glob("mtp*.safetensors")]):
-        for name, entry in read_header(file).tensors.items():
+        for name, entry in read_header(file).items():
             if entry.dtype not in DTYPE_BYTES:
                 raise UnsupportedModel(f"{file} stores {name} as {entry.dtype}, which mlx can not read; convert the model")
             if name in found:

@@ -86,7 +86,7 @@ def _weights_bytes(file: Path) -> int:
 
         return sum(4 * math.prod(tensor.shape) for tensor in gguf.read(file).tensors.values())
     try:
-        halves = [tensor.shape for tensor in read_header(file).tensors.values() if tensor.dtype in ("F16", "BF16")]
+        halves = [tensor.shape for tensor in read_header(file).values() if tensor.dtype in ("F16", "BF16")]
     except BadModel:  # the engine will say what is wrong with it
         halves = []
     return file.stat().st_size + sum(2 * math.prod(shape) for shape in halves)
