@@ -5,8 +5,6 @@ grows keeps its prefix. `PromptWriter` renders the turns and refuses a prompt th
 dialects; `Codec` uses it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

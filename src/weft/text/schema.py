@@ -7,8 +7,6 @@ out of the document (nothing is ever fetched), and numbers on which llguidance 1
 refused. Errors are InvalidRequests naming the place. Knows no dialect, no token and no grammar engine.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,17 +1,14 @@
 """A model's chat template: it turns messages into prompt text, and it is probed for the message shapes that it takes.
 
-A template is Jinja from an unknown author. It runs in a sandbox with the helpers its author tested it with, and when it fails
-the client gets its words. What it takes is found by trying, never by a model's name; `normalise` acts on the findings.
+A template is Jinja from an unknown author: it runs in a sandbox, and what it takes is found by trying, not by a model's name.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import jinja2
 from jinja2 import meta, nodes
@@ -21,7 +18,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.errors import BadModel, TemplateFailed
 
-Message = Mapping[str, Any]
 ArgumentsForm = Literal["object", "text"]
 NoContent = Literal["empty", "null", "absent"]
 
@@ -30,11 +26,9 @@ _ONE, _TWO, _THREE, _FOUR, _FIVE = "zqoriolezq", "zqheronzq", "zqploverzq", "zqm
 _KEY, _VALUE, _TOOL, _STRAY = "zqkeyzq", "zqvaluezq", "zqtoolzq", "zqstrayzq"
 _ARGUMENTS: dict[ArgumentsForm, Any] = {"object": {_KEY: _VALUE}, "text": f'{{"{_KEY}": "{_VALUE}"}}'}
 _BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _TOOL}}
-_SCHEMA = {"type": "object", "properties": {}}
-_FULL_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "d", "parameters": _SCHEMA}}
+_FULL_TOOL = {**_BARE_TOOL, "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}}}
 # What must not be in a prompt: keys of a part, arguments encoded twice, arguments as Python prints them.
 _SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
-_NO_CONTENTS: tuple[NoContent, ...] = ("empty", "null", "absent")
 _ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # the last: for templates that write only the id
 
 
@@ -54,8 +48,8 @@ class ChatTemplate:
         own = frozenset(read - environment.globals.keys())
         self.variables: frozenset[str] = own if tool_use is None else own | self.with_tools.variables
 
-    @staticmethod
-    def of(folder: Path) -> ChatTemplate | None:
+    @classmethod
+    def of(cls, folder: Path) -> Self | None:
         """The template of a model folder; None for a model that has none. Raises BadModel for files it can not read."""
         settings = read_json_object(folder / "tokenizer_config.json")
         sources = _sources(read_json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
@@ -67,12 +61,11 @@ class ChatTemplate:
                 raise BadModel(f"{file} is not UTF-8 text: {error}; fetch the file again") from error
         if "default" not in sources:
             return None
-        tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        special = {name: text for name, text in texts.items() if isinstance(text, str) and text}
-        return ChatTemplate(sources["default"], special, sources.get("tool_use"))
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in settings.items()}
+        special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str) and text}
+        return cls(sources["default"], special, sources.get("tool_use"))
 
-    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
         """The prompt text of these messages. Raises TemplateFailed with the template's own words."""
         values = {"tools": None, "documents": None, **self._special_tokens, **more}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
@@ -164,7 +157,7 @@ class Capabilities:
 
     def _learn_calls(self) -> None:
         """Find the simplest form of calls that the template writes correctly."""
-        for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), _NO_CONTENTS):
+        for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), get_args(NoContent)):
             self._call_id, self.no_content = call_id, no_content
             self.arguments = frozenset(form for form in _ARGUMENTS if self._writes_call(form))
             if self.arguments:

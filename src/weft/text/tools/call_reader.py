@@ -2,19 +2,16 @@
 
 What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. An open call stays open: when its
 arguments break it is never closed, and the rest is text; when the answer ends within them they end there too. White space before
-and after calls belongs to the markup. Knows families, no tokens; `StreamReader` has one reader per choice.
+and after calls belongs to the markup.
 """
-
-from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Callable, Sequence
 
 from weft.text.stop_strings import split_at
-from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Pairs, TagArguments, Tags, decode_json
+from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Pairs, TagArguments, Tags, decode_json, piece
 from weft.text.tools.families import Family
-from weft.text.tools.pieces import piece
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
 
@@ -43,7 +40,6 @@ class _Reader:
         self._made: list[str] = []  # their JSON so far
 
     def feed(self, text: str) -> list[ContentDelta]:
-        """The deltas that became certain with this piece."""
         self.held += text
         while self.held and self._state():
             pass
@@ -97,7 +93,6 @@ class CallReader(_Reader):
         return self.feed("")
 
     def _emit_text(self, text: str) -> bool:
-        """Emit the first part of what is held as text."""
         self.held = self.held[len(text) :]
         if self._follows_call:
             text = text.lstrip()
@@ -168,7 +163,6 @@ class CallReader(_Reader):
         return True
 
     def _read_next(self) -> bool:
-        """Read the opening of the next of several calls, or what closes them all."""
         end = piece(self._family.end)
         if match := end.match(self.held):
             self.held = self.held[match.end() :]
@@ -202,7 +196,6 @@ class HarmonyReader(_Reader):
         return self.feed("")
 
     def _read_header(self) -> bool:
-        """Read a message's recipient and channel; a text without header is an answer."""
         start = self.held.lstrip()
         if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
             self._state = self._read_body

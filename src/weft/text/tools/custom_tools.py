@@ -4,8 +4,6 @@ A model is shown a custom tool as a function that takes `input`. Within JSON the
 of its grammar is too; elsewhere it must not contain the mark that closes it. Knows llguidance's Lark, and no families.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Where a call must come the answer is calls only; otherwise it is free text, and 
 llguidance's Lark a token for a marker never matches the marker's letters, so tokens are named by their ids.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache
@@ -16,10 +14,9 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
-from weft.text.tools.arguments import Json, Pairs, Tags
+from weft.text.tools.arguments import PLACES, Json, Pairs, Tags
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
-from weft.text.tools.pieces import PLACES
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
 
 ANY_TEXT = "(?s:.*)"

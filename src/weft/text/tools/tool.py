@@ -4,8 +4,6 @@ A `Tool` knows of its schema what readers and grammars of calls need: which of i
 are written is in `families`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
