@@ -67,11 +67,9 @@ class BoundaryFinder:
 
 
 def _ends_of_marked(conversation: Conversation, prompt: str, marks: set[tuple[int, int]]) -> list[int]:
-    """Where in the prompt the marked parts end; parts that the template changed are not found.
-
-    All parts before a marked one are searched in their order, because a text may be there more than once.
-    """
+    """Where in the prompt the marked parts end; parts that the template changed are not found."""
     ends, end = [], 0
+    # All parts before a marked one are searched in their order, because a text may be there more than once.
     for index, message in enumerate(conversation.messages[: max(marks)[0] + 1] if marks else ()):
         for part, text in enumerate(map(str.strip, message.texts)):  # templates trim
             found = prompt.find(text, end, end + len(text) + MAX_BETWEEN) if text else -1

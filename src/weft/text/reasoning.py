@@ -84,7 +84,6 @@ class ReasoningSplitter:
         return pieces + self.feed(text) if is_read else pieces
 
     def finish(self) -> list[Delta]:
-        """The text that was held back, once no more comes."""
         pieces = self._without_opening()
         rest = "\n" * self._newlines + self.held
         self._newlines, self.held = 0, ""

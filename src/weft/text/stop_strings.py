@@ -29,7 +29,6 @@ class StopFinder:
         return text[:certain], None
 
     def finish(self) -> str:
-        """The text that was held back and did not become a stop string."""
         rest, self._held = self._held, ""
         return rest
 

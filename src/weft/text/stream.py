@@ -91,7 +91,6 @@ class StreamReader:
             self._tokens.settle(pieces, num_held + (len(self._calls.held) if self._calls is not None else 0))
 
     def _until_stop(self, pieces: list[Delta]) -> list[Delta]:
-        """The pieces up to a stop string; text that could still become one is held back."""
         deltas: list[Delta] = []
         for piece in pieces:
             text = self._stops.finish() if isinstance(piece, CallOpened) else ""
@@ -139,7 +138,6 @@ class AnswerTokens:
         self._num_answered += num_answer
 
     def take(self, num_characters: int) -> tuple[Token, ...]:
-        """The tokens that end within the next characters of the answer."""
         self._num_given += num_characters
         taken = tuple(token for end, token in self._ready if end <= self._num_given)
         del self._ready[: len(taken)]

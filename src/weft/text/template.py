@@ -89,12 +89,13 @@ class Capabilities:
         self.text: set[str] = set()  # roles whose content may be a text
         self.parts: set[str] = set()  # roles whose content may be a list of text parts
         self._learn_content("user", [], [])
-        self._learn_content("system", [], self._question)
-        self._learn_content("assistant", self._question, self._talk(("user", _FIVE)))
+        question = self._question = self._talk(("user", _THREE))
+        self._learn_content("system", [], question)
+        self._learn_content("assistant", question, self._talk(("user", _FIVE)))
         self.arguments: frozenset[ArgumentsForm] = frozenset()  # forms of a call's arguments that come out right; none: no calls
         self.no_content: NoContent  # the content of a turn of nothing but calls
         self._learn_calls()
-        question, calls = self._question, self._render(self._call(_ONE, _TWO))
+        calls = self._render(self._call(_ONE, _TWO))
         self.several_calls = _ONE in calls and _TWO in calls  # in one turn
         self.any_call_id = self._call_id != _NINE_ID  # else nine letters or digits
         self.reasoning_key = self._find_reasoning_key()  # the key under which the reasoning of past turns is read
@@ -112,10 +113,6 @@ class Capabilities:
         self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
         switched = {self._render(question, enable_thinking=switch) for switch in (True, False)}
         self.thinking_switch = len(switched) == 2  # `enable_thinking` changes the prompt
-
-    @property
-    def _question(self) -> list[dict[str, Any]]:
-        return self._talk(("user", _THREE))
 
     def _talk(self, *turns: tuple[str, str]) -> list[dict[str, Any]]:
         return [self._message(role, word) for role, word in turns]
@@ -156,7 +153,6 @@ class Capabilities:
             self.parts.add(role)
 
     def _learn_calls(self) -> None:
-        """Find the simplest form of calls that the template writes correctly."""
         for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), get_args(NoContent)):
             self._call_id, self.no_content = call_id, no_content
             self.arguments = frozenset(form for form in _ARGUMENTS if self._writes_call(form))
@@ -197,8 +193,7 @@ class Capabilities:
         return _STRAY not in echo and self._shows([{**system, "role": "developer"}, *self._question], _ONE, _THREE)
 
     def _lets_user_follow_tool(self) -> bool:
-        """Whether a user's turn may follow a tool's result, and does not change the prompt before it."""
-        # Some templates take it for a new question, and drop the reasoning since the last one.
+        # Some templates take it for a new question, and drop the reasoning since the last one: the prompt before it must stay.
         called = self._call(also={self.reasoning_key: _TWO})
         followed = [*called, self._message("user", _FIVE)]
         before = self._render(called, add_generation_prompt=False)

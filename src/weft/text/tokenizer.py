@@ -141,7 +141,6 @@ class Detokenizer:
         self._drops_space = tokenizer.bytes_of.drops_first_space
 
     def feed(self, token: int) -> str:
-        """The text that became certain with this token, often nothing or one word."""
         if token in self.skipped:
             return ""
         data = self.unfinished + self._bytes_of[token]

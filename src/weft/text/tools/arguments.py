@@ -280,7 +280,6 @@ def _as_json(value: str) -> str:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether JSON that begins like this has a string open at its end."""
     scan = JsonArguments(depth=1)
     scan.read(text)
     return text.lstrip()[:1] in ("{", "[", '"') and scan.in_string

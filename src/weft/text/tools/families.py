@@ -37,20 +37,6 @@ class Family:
     def tail(self) -> str:
         return self.call.partition("⟨arguments⟩")[2]
 
-    @property
-    def brace(self) -> str:  # the first letter of arguments, where that is known
-        return "{" if isinstance(self.notation, Json) else ""
-
-    @cached_property
-    def opening(self) -> str:
-        """The first of several calls, up to the brace of its arguments."""
-        return (self.begin + self.head).lstrip() + self.brace
-
-    @cached_property
-    def following(self) -> str:
-        """A later one of several calls, up to the brace of its arguments."""
-        return (self.between or "") + self.head + self.brace
-
     @cached_property
     def trigger(self) -> str:  # announces a call
         return re.split("[ \n⟨]", self.begin or self.head)[0]
@@ -69,12 +55,8 @@ PYTHON = Pairs("=")
 KIMI_TYPES = ("string", "number|integer|boolean|object|array|null")
 
 
-def _listed(name: str, begin: str, end: str) -> Family:
-    return Family(name, OBJECT, begin=f"{begin} [", between=", ", end=f"]{end}")
-
-
-def _keywords(name: str, begin: str, end: str, is_anchored: bool = False) -> Family:
-    return Family(name, KEYWORDS, PYTHON, f"{begin} [", ", ", f"]{end}", is_anchored)
+def _listed(name: str, begin: str, end: str, call: str = OBJECT, notation: Notation = JSON) -> Family:
+    return Family(name, call, notation, f"{begin} [", ", ", f"]{end}", is_anchored=not begin)
 
 
 def _functions(name: str, tag: str, gap: str) -> Family:
@@ -142,8 +124,8 @@ FAMILIES = (
         between=",\n    ",
         end="\n]<|END_ACTION|>",
     ),
-    _keywords("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-    _keywords("llama4", "<|python_start|>", "<|python_end|>"),
+    _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", KEYWORDS, PYTHON),
+    _listed("llama4", "<|python_start|>", "<|python_end|>", KEYWORDS, PYTHON),
     _braced("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     Family(
@@ -155,6 +137,6 @@ FAMILIES = (
     ),
     Family("llama3", '{"name": "⟨name⟩", "parameters": ⟨arguments⟩}', between=None, is_anchored=True),
     Family("json", OBJECT, between=None, is_anchored=True),
-    _keywords("pythonic", "", "", is_anchored=True),
+    _listed("pythonic", "", "", KEYWORDS, PYTHON),
 )
 GENERIC = FAMILIES[0]  # of the models whose templates do not say, most were taught this one

@@ -128,7 +128,6 @@ class _Grammar:
         return self.by_tool[tool.name]
 
     def tagged(self, tool: Tool, tags: Tags) -> str:
-        """Arguments in their order, each in its tags."""
         bodies = []
         for key, schema, repeat, place in self.divided(tool, tool, tool.place):
             kind = tool.kind_of(schema)
@@ -152,17 +151,18 @@ class _Grammar:
     def paired(self, tool: Tool, node: Tool, pairs: Pairs, place: str) -> str:
         """Arguments, or the properties of an object, in their order with commas between."""
         comma = self.literal(", ")
-        parts = self.divided(tool, node, place)
-        values = (f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}" for key, schema, _, where in parts)
-        bodies = [self.rule("pair", value) for value in values]
-        repeats = [repeat for _, _, repeat, _ in parts]
-        first = repeats.index("") if "" in repeats else len(repeats)  # the first that must come; one of those up to it begins
+        written = []
+        for key, schema, repeat, where in self.divided(tool, node, place):
+            pair = f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}"
+            written.append((self.rule("pair", pair), repeat))
         starts = []
-        for index, body in enumerate(bodies[: first + 1]):
-            more = f"({comma} {body})*" if repeats[index] == "*" else ""
-            rest = (f"({comma} {other}){repeat}" for other, repeat in zip(bodies[index + 1 :], repeats[index + 1 :], strict=True))
-            starts.append(" ".join([body, more, *rest]))
-        return f"({' | '.join(starts)}){'' if '' in repeats else '?'}" if starts else ""
+        for index, (pair, repeat) in enumerate(written):
+            more = f"({comma} {pair})*" if repeat == "*" else ""
+            rest = (f"({comma} {other}){often}" for other, often in written[index + 1 :])
+            starts.append(" ".join([pair, more, *rest]))
+            if not repeat:  # this one must come, so it or one of those before it begins
+                return f"({' | '.join(starts)})"
+        return f"({' | '.join(starts)})?" if starts else ""
 
     def divided(self, tool: Tool, node: Tool, place: str) -> list[tuple[str, Any, str, str]]:
         """Arguments one by one: the key, its schema, how often it comes ("": once), and its place."""
