@@ -69,7 +69,6 @@ class Codec:
         return [replace(prompt, constraint=self.constraint(generation, prompt)) for prompt in prompts]
 
     def encode(self, prompt: Prompt, effort: Effort | None = None) -> EncodedPrompt:
-        """One prompt as token ids. Raises InvalidRequest with the template's own words."""
         if isinstance(prompt, str):
             return EncodedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
         if not isinstance(prompt, Conversation):
@@ -103,7 +102,7 @@ class Codec:
             return ""
         question = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
         after = self.writer.write(question).rpartition(self.markers.close)[2]
-        return after if not after.strip() else ""
+        return "" if after.strip() else after
 
     def constraint(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ConstraintSpec | None:
         """What restricts the answer's tokens; slow for many tools. Raises UnsupportedParameter or InvalidRequest."""

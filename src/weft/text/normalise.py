@@ -1,7 +1,6 @@
 """Messages as clients send them become turns that the model's chat template takes, and a prompt with nothing lost.
 
-Messages are reshaped only as far as the template needs it, and later ones never move earlier ones: a prompt that grows keeps
-its prefix.
+They are reshaped only as far as the template needs it; later ones never move earlier ones: a growing prompt keeps its prefix.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """The arguments of one tool call, read piece by piece: from any notation, JSON comes out as it is generated.
 
-A reader takes text from where the arguments begin, and returns JSON and how much text that used; text that could still become
-something else is left over.
+A reader takes text from where the arguments begin, and returns JSON and how much text that used; undecided text is left over.
 """
 
 import json

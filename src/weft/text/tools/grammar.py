@@ -113,8 +113,8 @@ class _Grammar:
         return f"{more} {self.literal(self.family.end)}"
 
     def arguments(self, tool: Tool) -> str:
-        if tool.name in self.by_tool:
-            return self.by_tool[tool.name]
+        if name := self.by_tool.get(tool.name):
+            return name
         match self.family.notation:
             case Tags() as tags:
                 body = self.tagged(tool, tags)
@@ -124,8 +124,8 @@ class _Grammar:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
             case Json():
                 body = _json_value(tool, tool.parameters, tool.place)
-        self.by_tool[tool.name] = self.rule("arguments", body)
-        return self.by_tool[tool.name]
+        name = self.by_tool[tool.name] = self.rule("arguments", body)
+        return name
 
     def tagged(self, tool: Tool, tags: Tags) -> str:
         bodies = []
@@ -150,12 +150,10 @@ class _Grammar:
 
     def paired(self, tool: Tool, node: Tool, pairs: Pairs, place: str) -> str:
         """Arguments, or the properties of an object, in their order with commas between."""
-        comma = self.literal(", ")
-        written = []
+        comma, written, starts = self.literal(", "), [], []
         for key, schema, repeat, where in self.divided(tool, node, place):
             pair = f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}"
             written.append((self.rule("pair", pair), repeat))
-        starts = []
         for index, (pair, repeat) in enumerate(written):
             more = f"({comma} {pair})*" if repeat == "*" else ""
             rest = (f"({comma} {other}){often}" for other, often in written[index + 1 :])
@@ -209,7 +207,6 @@ class _Grammar:
         return name
 
     def loose_json(self, tool: Tool, schema: Any, place: str) -> str:
-        """A value as JSON, or as Python writes it."""
         texts = [_json_value(tool, schema, place)]
         if types(tool.resolve(schema)) == ["boolean"]:
             texts += ['"True"', '"False"']

@@ -178,7 +178,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _flattened(given: Any) -> Any:
-    """A value {"type": "x", "x": {…}} of Chat Completions in the flat shape of Responses, {"type": "x", …}; others as they are."""
+    """A value {"type": "x", "x": {…}} of Chat Completions in the flat shape of Responses, {"type": "x", …}; else as it is."""
     match given:
         case {"type": str(kind)} if isinstance(given.get(kind), dict):
             return {**given, **given[kind], "type": kind}
