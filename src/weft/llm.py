@@ -5,7 +5,7 @@ matrix product, which must come before mlx is imported anywhere.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from weft.ipc.limits import Sampling  # noqa: E402
 from weft.ipc.messages import FinishReason, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.download import shown  # noqa: E402
 from weft.text.sampling import recommended_sampling, sampling_for  # noqa: E402
-from weft.text.template import ChatTemplate, Message  # noqa: E402
+from weft.text.template import ChatTemplate  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 
 Prompt = str | Sequence[int]
@@ -125,7 +125,7 @@ class LLM:
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
-    def render(self, messages: Sequence[Message], **template: Any) -> list[int]:
+    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
         """A conversation as token ids, by the model's chat template; without one by the messages' texts alone."""
         if self.template is None:
             return self.encode("\n".join(str(message["content"]) for message in messages))

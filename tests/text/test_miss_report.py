@@ -7,7 +7,7 @@ import pytest
 from weft.ipc.messages import PrefixReuse
 from weft.model.resolve import TINY_HYBRID
 from weft.serving.active_request import MAX_REPORTS, Reports, RequestReport
-from weft.text.miss_report import explain_reuse
+from weft.text.codec import explain_reuse
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Usage
 

@@ -15,8 +15,7 @@ from weft.ipc.limits import Sampling
 from weft.ipc.messages import FinishReason, PromptEvent, Timings, TokenEvent, TokenLogprob
 from weft.metrics import Metrics
 from weft.serving.in_flight import Event, Subscription
-from weft.text.codec import Codec, EncodedPrompt
-from weft.text.miss_report import explain_reuse
+from weft.text.codec import Codec, EncodedPrompt, explain_reuse
 from weft.text.schema import SchemaCheck
 from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, ReuseExplanation, Text, Usage
 

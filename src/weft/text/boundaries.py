@@ -1,10 +1,7 @@
 """Positions in a prompt where later prompts may diverge from it; the engine ends its chunks there.
 
-These are where an assistant's turn begins, where the instructions end and the first user's turn begins, and where the client
-says so. They are searched in the written prompt; nothing is written or tokenised twice. `Codec` uses this.
+They are where turns begin, where the instructions end, and where the client says so; all are searched in the written prompt.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -60,7 +57,7 @@ class BoundaryFinder:
         self._is_folded = bool(self._user) and _has(self._ids(instructed.partition("Be brief")[0]), self._user)
 
     def _without_blanks(self, opening: list[int]) -> list[int]:
-        """The tokens without white space at their end, which may become one token with the text after it."""
+        """The opening's tokens without white space at their end, which may become one token with the text after it."""
         while opening and not self._tokenizer.token_bytes(opening[-1]).strip():
             opening.pop()
         return opening
@@ -70,12 +67,9 @@ class BoundaryFinder:
 
 
 def _ends_of_marked(conversation: Conversation, prompt: str, marks: set[tuple[int, int]]) -> list[int]:
-    """Where in the prompt the marked parts end; parts that the template changed are not found.
-
-    All parts before a marked one are searched in their order, because a text may be there more than once.
-    """
-    ends: list[int] = []
-    end = 0
+    """Where in the prompt the marked parts end; parts that the template changed are not found."""
+    ends, end = [], 0
+    # All parts before a marked one are searched in their order, because a text may be there more than once.
     for index, message in enumerate(conversation.messages[: max(marks)[0] + 1] if marks else ()):
         for part, text in enumerate(map(str.strip, message.texts)):  # templates trim
             found = prompt.find(text, end, end + len(text) + MAX_BETWEEN) if text else -1
@@ -86,11 +80,10 @@ def _ends_of_marked(conversation: Conversation, prompt: str, marks: set[tuple[in
 
 
 def _has(ids: list[int], part: list[int]) -> bool:
-    return not part or any(True for _ in _occurrences(ids, part))
+    return not part or next(_occurrences(ids, part), None) is not None
 
 
 def _occurrences(ids: list[int], part: list[int]) -> Iterator[int]:
-    """The positions at which `part` begins in `ids`."""
     position = -1
     with suppress(ValueError):
         while part:

@@ -1,17 +1,14 @@
-"""A model's text codec: conversations become encoded prompts with their constraints, token ids become deltas.
+"""A model's text codec: conversations become encoded prompts with their constraints, token ids become deltas."""
 
-Made from the model's own files (tokenizer, template, recommended sampling). Knows neither engines nor dialects.
-"""
-
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import ConstraintSpec, ReasoningSpec, TokenLogprob
+from weft.ipc.messages import ConstraintSpec, PrefixReuse, ReasoningSpec, TokenLogprob
+from weft.log import escape_unprintable
 from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
@@ -20,7 +17,18 @@ from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
-from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, Token
+from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, ReuseExplanation, Token
+
+CONTEXT = 40  # characters shown in front of the first token that was not cached; so many tokens surely have as many
+MISS_CAUSES = {
+    "whole": "that is all that can be taken over",
+    "cut": "more of them are known, but were computed in pieces that end at other places",
+    "checkpoint": "more of them are known, but not the state of every layer further on",
+    "evicted": "more of them were kept once and had to make room; more --cache-megabytes would hold them",
+    "salt": "nothing was asked under this cache_salt before",
+    "logprobs": "the prompt's log-probabilities were asked for, so all of it had to be computed",
+    "off": "nothing is kept, because --cache-megabytes is 0",
+}
 
 
 @dataclass(frozen=True)
@@ -61,21 +69,15 @@ class Codec:
         return [replace(prompt, constraint=self.constraint(generation, prompt)) for prompt in prompts]
 
     def encode(self, prompt: Prompt, effort: Effort | None = None) -> EncodedPrompt:
-        """One prompt as token ids. Raises InvalidRequest with the template's own words."""
-        match prompt:
-            case Conversation():
-                return self._encode_conversation(prompt, effort)
-            case str():
-                return EncodedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
-            case _:
-                return EncodedPrompt(list(prompt))
-
-    def _encode_conversation(self, conversation: Conversation, effort: Effort | None) -> EncodedPrompt:
+        if isinstance(prompt, str):
+            return EncodedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
+        if not isinstance(prompt, Conversation):
+            return EncodedPrompt(list(prompt))
         if self.writer is None:
             message = "this model has no chat template, so it can not take messages; use /v1/completions with a prompt"
             raise InvalidRequest(message, "messages")
         variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
-        conversation = replace(conversation, template_kwargs=variables | conversation.template_kwargs)
+        conversation = replace(prompt, template_kwargs=variables | prompt.template_kwargs)
         text = self.writer.write(conversation)
         ids, boundaries = self.boundaries.encode(conversation, text)
         if self.markers is None:
@@ -100,7 +102,7 @@ class Codec:
             return ""
         question = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
         after = self.writer.write(question).rpartition(self.markers.close)[2]
-        return after if not after.strip() else ""
+        return "" if after.strip() else after
 
     def constraint(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ConstraintSpec | None:
         """What restricts the answer's tokens; slow for many tools. Raises UnsupportedParameter or InvalidRequest."""
@@ -128,15 +130,37 @@ class Codec:
         selection = generation.tool_choice
         tools = selection.tools if selection is not None and selection.mode != "none" else ()
         calls = self.calls if tools or self._has_channels(generation) else None
-        shown: frozenset[int] = frozenset() if calls is None else calls.shown
+        call_reader = None if calls is None else calls.reader(tools)
         markers = self.markers if generation.split_thinking else None
-        return StreamReader(
-            Detokenizer(self.tokenizer, generation.skip_special_tokens, shown),
-            generation.stops,
-            None if markers is None else ReasoningSplitter(markers, prompt.opened, self.tokenizer),
-            None if calls is None else calls.reader(tools),
-            logprobs=generation.sampling.get("logprobs") is not None,
-        )
+        splitter = None if markers is None else ReasoningSplitter(markers, prompt.opened, self.tokenizer)
+        shown: frozenset[int] = frozenset() if calls is None else calls.shown
+        detokenizer = Detokenizer(self.tokenizer, generation.skip_special_tokens, shown)
+        logprobs = generation.sampling.get("logprobs") is not None
+        return StreamReader(detokenizer, generation.stops, splitter, call_reader, logprobs=logprobs)
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprob | None]) -> tuple[Token, ...]:
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))
+
+
+def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
+    """The engine's report about a prompt as a sentence, with the texts it is about; without texts under a salt."""
+    place, before, token, instead = reuse.position, "", None, None
+    if place is not None and not is_salted:
+        before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
+        token, instead = (  # bytes of half a character are written as \xe6\xbc
+            None if one is None else tokenizer.token_bytes(one).decode(errors="backslashreplace")
+            for one in (reuse.token, reuse.instead)
+        )
+    known = f"the first {reuse.matched} of {len(ids)}" if reuse.matched else f"none of the {len(ids)}"
+    why = f"{known} tokens were there; {MISS_CAUSES.get(reuse.cause) or _difference(reuse, token, instead)}"
+    return ReuseExplanation(reuse.cause, reuse.matched, why, place, before, token, instead)
+
+
+def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> str:
+    place = (reuse.position or 0) + 1  # people count from one
+    if reuse.instead is None:
+        return f"from token {place} on nothing like it was asked before"
+    if token is None or instead is None:
+        return f"at token {place} this prompt differs from the nearest known one"
+    ours, theirs = escape_unprintable(token), escape_unprintable(instead)
+    return f'at token {place} this prompt has "{ours}", the nearest known one "{theirs}"'

@@ -1,11 +1,7 @@
 """Messages as clients send them become turns that the model's chat template takes, and a prompt with nothing lost.
 
-`normalise` reshapes messages only as far as the template needs it, and later messages never move earlier ones: a prompt that
-grows keeps its prefix. `PromptWriter` renders the turns and refuses a prompt that lacks a text. Knows no model names and no
-dialects; `Codec` uses it.
+They are reshaped only as far as the template needs it; later ones never move earlier ones: a growing prompt keeps its prefix.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -49,12 +45,8 @@ class PromptWriter:
                 last["content"] += CUT
             else:
                 last["content"][-1]["text"] += CUT
-        prompt = self.template.render(
-            turns,
-            tools=_tools(conversation, capabilities),
-            add_generation_prompt=conversation.add_generation_prompt,
-            **conversation.template_kwargs,
-        )
+        options = {"add_generation_prompt": conversation.add_generation_prompt, **conversation.template_kwargs}
+        prompt = self.template.render(turns, tools=_tools(conversation, capabilities), **options)
         if conversation.continue_final_message:
             prompt, found, _ = prompt.rpartition(CUT)
             if not found:
@@ -228,7 +220,7 @@ def _tools(conversation: Conversation, capabilities: Capabilities) -> list[dict[
     tools = []
     for tool in conversation.tools:
         given = {key: value for key, value in tool["function"].items() if value is not None}
-        tools.append({**tool, "function": given | {key: defaults[key] for key in defaults if key not in given}})
+        tools.append({**tool, "function": given | defaults | given})  # given values win, and come first
     return tools or None
 
 

@@ -1,10 +1,7 @@
 """Reasoning before the answer: the markers that a model writes around it, and splitting it off from pieces of text.
 
-Markers are found from a model's template and vocabulary, not from its name. The budget of reasoning tokens is enforced in the
-engine (`grammar/constraint.py`).
+The budget of reasoning tokens is enforced in the engine (`grammar/constraint.py`).
 """
-
-from __future__ import annotations
 
 from itertools import chain
 from typing import NamedTuple
@@ -82,15 +79,11 @@ class ReasoningSplitter:
     def mark(self, text: str) -> list[Delta]:
         """Take a token that is a marker or a part of one: reasoning may open again by it. A stray one is dropped."""
         pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
-        if self._may_open or (self.is_reasoning and text in self._close):
-            return pieces + self.feed(text)
-        if not self.is_reasoning and self._open.startswith(text):
-            self._may_open = True
-            return pieces + self.feed(text)
-        return pieces
+        self._may_open |= not self.is_reasoning and self._open.startswith(text)
+        is_read = self._may_open or (self.is_reasoning and text in self._close)
+        return pieces + self.feed(text) if is_read else pieces
 
     def finish(self) -> list[Delta]:
-        """The text that was held back, once no more comes."""
         pieces = self._without_opening()
         rest = "\n" * self._newlines + self.held
         self._newlines, self.held = 0, ""

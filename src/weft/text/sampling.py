@@ -3,8 +3,6 @@
 What the model's makers recommend (generation_config.json) comes first, then the defaults of `ipc.limits.Sampling`.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,9 @@
 """Required forms of an answer: schemas, patterns, choices and grammars become `GrammarSpec`s, and answers are checked.
 
-The engine enforces JSON Schemas with llguidance, which knows less than JSON Schema. Under strict, what it can not enforce exactly
-is refused; without strict it enforces what it can, and the answer is checked afterwards. Where it is only loose (leap days and
-seconds, hosts, ECMA's white space, bounds that no float holds, numbers that would overflow) the schema is narrowed. References
-out of the document (nothing is ever fetched), and numbers on which llguidance 1.9.1 errs, crashes or does not return, are always
-refused. Errors are InvalidRequests naming the place. Knows no dialect, no token and no grammar engine.
+The engine enforces them with llguidance, which knows less than JSON Schema. Under strict, what it can not enforce exactly is
+refused; without strict the answer is checked afterwards. Where it is only loose, as about leap days, the schema is narrowed.
+References out of the document, and numbers on which llguidance 1.9.1 errs, crashes or does not return, are always refused.
 """
-
-from __future__ import annotations
 
 import math
 import re
@@ -38,12 +34,9 @@ LARGEST, STEP = 92 * 10**17, 4096  # floats hold all multiples of STEP up to LAR
 Node = dict[str, Any]
 Problem = tuple[str, str]  # a place in the schema, as in .properties.x, and what is wrong there
 
-UNENFORCED = frozenset(
-    """
-    not if then else contains minContains maxContains uniqueItems propertyNames dependencies dependentRequired dependentSchemas
-    unevaluatedItems unevaluatedProperties $dynamicRef $dynamicAnchor $recursiveRef $recursiveAnchor
-    """.split()  # noqa: SIM905 - a list literal would fill half a page
-)
+UNENFORCED = {"not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames"}
+UNENFORCED |= {"dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"}
+UNENFORCED |= {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
 BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}  # whether it is a lower one
 APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf"}
@@ -227,7 +220,6 @@ class _Schema:
         return path, node
 
     def _reference_loops(self) -> Iterator[Problem]:
-        """References that lead back to themselves, over nothing but references."""
         safe: set[int] = set()
         for path, node in self.nodes:
             trail: set[int] = set()
@@ -284,8 +276,7 @@ class _Schema:
         """Whether surely no value fits two branches of a oneOf."""
         if len(node["oneOf"]) > MAX_BRANCHES:
             return False
-        given = (("$schema", self.document.get("$schema")), ("type", node.get("type")))
-        shared = {keyword: value for keyword, value in given if value is not None}
+        shared = {keyword: place[keyword] for place, keyword in ((self.document, "$schema"), (node, "type")) if keyword in place}
         sketches = [shared | sketch if isinstance(sketch, dict) else sketch for sketch in map(self._sketch, node["oneOf"])]
         shapes = [jsonschema_rs.canonicalize(sketch, offline=True) for sketch in sketches]
         never = jsonschema_rs.canonical.Satisfiability.NO
@@ -293,11 +284,9 @@ class _Schema:
 
     def _sketch(self, node: Any, inside: bool = False) -> Any:
         """A wider schema of a few cheap keywords: what fits a branch fits its sketch."""
-        for _ in range(MAX_DEPTH):
-            if not isinstance(node, dict) or "$ref" not in node:
-                break
+        while isinstance(node, dict) and "$ref" in node:  # ends: loops were refused before
             node = self._resolve(node["$ref"])[1]
-        if not isinstance(node, dict) or "$ref" in node:
+        if not isinstance(node, dict):
             return node is not False
         sketch = {keyword: value for keyword, value in node.items() if keyword in SKETCHED}
         properties = {} if inside else node.get("properties", {})
@@ -378,11 +367,8 @@ def _narrow_patterns(node: Node) -> list[Node]:
 
 
 def _exact_regex(pattern: str) -> str | None:
-    """The pattern that means to llguidance what this one means in ECMA's dialect.
-
-    None for look-around, back-references, word borders and nested classes, which llguidance does not know.
-    """
-    written: list[str] = []
+    """The pattern that means to llguidance what this one means in ECMA's dialect; None for what llguidance does not know."""
+    written: list[str] = []  # unknown are look-around, back-references, word borders and nested classes
     in_class = False
     for found in REGEX_TOKEN.finditer(pattern):
         token = found[0]

@@ -1,9 +1,4 @@
-"""Texts searched in a text that comes in pieces: what can still become one of them is held back.
-
-Knows neither tokens nor requests. `StreamReader` finds stop strings by it; the other readers find their markers.
-"""
-
-from __future__ import annotations
+"""Search for stop strings and markers in a text that comes in pieces: what can still become one is held back."""
 
 
 class StopFinder:
@@ -34,7 +29,6 @@ class StopFinder:
         return text[:certain], None
 
     def finish(self) -> str:
-        """The text that was held back and did not become a stop string."""
         rest, self._held = self._held, ""
         return rest
 

@@ -1,10 +1,7 @@
 """Turns the token ids of one choice into deltas: detokenised, reasoning and tool calls split off, ended at a stop string.
 
-Knows neither the engine nor a dialect. This is the front's hot path: a plain request pays for looking up a token's bytes,
-decoding them, and one Text.
+This is the front's hot path: a plain request pays for looking up a token's bytes, decoding them, and one Text.
 """
-
-from __future__ import annotations
 
 from collections import deque
 
@@ -43,7 +40,6 @@ class StreamReader:
         self._is_plain = not stops and not logprobs
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
-        """The deltas that became certain with this token."""
         if self.stopped is not None:
             return []
         splitter, mark = self._splitter, ""
@@ -71,18 +67,16 @@ class StreamReader:
         return self._until_stop(pieces)
 
     def finish(self) -> list[Delta]:
-        """The rest of the deltas, once no more tokens come."""
         if self.stopped is not None:
             return []
-        splitter = self._splitter
-        pieces = splitter.finish() if splitter else []
+        pieces = self._splitter.finish() if self._splitter else []
         if self._calls is not None:
             pieces = [*self._read_calls(self._calls, pieces), *self._calls.finish()]
         self._settle(pieces, 0)
         deltas = self._until_stop(pieces)
         if self.stopped is None:
             rest = self._stops.finish()
-            is_reasoning = any(one is not None and one.is_reasoning for one in (splitter, self._calls))
+            is_reasoning = any(one is not None and one.is_reasoning for one in (self._splitter, self._calls))
             tokens = self._tokens.take_rest() if self._tokens is not None and not is_reasoning else ()
             if rest or tokens:
                 deltas.append(Text(rest, tokens))
@@ -97,19 +91,17 @@ class StreamReader:
             self._tokens.settle(pieces, num_held + (len(self._calls.held) if self._calls is not None else 0))
 
     def _until_stop(self, pieces: list[Delta]) -> list[Delta]:
-        """The pieces up to a stop string; text that could still become one is held back."""
         deltas: list[Delta] = []
         for piece in pieces:
+            text = self._stops.finish() if isinstance(piece, CallOpened) else ""
+            if isinstance(piece, Text):
+                text, self.stopped = self._stops.feed(piece.text)
+            if text:
+                deltas.append(Text(text, self._tokens.take(len(text)) if self._tokens is not None else ()))
             if isinstance(piece, CallOpened):
-                if rest := self._stops.finish():
-                    deltas.append(Text(rest, self._tokens.take(len(rest)) if self._tokens is not None else ()))
                 self._tokens = None
             if not isinstance(piece, Text):
                 deltas.append(piece)
-                continue
-            text, self.stopped = self._stops.feed(piece.text)
-            if text:
-                deltas.append(Text(text, self._tokens.take(len(text)) if self._tokens is not None else ()))
             if self.stopped is not None:
                 break  # what a call reader found behind it comes too late
         return deltas
@@ -127,7 +119,7 @@ class AnswerTokens:
         self._skipped = skipped
         self._num_read = self._num_answered = self._num_given = 0
         self._waiting: deque[tuple[int, Token]] = deque()  # with the position in all that was read where its text ends
-        self._ready: deque[tuple[int, Token]] = deque()  # with that position in the answer
+        self._ready: list[tuple[int, Token]] = []  # with that position in the answer
 
     def read(self, token: int, logprob: TokenLogprob | None, text: str, *, is_unfinished: bool) -> None:
         """Note a token and its text; it may have begun a character that the next one ends."""
@@ -146,12 +138,10 @@ class AnswerTokens:
         self._num_answered += num_answer
 
     def take(self, num_characters: int) -> tuple[Token, ...]:
-        """The tokens that end within the next characters of the answer."""
         self._num_given += num_characters
-        taken = []
-        while self._ready and self._ready[0][0] <= self._num_given:
-            taken.append(self._ready.popleft()[1])
-        return tuple(taken)
+        taken = tuple(token for end, token in self._ready if end <= self._num_given)
+        del self._ready[: len(taken)]
+        return taken
 
     def take_rest(self) -> tuple[Token, ...]:
         """The tokens that are left at the end, also those of an unfinished character."""

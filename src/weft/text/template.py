@@ -1,17 +1,14 @@
 """A model's chat template: it turns messages into prompt text, and it is probed for the message shapes that it takes.
 
-A template is Jinja from an unknown author. It runs in a sandbox with the helpers its author tested it with, and when it fails
-the client gets its words. What it takes is found by trying, never by a model's name; `normalise` acts on the findings.
+A template is Jinja from an unknown author: it runs in a sandbox, and what it takes is found by trying, not by a model's name.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self, get_args
 
 import jinja2
 from jinja2 import meta, nodes
@@ -21,7 +18,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.errors import BadModel, TemplateFailed
 
-Message = Mapping[str, Any]
 ArgumentsForm = Literal["object", "text"]
 NoContent = Literal["empty", "null", "absent"]
 
@@ -30,11 +26,9 @@ _ONE, _TWO, _THREE, _FOUR, _FIVE = "zqoriolezq", "zqheronzq", "zqploverzq", "zqm
 _KEY, _VALUE, _TOOL, _STRAY = "zqkeyzq", "zqvaluezq", "zqtoolzq", "zqstrayzq"
 _ARGUMENTS: dict[ArgumentsForm, Any] = {"object": {_KEY: _VALUE}, "text": f'{{"{_KEY}": "{_VALUE}"}}'}
 _BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _TOOL}}
-_SCHEMA = {"type": "object", "properties": {}}
-_FULL_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "d", "parameters": _SCHEMA}}
+_FULL_TOOL = {**_BARE_TOOL, "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}}}
 # What must not be in a prompt: keys of a part, arguments encoded twice, arguments as Python prints them.
 _SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
-_NO_CONTENTS: tuple[NoContent, ...] = ("empty", "null", "absent")
 _ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # the last: for templates that write only the id
 
 
@@ -54,8 +48,8 @@ class ChatTemplate:
         own = frozenset(read - environment.globals.keys())
         self.variables: frozenset[str] = own if tool_use is None else own | self.with_tools.variables
 
-    @staticmethod
-    def of(folder: Path) -> ChatTemplate | None:
+    @classmethod
+    def of(cls, folder: Path) -> Self | None:
         """The template of a model folder; None for a model that has none. Raises BadModel for files it can not read."""
         settings = read_json_object(folder / "tokenizer_config.json")
         sources = _sources(read_json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
@@ -67,12 +61,11 @@ class ChatTemplate:
                 raise BadModel(f"{file} is not UTF-8 text: {error}; fetch the file again") from error
         if "default" not in sources:
             return None
-        tokens = {name: token for name, token in settings.items() if name.endswith("_token")}
-        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-        special = {name: text for name, text in texts.items() if isinstance(text, str) and text}
-        return ChatTemplate(sources["default"], special, sources.get("tool_use"))
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in settings.items()}
+        special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str) and text}
+        return cls(sources["default"], special, sources.get("tool_use"))
 
-    def render(self, messages: Sequence[Message], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
         """The prompt text of these messages. Raises TemplateFailed with the template's own words."""
         values = {"tools": None, "documents": None, **self._special_tokens, **more}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
@@ -96,12 +89,13 @@ class Capabilities:
         self.text: set[str] = set()  # roles whose content may be a text
         self.parts: set[str] = set()  # roles whose content may be a list of text parts
         self._learn_content("user", [], [])
-        self._learn_content("system", [], self._question)
-        self._learn_content("assistant", self._question, self._talk(("user", _FIVE)))
+        question = self._question = self._talk(("user", _THREE))
+        self._learn_content("system", [], question)
+        self._learn_content("assistant", question, self._talk(("user", _FIVE)))
         self.arguments: frozenset[ArgumentsForm] = frozenset()  # forms of a call's arguments that come out right; none: no calls
         self.no_content: NoContent  # the content of a turn of nothing but calls
         self._learn_calls()
-        question, calls = self._question, self._render(self._call(_ONE, _TWO))
+        calls = self._render(self._call(_ONE, _TWO))
         self.several_calls = _ONE in calls and _TWO in calls  # in one turn
         self.any_call_id = self._call_id != _NINE_ID  # else nine letters or digits
         self.reasoning_key = self._find_reasoning_key()  # the key under which the reasoning of past turns is read
@@ -119,10 +113,6 @@ class Capabilities:
         self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
         switched = {self._render(question, enable_thinking=switch) for switch in (True, False)}
         self.thinking_switch = len(switched) == 2  # `enable_thinking` changes the prompt
-
-    @property
-    def _question(self) -> list[dict[str, Any]]:
-        return self._talk(("user", _THREE))
 
     def _talk(self, *turns: tuple[str, str]) -> list[dict[str, Any]]:
         return [self._message(role, word) for role, word in turns]
@@ -163,8 +153,7 @@ class Capabilities:
             self.parts.add(role)
 
     def _learn_calls(self) -> None:
-        """Find the simplest form of calls that the template writes correctly."""
-        for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), _NO_CONTENTS):
+        for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), get_args(NoContent)):
             self._call_id, self.no_content = call_id, no_content
             self.arguments = frozenset(form for form in _ARGUMENTS if self._writes_call(form))
             if self.arguments:
@@ -204,8 +193,7 @@ class Capabilities:
         return _STRAY not in echo and self._shows([{**system, "role": "developer"}, *self._question], _ONE, _THREE)
 
     def _lets_user_follow_tool(self) -> bool:
-        """Whether a user's turn may follow a tool's result, and does not change the prompt before it."""
-        # Some templates take it for a new question, and drop the reasoning since the last one.
+        # Some templates take it for a new question, and drop the reasoning since the last one: the prompt before it must stay.
         called = self._call(also={self.reasoning_key: _TWO})
         followed = [*called, self._message("user", _FIVE)]
         before = self._render(called, add_generation_prompt=False)

@@ -1,16 +1,14 @@
 """Text to token ids and back, by the model's tokenizer.json alone.
 
-Knows no model and no mlx. Decoding works on each token's exact bytes: the library's own stream waits as long as the text ends
-in U+FFFD and raises on broken runs of byte tokens, while `Detokenizer` never holds back more than one character.
+Decoding works on each token's exact bytes: the library's own stream waits as long as the text ends in U+FFFD and raises on
+broken runs of byte tokens, while `Detokenizer` never holds back more than one character.
 """
-
-from __future__ import annotations
 
 import json
 import re
 from bisect import bisect_left
 from codecs import utf_8_decode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +43,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Text as ids. Special tokens are added where a plain text begins, not where a template wrote them."""
         # Of the library's functions the one that releases the GIL: long texts are encoded in threads.
-        ids: list[int] = self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_with_offsets(self, text: str, offsets: Sequence[int]) -> tuple[list[int], list[int]]:
         """A template's text as ids, and for each offset into the text the number of tokens that end there or before."""
@@ -63,12 +60,10 @@ class Tokenizer:
         return encoding.ids, counts
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """Ids as text: all that a Detokenizer gives piece by piece."""
         return "".join(map(Detokenizer(self, skip_special_tokens).feed, ids))
 
     def id_of(self, text: str) -> int | None:
-        token: int | None = self.inner.token_to_id(text)
-        return token
+        return self.inner.token_to_id(text)
 
     def token_bytes(self, token: int) -> bytes:
         """The exact bytes of a token; empty for an unknown id."""
@@ -89,26 +84,31 @@ class TokenBytes(dict[int, bytes]):
         self._added = added
         self._replaced: list[tuple[str, str]] = []
         self._is_byte_level = self._has_byte_tokens = False
-        for step in _decoder_steps(json.loads(inner.decoder.__getstate__()) if inner.decoder else None):
-            match step:
-                case {"type": "ByteLevel"}:
-                    self._is_byte_level = True
-                case {"type": "ByteFallback"}:
-                    self._has_byte_tokens = True
-                case {"type": "Fuse"}:
-                    pass
-                case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                    self._replaced.append((old, new))
-                case {"type": "Strip", "content": " ", "start": 0 | 1 as count, "stop": 0}:
-                    self.drops_first_space = count == 1
-                case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)}:
-                    self._replaced.append((mark, " "))
-                    self.drops_first_space = scheme != "never"
-                case _:
-                    raise UnsupportedModel(
-                        f"{path} turns tokens into text by the decoder {step}; weft knows those of byte-level and sentencepiece "
-                        "vocabularies, so serve another build of this model"
-                    )
+        self._add_step(json.loads(inner.decoder.__getstate__()) if inner.decoder else None, path)
+
+    def _add_step(self, step: Any, path: Path) -> None:
+        match step:
+            case {"type": "Sequence", "decoders": [*steps]}:
+                for inner in steps:
+                    self._add_step(inner, path)
+            case {"type": "ByteLevel"}:
+                self._is_byte_level = True
+            case {"type": "ByteFallback"}:
+                self._has_byte_tokens = True
+            case {"type": "Fuse"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                self._replaced.append((old, new))
+            case {"type": "Strip", "content": " ", "start": 0 | 1 as count, "stop": 0}:
+                self.drops_first_space = count == 1
+            case {"type": "Metaspace", "replacement": str(mark), "prepend_scheme": str(scheme)}:
+                self._replaced.append((mark, " "))
+                self.drops_first_space = scheme != "never"
+            case _:
+                message = (
+                    f"{path} turns tokens into text by the decoder {step}; weft knows those of byte-level and sentencepiece "
+                )
+                raise UnsupportedModel(message + "vocabularies, so serve another build of this model")
 
     def __missing__(self, token: int) -> bytes:
         text = self._inner.id_to_token(token) if 0 <= token < 1 << 32 else None
@@ -141,7 +141,6 @@ class Detokenizer:
         self._drops_space = tokenizer.bytes_of.drops_first_space
 
     def feed(self, token: int) -> str:
-        """The text that became certain with this token, often nothing or one word."""
         if token in self.skipped:
             return ""
         data = self.unfinished + self._bytes_of[token]
@@ -151,12 +150,3 @@ class Detokenizer:
             piece = piece.removeprefix(" ")
             self._drops_space = False
         return piece
-
-
-def _decoder_steps(step: Any) -> Iterator[Any]:
-    """The steps of a decoder in their order. Any: JSON of unknown shape."""
-    if isinstance(step, dict) and step.get("type") == "Sequence":
-        for inner in step["decoders"]:
-            yield from _decoder_steps(inner)
-    else:
-        yield step

@@ -1,7 +1,6 @@
 """The values of the text layer: a conversation, a request to generate, and the deltas that answer it.
 
-Every dialect translates its own JSON into a `GenerationRequest`, and deltas into its own events. Nothing here knows HTTP,
-templates, or the vocabulary of a model.
+Every dialect translates its own JSON into a `GenerationRequest`, and deltas into its own events.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
-"""Tool calls: from one table of families come the trigger, the grammar, the stream reader and the tests.
-
-`CallFormat` is how one model writes calls; `Codec` has one. Nothing here knows engines, dialects or model names.
-"""
-
-from __future__ import annotations
+"""Tool calls: from one table of families come the trigger, the grammar, the stream reader and the tests."""
 
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
-from typing import Any
+from typing import Any, Self
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
@@ -43,14 +38,14 @@ class CallFormat:
     family: Family
     tokens: MarkerTokens
 
-    @staticmethod
-    def of(writer: PromptWriter, tokenizer: Tokenizer) -> CallFormat | None:
+    @classmethod
+    def of(cls, writer: PromptWriter, tokenizer: Tokenizer) -> Self | None:
         """The format that a model's chat template shows; None where the template has no place for tools."""
         family = find_family(writer)
         if family is None:
             return None
         added = ((fact.content, token) for token, fact in tokenizer.inner.get_added_tokens_decoder().items())
-        form = CallFormat(family, frozenset((text, token) for text, token in added if text.strip() and text in family.literals))
+        form = cls(family, frozenset((text, token) for text, token in added if text.strip() and text in family.literals))
         if form.notice is not None:
             log.warning("%s", form.notice)
         return form

@@ -1,18 +1,15 @@
 """The arguments of one tool call, read piece by piece: from any notation, JSON comes out as it is generated.
 
-A reader takes text from where the arguments begin, and returns JSON and how much text that used; text that could still become
-something else is left over. Knows notations, not families; `CallReader` has one reader per call.
+A reader takes text from where the arguments begin, and returns JSON and how much text that used; undecided text is left over.
 """
-
-from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import lru_cache
+from typing import Any
 
-from weft.text.stop_strings import overlap
-from weft.text.tools.pieces import piece
+from weft.text.stop_strings import overlap, split_at
 from weft.text.tools.tool import Tool
 
 MARKS = re.compile(r'\\(?:.|\Z)|["{}\[\]]', re.DOTALL)
@@ -23,6 +20,8 @@ SIGNS = {",": ", ", ":": ": ", "=": ": "}
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U(?:000[0-9a-fA-F]|0010)[0-9a-fA-F]{4}|[^xuU])", re.DOTALL)
 ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0", "\n": ""}
 LONGEST_ESCAPE = 10
+PLACES = re.compile("(⟨[a-z]+⟩)")
+PLACE_LETTERS = {"⟨name⟩": "[A-Za-z0-9_.-]", "⟨id⟩": "[A-Za-z0-9_-]", "⟨key⟩": r"[^<>\"\n]", "⟨type⟩": "[a-z]"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,32 @@ class Pairs:
 
 
 Notation = Json | Tags | Pairs
+
+
+class Piece:
+    """A piece of fixed notation, matched against text that is still growing; its answers stay true when the text grows.
+
+    It has places like ⟨name⟩. A blank or line break in it may be missing in the text: templates differ in them.
+    """
+
+    def __init__(self, text: str) -> None:
+        whole = begun = ""
+        for atom in reversed([atom for part in PLACES.split(text) for atom in ([part] if part in PLACE_LETTERS else part)]):
+            pattern, begin = re.escape(atom), ""  # `begin`: the beginning of the atom at the end of a text
+            if letters := PLACE_LETTERS.get(atom):
+                pattern, begin = f"(?P<{atom[1:-1]}>{letters}+)(?!{letters})(?=[\\s\\S])", f"{letters}*"
+            elif atom in " \n":
+                pattern = f"(?:{atom}|(?=[^{atom}]))"  # known to be missing only when something else is there
+            whole = pattern + whole
+            begun = f"(?:{begin}\\Z|{pattern}{begun})"
+        self.match, self._match_begun = re.compile(whole).match, re.compile(begun).match
+
+    def may_come(self, text: str, start: int = 0) -> bool:
+        """Whether the text could still become the piece at this place: it ends before the piece does."""
+        return self._match_begun(text, start) is not None and self.match(text, start) is None
+
+
+piece = lru_cache(maxsize=256)(Piece)
 
 
 class Arguments:
@@ -121,7 +146,6 @@ class TagArguments(Arguments):
         return text.strip() if self._kind == "json" else self._quote + escape(text) if self._kind else ""
 
     def _read_tag(self, text: str, made: list[str]) -> int:
-        """Read the tag that opens an argument, or find that none comes."""
         if self._closing.match(text):
             self.is_done = True
             made.append("{}" if self._glue == "{" else "}")
@@ -137,7 +161,6 @@ class TagArguments(Arguments):
         return 0
 
     def _read_value(self, text: str, made: list[str]) -> int:
-        """Read a value and its closing tag, or the certain part of a text."""
         close = self._close.lstrip("\n")
         end = text.find(close)
         while self._kind == "json" and end >= 0 and _ends_in_string(text[:end]):
@@ -195,12 +218,10 @@ class PairArguments(Arguments):
         return 0 if value is None else len(word[0] if word else text[0])
 
     def _word(self, word: str) -> str | None:
-        """A key or a scalar as JSON; None where it is neither."""
         value = f'"{word}"' if self._wants_key else PYTHON_WORDS.get(word, word)
         return value if "\\" not in word and (self._wants_key or SCALAR.fullmatch(value)) else None
 
     def _sign(self, sign: str) -> str | None:
-        """A bracket or separator as JSON; None where it can not be here."""
         if sign in "[{":
             self._open.append(sign)
             self._wants_key = sign == "{"
@@ -227,9 +248,9 @@ class PairArguments(Arguments):
             made.append(_translate_escape(found[0][1:]) if found else "")
             return found.end() if found else 0
         ends = [quote, "\\"] if len(quote) == 1 else [quote]  # in quotes of several letters nothing is escaped
-        end = min(text.find(one) if one in text else len(text) - overlap(text, one) for one in ends)
-        made.append(escape(text[:end]))
-        return end
+        certain = min((split_at(text, end)[0] for end in ends), key=len)
+        made.append(escape(certain))
+        return len(certain)
 
 
 def escape(text: str) -> str:
@@ -240,13 +261,9 @@ def escape(text: str) -> str:
 def decode_json(text: str) -> Any:
     """The value of a JSON text; None for what is no JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity: they are Python, not JSON
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is Python, not JSON")
 
 
 def _as_json(value: str) -> str:
@@ -262,7 +279,6 @@ def _as_json(value: str) -> str:
 
 
 def _ends_in_string(text: str) -> bool:
-    """Whether JSON that begins like this has a string open at its end."""
     scan = JsonArguments(depth=1)
     scan.read(text)
     return text.lstrip()[:1] in ("{", "[", '"') and scan.in_string

@@ -2,19 +2,27 @@
 
 What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. An open call stays open: when its
 arguments break it is never closed, and the rest is text; when the answer ends within them they end there too. White space before
-and after calls belongs to the markup. Knows families, no tokens; `StreamReader` has one reader per choice.
+and after calls belongs to the markup.
 """
-
-from __future__ import annotations
 
 import re
 import secrets
 from collections.abc import Callable, Sequence
 
 from weft.text.stop_strings import split_at
-from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Pairs, TagArguments, Tags, decode_json
+from weft.text.tools.arguments import (
+    Arguments,
+    Json,
+    JsonArguments,
+    PairArguments,
+    Pairs,
+    Piece,
+    TagArguments,
+    Tags,
+    decode_json,
+    piece,
+)
 from weft.text.tools.families import Family
-from weft.text.tools.pieces import piece
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
 
@@ -43,7 +51,6 @@ class _Reader:
         self._made: list[str] = []  # their JSON so far
 
     def feed(self, text: str) -> list[ContentDelta]:
-        """The deltas that became certain with this piece."""
         self.held += text
         while self.held and self._state():
             pass
@@ -82,6 +89,10 @@ class CallReader(_Reader):
     def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
         super().__init__(tools, make_id)
         self._family = family
+        self._brace = "{" if isinstance(family.notation, Json) else ""  # the first letter of arguments, where that is known
+        self._opening = piece((family.begin + family.head).lstrip() + self._brace)
+        self._following = piece((family.between or "") + family.head + self._brace)
+        self._tail, self._end = piece(family.tail), piece(family.end)
         self._free = self._read_rest if family.is_anchored else self._read_text
         self._state = self._read_head if family.is_anchored else self._read_text
         self._rest: JsonArguments | None = None  # of the object around the arguments
@@ -97,7 +108,6 @@ class CallReader(_Reader):
         return self.feed("")
 
     def _emit_text(self, text: str) -> bool:
-        """Emit the first part of what is held as text."""
         self.held = self.held[len(text) :]
         if self._follows_call:
             text = text.lstrip()
@@ -117,17 +127,16 @@ class CallReader(_Reader):
 
     def _read_head(self) -> bool:
         """Read a call up to its arguments, behind white space. In some families it is not announced, but comes first."""
-        opening, blank = self._family.opening, len(self.held) - len(self.held.lstrip())
-        if self._enter_call(opening, blank):
+        blank = len(self.held) - len(self.held.lstrip())
+        if self._enter_call(self._opening, blank):
             return True
-        if piece(opening).may_come(self.held, blank):
+        if self._opening.may_come(self.held, blank):
             return False
         self._state = self._free
         return self._family.is_anchored or self._emit_text(self.held[: blank + len(self._family.trigger)])
 
-    def _enter_call(self, opening: str, start: int = 0) -> bool:
-        """Open a call if this is the opening of one, with the name of a tool that exists."""
-        match = piece(opening).match(self.held, start)
+    def _enter_call(self, opening: Piece, start: int = 0) -> bool:
+        match = opening.match(self.held, start)
         if match is None or match["name"] not in self._tools:
             return False
         words, family = match.groupdict(), self._family
@@ -137,7 +146,7 @@ class CallReader(_Reader):
         elif isinstance(family.notation, Pairs):
             arguments = PairArguments(family.notation.quotes, family.tail[0])
         self._open_call(words["name"], arguments, family.id_form.format(**words))
-        self.held = self.held[match.end() - len(family.brace) :]
+        self.held = self.held[match.end() - len(self._brace) :]
         self._state = self._read_call
         return True
 
@@ -151,7 +160,7 @@ class CallReader(_Reader):
 
     def _read_tail(self) -> bool:
         """Read what closes a call. In an object more fields may follow the arguments; they are dropped."""
-        if self._rest is None and self._family.brace and self._family.tail.startswith("}"):
+        if self._rest is None and self._brace and self._family.tail.startswith("}"):
             self.held = self.held.lstrip()
             self._rest = JsonArguments(depth=1) if self.held.startswith(",") else None
         if self._rest is not None:
@@ -159,22 +168,19 @@ class CallReader(_Reader):
             if not self._rest.is_done:
                 return False
             self._rest, self.held = None, "}" + self.held
-        tail = piece(self._family.tail)
-        if match := tail.match(self.held):
+        if match := self._tail.match(self.held):
             self.held = self.held[match.end() :]
-        elif tail.may_come(self.held):
+        elif self._tail.may_come(self.held):
             return False
         self._state = self._read_next if match and self._family.end else self._free
         return True
 
     def _read_next(self) -> bool:
-        """Read the opening of the next of several calls, or what closes them all."""
-        end = piece(self._family.end)
-        if match := end.match(self.held):
+        if match := self._end.match(self.held):
             self.held = self.held[match.end() :]
-        elif self._enter_call(self._family.following):
+        elif self._enter_call(self._following):
             return True
-        elif end.may_come(self.held) or piece(self._family.following).may_come(self.held):
+        elif self._end.may_come(self.held) or self._following.may_come(self.held):
             return False
         self._state = self._free
         return True
@@ -202,7 +208,6 @@ class HarmonyReader(_Reader):
         return self.feed("")
 
     def _read_header(self) -> bool:
-        """Read a message's recipient and channel; a text without header is an answer."""
         start = self.held.lstrip()
         if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
             self._state = self._read_body

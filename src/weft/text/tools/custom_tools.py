@@ -1,10 +1,8 @@
 """Custom tools, whose one argument is a text: the text's grammar inside of calls, and the text out of calls in JSON.
 
 A model is shown a custom tool as a function that takes `input`. Within JSON the text is escaped, so every literal and pattern
-of its grammar is too; elsewhere it must not contain the mark that closes it. Knows llguidance's Lark, and no families.
+of its grammar is too; elsewhere it must not contain the mark that closes it.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -48,17 +46,10 @@ ATOM = re.compile(
 )
 TERMINAL = ("string", "pattern", "range")
 ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "a": "\a"}
-COMMON = {  # the terminals of Lark's library that have letters which JSON escapes
-    "CR": r"\r",
-    "LF": r"\n",
-    "NEWLINE": r"(\r?\n)+",
-    "WS": r"[ \t\f\r\n]+",
-    "WS_INLINE": r"[ \t]+",
-    "ESCAPED_STRING": r'"([^"\\]|\\.)*"',
-    "SH_COMMENT": r"#[^\n]*",
-    "CPP_COMMENT": r"\/\/[^\n]*",
-    "SQL_COMMENT": r"--[^\n]*",
-}
+# The terminals of Lark's library that have letters which JSON escapes.
+COMMON = {"CR": r"\r", "LF": r"\n", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+"}
+COMMON |= {"SH_COMMENT": r"#[^\n]*", "CPP_COMMENT": r"\/\/[^\n]*", "SQL_COMMENT": r"--[^\n]*"}
+COMMON |= {"ESCAPED_STRING": r'"([^"\\]|\\.)*"'}
 RARE = [chr(code) for code in range(32) if chr(code) not in "\b\t\n\f\r"]
 SPECIAL = [*'"\\\b\t\n\f\r', *RARE]
 ORDINARY = "".join(chr(code) for code in range(32, 0xD800) if chr(code) not in SPECIAL)
@@ -184,8 +175,8 @@ class _Lark:
     def _reachable(self, name: str) -> set[str]:
         reached: set[str] = set()
         left = [name]
-        while left:
-            new = {text for kind, text in self.bodies.get(left.pop(), ()) if kind == "name"} - reached
+        for one in left:  # grows while it is walked
+            new = {text for kind, text in self.bodies.get(one, ()) if kind == "name"} - reached
             reached |= new
             left += new
         return reached
@@ -200,7 +191,6 @@ class _Lark:
         return parts
 
     def rewrite(self, write: Write) -> Iterator[str]:
-        """The lines of this grammar with each token's text replaced."""
         yield from self.imports
         for name, body in self.bodies.items():
             head = "%ignore" if name.startswith("%") else f"{name}{self.attributes.get(name, '')}:"
@@ -224,7 +214,6 @@ class _Lark:
 
 
 def _escape(kind: str, text: str, place: str) -> str:
-    """A token of a grammar, rewritten for escaped texts."""
     match kind:
         case "string" if text.endswith("i"):
             return f"/(?i:{''.join(map(_letter, _unquote(text[:-1], place)))})/"
@@ -290,12 +279,10 @@ def _set(text: str, place: str) -> str:
 
 
 def _letter(letter: str) -> str:
-    """A pattern for one letter, escaped where JSON requires it."""
     return f"{ESCAPES}{_literal(quoted(letter)[1:-1])})" if letter in SPECIAL else _literal(letter)
 
 
 def _literal(text: str) -> str:
-    """A pattern for a text."""
     return re.escape(text).replace("/", r"\/")
 
 

@@ -1,10 +1,7 @@
 """How model families write tool calls: one row each, from which readers and grammars are made.
 
 A model's family is found by trying: its chat template writes a call, and the family whose reader reads the same call is the one.
-Knows no model names; the names here are for logs.
 """
-
-from __future__ import annotations
 
 import re
 from dataclasses import dataclass
@@ -40,24 +37,8 @@ class Family:
     def tail(self) -> str:
         return self.call.partition("⟨arguments⟩")[2]
 
-    @property
-    def brace(self) -> str:
-        """The first letter of arguments, where that is known."""
-        return "{" if isinstance(self.notation, Json) else ""
-
     @cached_property
-    def opening(self) -> str:
-        """The first of several calls, up to the brace of its arguments."""
-        return (self.begin + self.head).lstrip() + self.brace
-
-    @cached_property
-    def following(self) -> str:
-        """A later one of several calls, up to the brace of its arguments."""
-        return (self.between or "") + self.head + self.brace
-
-    @cached_property
-    def trigger(self) -> str:
-        """The text that announces a call."""
+    def trigger(self) -> str:  # announces a call
         return re.split("[ \n⟨]", self.begin or self.head)[0]
 
     @cached_property
@@ -74,12 +55,8 @@ PYTHON = Pairs("=")
 KIMI_TYPES = ("string", "number|integer|boolean|object|array|null")
 
 
-def _listed(name: str, begin: str, end: str) -> Family:
-    return Family(name, OBJECT, begin=f"{begin} [", between=", ", end=f"]{end}")
-
-
-def _keywords(name: str, begin: str, end: str, is_anchored: bool = False) -> Family:
-    return Family(name, KEYWORDS, PYTHON, f"{begin} [", ", ", f"]{end}", is_anchored)
+def _listed(name: str, begin: str, end: str, call: str = OBJECT, notation: Notation = JSON) -> Family:
+    return Family(name, call, notation, f"{begin} [", ", ", f"]{end}", is_anchored=not begin)
 
 
 def _functions(name: str, tag: str, gap: str) -> Family:
@@ -89,20 +66,22 @@ def _functions(name: str, tag: str, gap: str) -> Family:
 
 
 def _keyed(name: str, prefix: str) -> Family:
-    """A family that writes each key and each value in tags of their own."""
     tags = Tags(f"\n<{prefix}arg_key>⟨key⟩</{prefix}arg_key>\n<{prefix}arg_value>", f"</{prefix}arg_value>")
     return Family(name, f"<{prefix}tool_call>⟨name⟩⟨arguments⟩\n</{prefix}tool_call>", tags, between="\n")
 
 
 def _invoked(name: str, frame: str, prefix: str = "", typed: str = "") -> Family:
-    """A family that writes several invocations with parameters in one frame."""
     call = f'\n<{prefix}invoke name="⟨name⟩">⟨arguments⟩\n</{prefix}invoke>'
     tags = Tags(f'\n<{prefix}parameter name="⟨key⟩"{typed}>', f"</{prefix}parameter>", ("true", "false") if typed else ("", ""))
     return Family(name, call, tags, f"<{frame}>", "", f"\n</{frame}>")
 
 
+def _deepseek(name: str, body: str, between: str) -> Family:
+    call = f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>"
+    return Family(name, call, JSON, "<｜tool▁calls▁begin｜>", between, "<｜tool▁calls▁end｜>")
+
+
 def _braced(name: str, begin: str, end: str, quote: str) -> Family:
-    """A family that writes keys without quotes, and texts in quotes of its own."""
     return Family(name, f"{begin}call:⟨name⟩{{⟨arguments⟩}}{end}", Pairs(":", (quote, '"'), is_json=False, is_sorted=True))
 
 
@@ -116,19 +95,8 @@ FAMILIES = (
     _invoked("muse", "atem:function_calls", "atem:"),
     _invoked("deepseek-v3.2", "｜DSML｜function_calls", "｜DSML｜", ' string="⟨type⟩"'),
     _invoked("deepseek-v4", "｜DSML｜tool_calls", "｜DSML｜", ' string="⟨type⟩"'),
-    Family(
-        "deepseek-v3",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>⟨name⟩\n```json\n⟨arguments⟩\n```<｜tool▁call▁end｜>",
-        begin="<｜tool▁calls▁begin｜>",
-        between="\n",
-        end="<｜tool▁calls▁end｜>",
-    ),
-    Family(
-        "deepseek-v3.1",
-        "<｜tool▁call▁begin｜>⟨name⟩<｜tool▁sep｜>⟨arguments⟩<｜tool▁call▁end｜>",
-        begin="<｜tool▁calls▁begin｜>",
-        end="<｜tool▁calls▁end｜>",
-    ),
+    _deepseek("deepseek-v3", "function<｜tool▁sep｜>⟨name⟩\n```json\n⟨arguments⟩\n```", "\n"),
+    _deepseek("deepseek-v3.1", "⟨name⟩<｜tool▁sep｜>⟨arguments⟩", ""),
     Family(
         "kimi-k2",
         "<|tool_call_begin|>functions.⟨name⟩:⟨id⟩<|tool_call_argument_begin|>⟨arguments⟩<|tool_call_end|>",
@@ -156,8 +124,8 @@ FAMILIES = (
         between=",\n    ",
         end="\n]<|END_ACTION|>",
     ),
-    _keywords("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
-    _keywords("llama4", "<|python_start|>", "<|python_end|>"),
+    _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", KEYWORDS, PYTHON),
+    _listed("llama4", "<|python_start|>", "<|python_end|>", KEYWORDS, PYTHON),
     _braced("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
     Family(
@@ -169,6 +137,6 @@ FAMILIES = (
     ),
     Family("llama3", '{"name": "⟨name⟩", "parameters": ⟨arguments⟩}', between=None, is_anchored=True),
     Family("json", OBJECT, between=None, is_anchored=True),
-    _keywords("pythonic", "", "", is_anchored=True),
+    _listed("pythonic", "", "", KEYWORDS, PYTHON),
 )
 GENERIC = FAMILIES[0]  # of the models whose templates do not say, most were taught this one

@@ -4,8 +4,6 @@ Where a call must come the answer is calls only; otherwise it is free text, and 
 llguidance's Lark a token for a marker never matches the marker's letters, so tokens are named by their ids.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import lru_cache
@@ -16,10 +14,9 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
-from weft.text.tools.arguments import Json, Pairs, Tags
+from weft.text.tools.arguments import PLACES, Json, Pairs, Tags
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
-from weft.text.tools.pieces import PLACES
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
 
 ANY_TEXT = "(?s:.*)"
@@ -116,8 +113,8 @@ class _Grammar:
         return f"{more} {self.literal(self.family.end)}"
 
     def arguments(self, tool: Tool) -> str:
-        if tool.name in self.by_tool:
-            return self.by_tool[tool.name]
+        if name := self.by_tool.get(tool.name):
+            return name
         match self.family.notation:
             case Tags() as tags:
                 body = self.tagged(tool, tags)
@@ -127,11 +124,10 @@ class _Grammar:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
             case Json():
                 body = _json_value(tool, tool.parameters, tool.place)
-        self.by_tool[tool.name] = self.rule("arguments", body)
-        return self.by_tool[tool.name]
+        name = self.by_tool[tool.name] = self.rule("arguments", body)
+        return name
 
     def tagged(self, tool: Tool, tags: Tags) -> str:
-        """Arguments in their order, each in its tags."""
         bodies = []
         for key, schema, repeat, place in self.divided(tool, tool, tool.place):
             kind = tool.kind_of(schema)
@@ -154,18 +150,17 @@ class _Grammar:
 
     def paired(self, tool: Tool, node: Tool, pairs: Pairs, place: str) -> str:
         """Arguments, or the properties of an object, in their order with commas between."""
-        comma = self.literal(", ")
-        parts = self.divided(tool, node, place)
-        values = (f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}" for key, schema, _, where in parts)
-        bodies = [self.rule("pair", value) for value in values]
-        repeats = [repeat for _, _, repeat, _ in parts]
-        first = repeats.index("") if "" in repeats else len(repeats)  # the first that must come; one of those up to it begins
-        starts = []
-        for index, body in enumerate(bodies[: first + 1]):
-            more = f"({comma} {body})*" if repeats[index] == "*" else ""
-            rest = (f"({comma} {other}){repeat}" for other, repeat in zip(bodies[index + 1 :], repeats[index + 1 :], strict=True))
-            starts.append(" ".join([body, more, *rest]))
-        return f"({' | '.join(starts)}){'' if '' in repeats else '?'}" if starts else ""
+        comma, written, starts = self.literal(", "), [], []
+        for key, schema, repeat, where in self.divided(tool, node, place):
+            pair = f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}"
+            written.append((self.rule("pair", pair), repeat))
+        for index, (pair, repeat) in enumerate(written):
+            more = f"({comma} {pair})*" if repeat == "*" else ""
+            rest = (f"({comma} {other}){often}" for other, often in written[index + 1 :])
+            starts.append(" ".join([pair, more, *rest]))
+            if not repeat:  # this one must come, so it or one of those before it begins
+                return f"({' | '.join(starts)})"
+        return f"({' | '.join(starts)})?" if starts else ""
 
     def divided(self, tool: Tool, node: Tool, place: str) -> list[tuple[str, Any, str, str]]:
         """Arguments one by one: the key, its schema, how often it comes ("": once), and its place."""
@@ -212,7 +207,6 @@ class _Grammar:
         return name
 
     def loose_json(self, tool: Tool, schema: Any, place: str) -> str:
-        """A value as JSON, or as Python writes it."""
         texts = [_json_value(tool, schema, place)]
         if types(tool.resolve(schema)) == ["boolean"]:
             texts += ['"True"', '"False"']

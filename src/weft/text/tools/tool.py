@@ -1,10 +1,7 @@
 """Tools and the selection among them, read from JSON in the shapes of OpenAI's dialects; the other dialects translate theirs.
 
-A `Tool` knows of its schema what readers and grammars of calls need: which of its arguments are texts. Knows no model: how calls
-are written is in `families`.
+A `Tool` knows of its schema what readers and grammars of calls need: which of its arguments are texts.
 """
-
-from __future__ import annotations
 
 import re
 from collections.abc import Sequence
@@ -26,7 +23,6 @@ MAX_REFERENCES = 16  # of references to references
 # What a strict text may be required to be besides a list of choices.
 ASSERTING = {"pattern", "format", "minLength", "maxLength", "allOf", "not", "contentEncoding", "contentMediaType"}
 
-Kind = Literal["text", "nullable", "json"]
 Facts = tuple[set[str], list[Any] | None]  # the kinds of values that fit a schema, and the values themselves where it lists them
 
 
@@ -52,9 +48,8 @@ class Tool:
 
     @cached_property
     def properties(self) -> dict[str, Any]:
-        """Schemas of the arguments that have a name, in their order."""
         given = self.parameters.get("properties")
-        named: dict[str, Any] = dict(given) if isinstance(given, dict) else {}
+        named: dict[str, Any] = given if isinstance(given, dict) else {}
         return named | {name: {} for name in sorted(self.required - named.keys())}
 
     @property
@@ -76,11 +71,8 @@ class Tool:
                 schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
         return schema if isinstance(schema, dict) and "$ref" not in schema else {}
 
-    def kind_of(self, schema: Any) -> Kind:
-        """How a value is written where texts are written as they are: a text, a text or null, or JSON.
-
-        Under strict a text that must have a certain form is written as JSON: only then the engine can enforce the form.
-        """
+    def kind_of(self, schema: Any) -> Literal["text", "nullable", "json"]:
+        """How a value is written where texts are written as they are: a text, a text or null, or JSON."""
         kinds = self._facts(schema)[0]
         return "text" if kinds == {"text"} else "nullable" if kinds == {"text", "null"} else "json"
 
@@ -105,7 +97,7 @@ class Tool:
             listed = [value for values in lists for value in values] if len(lists) == len(branches) else None
             return set().union(*(kinds for kinds, _ in branches)), listed
         if self.strict and node.keys() & ASSERTING:
-            return {"json"}, None
+            return {"json"}, None  # only as JSON the engine can enforce the form of a text
         kinds = {{"string": "text", "null": "null"}.get(name, "json") for name in types(node)}
         return kinds, [None] if kinds == {"null"} else None
 
@@ -136,8 +128,8 @@ def read_tools(tools: Sequence[Any] | None, places: Sequence[str] = (), schema_f
         place = places[index] if places else f"tools[{index}].{kind}"
         tool = _read_custom(given[kind], place) if kind == "custom" else _read_function(given[kind], place, schema_field)
         if tool.name in read:
-            message = f"{place}.name {tool.name!r} is the name of an earlier tool too; names must differ"
-            raise InvalidRequest(message, f"{place}.name")
+            where = f"{place}.name"
+            raise InvalidRequest(f"{where} {tool.name!r} is the name of an earlier tool too; names must differ", where)
         read[tool.name] = tool
     return tuple(read.values())
 
@@ -150,27 +142,18 @@ def template_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...
 def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None) -> ToolSelection:
     """The selection that a client's tool_choice makes. A tool that is named is called once: its client expects one answer."""
     is_parallel, place = parallel is not False, "tool_choice"
-    match given:
+    match _flattened(given):
         case None:
             return ToolSelection("auto" if tools else "none", tools, is_parallel)
         case "none" | "auto" if given == "none" or not tools:
             return ToolSelection("none", tools)
         case "auto" | "required":
             selection = ToolSelection(given, tools, is_parallel)
-        case (
-            {"type": "function", "function": {"name": str(name)}}
-            | {"type": "custom", "custom": {"name": str(name)}}
-            | {"type": "function" | "custom", "name": str(name)}
-        ):
-            selection = ToolSelection("required", (_find(name, tools, place),), is_parallel=False)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}} | {
-            "type": "allowed_tools",
-            "mode": "auto" | "required" as mode,
-            "tools": list(allowed),
-        }:
+        case {"type": "function" | "custom", "name": str(name)}:
+            selection = ToolSelection("required", _select([name], tools, place), is_parallel=False)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:
             names = [_name_of(one, f"{place}.tools[{index}]") for index, one in enumerate(allowed)]
-            chosen = [_find(name, tools, place) for name in names]
-            selection = ToolSelection(mode, tuple(tool for tool in tools if tool in chosen), is_parallel)
+            selection = ToolSelection(mode, _select(names, tools, place), is_parallel)
         case _:
             message = f"{place} must be auto, none, required, a tool by its name, or allowed_tools with mode and tools"
             raise InvalidRequest(message, place)
@@ -192,6 +175,14 @@ def alternatives(node: dict[str, Any]) -> list[Any]:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _flattened(given: Any) -> Any:
+    """A value {"type": "x", "x": {…}} of Chat Completions in the flat shape of Responses, {"type": "x", …}; else as it is."""
+    match given:
+        case {"type": str(kind)} if isinstance(given.get(kind), dict):
+            return {**given, **given[kind], "type": kind}
+    return given
 
 
 def _read_function(function: dict[str, Any], place: str, schema_field: str) -> Tool:
@@ -224,14 +215,10 @@ def _read_custom(custom: dict[str, Any], place: str) -> Tool:
 
 def _read_format(custom: dict[str, Any], place: str) -> tuple[str, str]:
     """The syntax and the definition of a custom tool's grammar; empty where any text will do."""
-    match custom.get("format"):
+    match _flattened(custom.get("format")):
         case None | {"type": "text"}:
             return "", ""
-        case {"type": "grammar", "grammar": {"syntax": "lark" | "regex" as syntax, "definition": str(definition)}} | {
-            "type": "grammar",
-            "syntax": "lark" | "regex" as syntax,
-            "definition": str(definition),
-        }:
+        case {"type": "grammar", "syntax": "lark" | "regex" as syntax, "definition": str(definition)}:
             return syntax, definition
     shape = '{"type": "grammar", "grammar": {"syntax": "lark" or "regex", "definition": …}}'
     raise InvalidRequest(f'{place} must be {{"type": "text"}} or {shape}', place)
@@ -263,9 +250,10 @@ def _name_of(given: Any, place: str) -> str:
     raise InvalidRequest(f"{place} must name a tool", place)
 
 
-def _find(name: str, tools: tuple[Tool, ...], place: str) -> Tool:
-    found = next((tool for tool in tools if tool.name == name), None)
-    if found is None:
-        names = ", ".join(tool.name for tool in tools[:8]) or "none"
-        raise InvalidRequest(f"{place} names the tool {name!r}, which is not in tools ({names})", place)
-    return found
+def _select(names: list[str], tools: tuple[Tool, ...], place: str) -> tuple[Tool, ...]:
+    known = [tool.name for tool in tools]
+    for name in names:
+        if name not in known:
+            message = f"{place} names the tool {name!r}, which is not in tools ({', '.join(known[:8]) or 'none'})"
+            raise InvalidRequest(message, place)
+    return tuple(tool for tool in tools if tool.name in names)
