@@ -3,8 +3,6 @@
 Values only. `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec
@@ -14,7 +12,6 @@ from weft.ipc.limits import Limits, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MissCause = Literal["whole", "differs", "cut", "checkpoint", "evicted", "salt", "logprobs", "off"]
-
 
 # How JSON under a schema is written, in llguidance's words; front and engine must agree on it.
 JSON_OPTIONS = {
