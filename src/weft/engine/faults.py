@@ -4,13 +4,11 @@ A rule names a token and strikes where a sequence with that token in its prompt 
 environment of the engine's process; only tests set it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -58,7 +56,7 @@ class Faults:
         self.rules = list(rules)
 
     @classmethod
-    def of_environment(cls) -> Faults:
+    def of_environment(cls) -> Self:
         return cls(msgspec.json.decode(os.environ.get(VARIABLE, "[]"), type=list[Rule]))
 
     def at(self, point: Point, *sequences: Sequence) -> None:

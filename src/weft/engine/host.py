@@ -1,9 +1,7 @@
 """Runs an engine for the front: receives messages, drives the loop, sends events.
 
-The only place in the engine that knows there is a front. One thread; it waits only when there is nothing to do.
+One thread; it waits only when there is nothing to do.
 """
-
-from __future__ import annotations
 
 import itertools
 import logging
@@ -13,8 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from weft.engine.canary import Canary
 from weft.engine.engine import Engine
+from weft.engine.prefix import Canary
 from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError
 from weft.grammar.compiler import Compiler
@@ -95,14 +93,21 @@ class Host:
 
     def take_compiled(self) -> None:
         """Queue the requests whose constraint is compiled; refuse those for which that failed or takes too long."""
-        for waiting in list(self.compiling):
-            if waiting.future.done():
-                self.compiling.remove(waiting)
-                self._submit_compiled(waiting)
-            elif self.clock() - waiting.since > MAX_COMPILE_SECONDS:
-                self.compiling.remove(waiting)
+        now = self.clock()
+        for waiting in [one for one in self.compiling if one.future.done() or now - one.since > MAX_COMPILE_SECONDS]:
+            self.compiling.remove(waiting)
+            try:
+                constraint = waiting.future.result(timeout=0)
+            except TimeoutError:
                 message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
                 self._refuse(waiting.submit, GrammarRejected(message))
+            except RequestError as error:
+                self._refuse(waiting.submit, error)
+            except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
+                log.exception("compiling a constraint failed")
+                self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
+            else:
+                self._submit(waiting.submit, constraint)
 
     def send_events(self) -> None:
         """Send the events of this turn, and the status when it changed."""
@@ -130,17 +135,6 @@ class Host:
         for number in message.numbers:
             if (sequence := self.live.get(number)) is not None:
                 self.engine.cancel(sequence)
-
-    def _submit_compiled(self, waiting: Compiling) -> None:
-        try:
-            constraint = waiting.future.result()
-        except RequestError as error:
-            self._refuse(waiting.submit, error)
-        except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
-            log.exception("compiling a constraint failed")
-            self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
-        else:
-            self._submit(waiting.submit, constraint)
 
     def _submit(self, message: Submit, constraint: Constraint | None) -> None:
         try:
@@ -170,7 +164,6 @@ class Host:
         return EngineStatus(*counts, memory_in_use(self.engine), self._prefix_counters(), prefilling, following)
 
     def _prefix_counters(self) -> dict[str, int]:
-        """What happened to cached prefixes so far, by kind."""
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary
         counts = {"evicted": tree.num_evicted} if tree is not None else {}
         if canary is not None:

@@ -1,15 +1,16 @@
-"""Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, and release them.
+"""Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, release and verify them.
 
 Of prompts that need the same chunk one computes it and the others go on from there; which one is the scheduler's decision.
-Used by the engine alone. Blocks and checkpoints are made and restored by the runner.
 """
 
-from __future__ import annotations
-
 import logging
+import math
+import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+
+import mlx.core as mx
 
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Row
@@ -19,24 +20,21 @@ from weft.ipc.messages import PrefixReuse
 from weft.memory.disk import DiskTier
 from weft.memory.disk_files import Entry
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
-from weft.model.saved_state import LayerCaches
+from weft.model.saved_state import LayerCaches, SavedState, save_block, save_checkpoint
 
 log = logging.getLogger("weft.engine")
 
 COPY_BYTES_PER_SECOND = 1e9  # cost of restoring states; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
 RETAINED_SHARE = 8  # one in so many of the bytes for cached prefixes goes to retained caches
+TOLERANCE = 1e-3  # of a cached state's largest value; on CPU computing it again gives the same bits, elsewhere nearly
+
+ChunkEnds = Callable[[Sequence], Iterator[int]]
 
 
 class PrefixSharing:
     """Computes what prompts have in common once. Without a tree every prompt is computed from its first token."""
 
-    def __init__(
-        self,
-        tree: PrefixTree | None,
-        runner: Runner,
-        chunk_ends: Callable[[Sequence], Iterator[int]],
-        disk: DiskTier | None = None,
-    ) -> None:
+    def __init__(self, tree: PrefixTree | None, runner: Runner, chunk_ends: ChunkEnds, disk: DiskTier | None = None) -> None:
         self.tree = tree
         self.runner = runner
         self.chunk_ends = chunk_ends
@@ -64,17 +62,12 @@ class PrefixSharing:
             self.disk.clear()
         return self.tree.clear()
 
-    def update(self, prompts: Iterable[Sequence]) -> list[tuple[Sequence, Exception]]:
-        """Move each prompt forward over what is cached by now; returns the sequences for which that failed, and why."""
-        failures: list[tuple[Sequence, Exception]] = []
-        if self.tree is None:
-            return failures
-        for sequence in prompts:
-            try:
-                self._match(sequence, self.tree)
-            except Exception as error:  # a border: a damaged prefix is this sequence's affair alone
-                failures.append((sequence, error))
-        return failures
+    def update(self, sequence: Sequence) -> None:
+        """Move a prompt forward over what is cached by now; one that needs no chunk of its own any more is prepared to decode."""
+        if self.tree is not None:
+            self._match(sequence, self.tree)
+        if sequence.is_prefilled:
+            self.begin(sequence)
 
     def best_cut(self, sequence: Sequence, end: int, others: list[Sequence]) -> int | None:
         """Where the next chunk of a prompt should end before `end`, because cached prompts or these others diverge there."""
@@ -85,22 +78,20 @@ class PrefixSharing:
 
     def begin(self, sequence: Sequence) -> None:
         """Prepare a prompt for its own work: give it retained caches if there are some, and note why no more was cached."""
-        cursor = sequence.prefix
-        if cursor.node is not None and not sequence.has_caches and (caches := self.retained.take(cursor.node)) is not None:
+        node, timings = sequence.prefix.node, sequence.timings
+        if node is not None and not sequence.has_caches and (caches := self.retained.take(node)) is not None:
             self.runner.adopt(sequence, caches)
-        if cursor.reuse is not None:
+        if timings.reuse is not None:
             return
         if self.tree is None:
-            cursor.reuse = PrefixReuse("off")
-        elif cursor.node is None:
-            return
+            timings.reuse = PrefixReuse("off")
         elif sequence.must_read_prompt:
-            cursor.reuse = PrefixReuse("logprobs")
+            timings.reuse = PrefixReuse("logprobs")
         elif sequence.is_prefilled:
-            cursor.reuse = PrefixReuse("whole", sequence.num_computed)
-        else:
+            timings.reuse = PrefixReuse("whole", sequence.num_computed)
+        elif node is not None:
             end = next(self.chunk_ends(sequence))
-            cursor.reuse = self.tree.explain_miss(cursor.node, sequence.prefill_ids, end, sequence.request.salt)
+            timings.reuse = self.tree.explain_miss(node, sequence.prefill_ids, end, sequence.request.salt)
 
     def enter(self, row: Row) -> None:
         """Enter a computed chunk into the tree, so that others can go on from it."""
@@ -128,13 +119,13 @@ class PrefixSharing:
             fork.prefix.is_private = True
             return
         self._pin(fork, leader.prefix.node)
-        fork.prefix.num_cached = fork.num_computed
-        fork.prefix.reuse = PrefixReuse("whole", fork.num_computed)
+        fork.timings.cached_tokens = fork.num_computed
+        fork.timings.reuse = PrefixReuse("whole", fork.num_computed)
 
     def release_allocated(self, sequence: Sequence) -> None:
         """Unpin the prefix of a row that has all states in memory of its own, and retain the caches it started with."""
         retained, node = self.runner.take_retained(sequence), sequence.prefix.node
-        if node is not None and sequence.is_prefilled and sequence.memory is not None and sequence.memory.is_complete:
+        if node is not None and sequence.is_prefilled:
             if retained is not None and not sequence.prefix.is_private and node.length == retained[1]:
                 self.retained.keep(node, retained[0], self.runner.adapter.bytes_of(retained[0]))
             self._unpin(sequence)
@@ -178,7 +169,7 @@ class PrefixSharing:
         found = tree.match(sequence.prefill_ids, cursor.node, self.chunk_ends(sequence))
         if found is not cursor.node and self._is_worth_restoring(sequence, found):
             if sequence.timings.first_token is None:  # later it is a restart, and the count was reported
-                cursor.num_cached += found.length - cursor.node.length
+                sequence.timings.cached_tokens += found.length - cursor.node.length
             self._pin(sequence, found)
             tree.hit(found)
             self.runner.forget(sequence)
@@ -249,8 +240,9 @@ class PrefixSharing:
 
     def _store(self, leaf: Node) -> None:
         """Queue the chunks up to `leaf` that are not on disk yet for writing."""
-        for node in leaf.path() if self.disk is not None else ():
-            assert self.disk is not None
+        if self.disk is None:
+            return
+        for node in leaf.path():
             checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
             if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
                 assert node.parent is not None
@@ -291,3 +283,73 @@ class RetainedCaches:
             self.take(node)
         while self.held_bytes > self.max_bytes:
             self.take(next(iter(self._kept)))
+
+
+class Canary:
+    """Verifies cached prefixes while the engine is idle: a cached prompt is computed again and compared, chunk by chunk.
+
+    What differs is invalidated with all that stands on it, counted and logged. One chunk at a time, so that a request which
+    comes meanwhile waits for no more than that.
+    """
+
+    def __init__(self, prefix: PrefixSharing, tree: PrefixTree, chance: random.Random | None = None) -> None:
+        self.prefix = prefix
+        self.tree = tree
+        self.chance = chance or random.Random()
+        self.num_checked = 0  # chunks
+        self.num_wrong = 0
+        self._path: list[Node] = []  # nodes of the path that are still to be checked
+        self._caches: LayerCaches = []
+        self._checked: set[int] = set()  # numbers of the nodes that were right: they do not change
+
+    def check(self) -> bool:
+        """Compute one chunk again and compare; False when there is nothing left to check."""
+        if not self._path and not self._choose_path():
+            return False
+        node, self._path = self._path[0], self._path[1:]
+        if node.is_detached or node.parent is None or node.parent.children.get(node.tokens) is not node:
+            self._path = []  # it was evicted meanwhile
+            return True
+        self.prefix.runner.adapter.prefill(list(node.tokens), self._caches)[0].finish()
+        block, checkpoint = save_block(self._caches, node.parent.length, node.length), save_checkpoint(self._caches)
+        self.num_checked += 1
+        worst = max(_worst_difference(node.block, block), _worst_difference(node.checkpoint, checkpoint))
+        if worst <= TOLERANCE:
+            self._checked.add(node.number)
+            return True
+        self._path = []
+        self.num_wrong += 1
+        log.error(
+            "a cached prefix differs when it is computed again: tokens %d to %d by %.3g of their size; "
+            "it and what stands on it (%d chunks) are invalidated",
+            node.parent.length, node.length, worst, self.prefix.invalidate_subtree(node),
+        )  # fmt: skip
+        return True
+
+    def _choose_path(self) -> bool:
+        """Choose a path with an unchecked node in it."""
+        nodes = [node for node in self.tree.nodes() if node.checkpoint is not None and node.number not in self._checked]
+        if not nodes:
+            return False
+        self._path = self.chance.choice(nodes).path()
+        self._caches = self.prefix.runner.adapter.new_caches(self._path[-1].length + 1)
+        self._checked &= {node.number for node in self.tree.nodes()}
+        return True
+
+
+def _worst_difference(cached: object, again: SavedState) -> float:
+    """The largest difference between two states as a share of the largest value; infinite when their geometry differs."""
+    if not isinstance(cached, SavedState):
+        return 0.0  # it was dropped
+    mine, right = cached.arrays, again.arrays
+    if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in right]:
+        return math.inf
+    return max((_difference(one, other) for one, other in zip(mine, right, strict=True)), default=0.0)
+
+
+def _difference(mine: mx.array, right: mx.array) -> float:
+    if not mine.size or mx.array_equal(mine, right):  # sync: nobody waits for this
+        return 0.0
+    largest = mx.maximum(mx.abs(right).max().astype(mx.float32), 1e-9)
+    found = float(mx.abs(mine.astype(mx.float32) - right.astype(mx.float32)).max() / largest)
+    return math.inf if math.isnan(found) else found
