@@ -14,10 +14,11 @@ import pytest
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from sequences import sequence_of
 from weft.engine.faults import Rule
-from weft.engine.prefix import Canary, PrefixSharing
+from weft.engine.host import Canary
+from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import PrefixReuse, Submit
+from weft.ipc.messages import AskPrefixes, PrefixReuse, Submit
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 
@@ -309,7 +310,7 @@ def test_spare_caches_have_their_share_of_the_bytes_and_go_when_all_is_forgotten
     size = prefix.retained.held_bytes
     assert size > 0
     assert prefix.held_bytes == prefix.tree.held_bytes + size
-    prefix.clear()
+    prefix.answer(AskPrefixes(0, clear=True), 0)
     assert prefix.held_bytes == 0
 
     run = Run(adapter, dataclasses.replace(LOOSE, cache_bytes=8 * 3 * size))

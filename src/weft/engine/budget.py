@@ -26,7 +26,6 @@ class MemoryBudget:
         self.room_bytes = None if budget_bytes is None else max(0, budget_bytes - weights_bytes - self.reserve_bytes)
 
     def bytes_of(self, tokens: int) -> int:
-        """The bytes reserved for a row of so many tokens."""
         return int(self.row_bytes(tokens) * SLACK)
 
     def needed(self, sequence: Sequence) -> int:

@@ -76,8 +76,8 @@ class Engine:
         plan = self.scheduler.plan(self.prefix.best_cut)
         last, is_quiet = self.order.pending, plan.chunk is None
         try:
-            if plan.begins_with_chunk:
-                plan = self._prefill_before_step(plan)
+            if plan.steps and plan.chunk is not None and plan.slice_seconds is None:  # so short that its row may join the step
+                plan = self._prefill_before_step(plan.chunk)
             self.order.run(plan)
         except RowFailure as failure:
             self._fail(failure.sequence, "restoring its states", failure)
@@ -141,12 +141,10 @@ class Engine:
         return len(self.scheduler.running), len(self.scheduler.waiting) + forks
 
     def take_events(self) -> list[TokenEvent]:
-        """The tokens and endings since the last call."""
         events, self.events = self.events, []
         return events
 
     def take_prompt_events(self) -> list[PromptEvent]:
-        """The progress of prompts since the last call."""
         events, self.prompt_events = self.prompt_events, []
         return events
 
@@ -174,11 +172,10 @@ class Engine:
         for sequence in self.scheduler.drop_prefilled():
             self._report_prompt(sequence)
 
-    def _prefill_before_step(self, plan: Plan) -> Plan:
+    def _prefill_before_step(self, chunk: Row) -> Plan:
         """Compute a short chunk at once and plan the step anew, so that its row may be in it."""
         self.order.flush()
-        assert plan.chunk is not None
-        self.prefill(plan.chunk, None)
+        self.prefill(chunk, None)
         return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None)
 
     def prefill(self, row: Row, seconds: float | None) -> None:
@@ -210,15 +207,13 @@ class Engine:
 
     def sample(self, step: Step) -> None:
         """Start sampling a step's tokens under the rows' constraints; the step before it is settled."""
-        demands = [self._demand(*row) for row in zip(step.sequences, step.is_new, strict=True)]
+        demands = [self._demand(sequence) if sequence in step.new else None for sequence in step.sequences]
         allowed, errors = self.masks.fill(demands)
         for row, why in errors.items():
             self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
         self.runner.sample(step, allowed)
 
-    def _demand(self, sequence: Sequence, is_new: bool) -> TokenDemand | None:
-        if not is_new:
-            return None
+    def _demand(self, sequence: Sequence) -> TokenDemand | None:
         try:
             self.faults.at("mask", sequence)
             return sequence.demand
@@ -238,7 +233,7 @@ class Engine:
             if index in problems:
                 self.prefix.invalidate(sequence)
                 self._finish(sequence, "error", problems[index])
-            elif step.is_new[index]:
+            elif sequence in step.new:
                 self._settle_row(sequence, tokens[index], logprobs.get(index))
 
     def _settle_row(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:

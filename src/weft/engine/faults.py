@@ -1,7 +1,6 @@
 """Points at which a test can break the engine. In production no rule is set and every call does nothing.
 
-A rule names a token and strikes where a sequence with that token in its prompt takes part. Rules come as JSON in the
-environment of the engine's process; only tests set it.
+A rule names a token and strikes where a sequence with that token in its prompt takes part. Rules come from the environment.
 """
 
 import os
@@ -69,4 +68,4 @@ class Faults:
     def struck(self, point: Point, sequences: Iterable[Sequence]) -> list[int]:
         """The indices of the sequences that a rule applies to, for faults that are no exceptions."""
         rules = [rule for rule in self.rules if rule.point == point]
-        return [index for index, one in enumerate(sequences) if any(rule.applies_to(one) for rule in rules)] if rules else []
+        return [index for index, one in enumerate(sequences) if any(rule.applies_to(one) for rule in rules)]

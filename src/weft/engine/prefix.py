@@ -1,32 +1,29 @@
-"""Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, release and verify them.
+"""Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, and release them.
 
 Of prompts that need the same chunk one computes it and the others go on from there; which one is the scheduler's decision.
 """
 
+import itertools
 import logging
-import math
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-
-import mlx.core as mx
 
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
-from weft.ipc.messages import PrefixReuse
+from weft.ipc.messages import AskPrefixes, Prefixes, PrefixNode, PrefixReuse
 from weft.memory.disk import DiskTier
-from weft.memory.disk_files import Entry
+from weft.memory.disk_files import Entry, Packed
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
-from weft.model.saved_state import LayerCaches, SavedState, save_block, save_checkpoint
+from weft.model.saved_state import LayerCaches, SavedState, pack
 
 log = logging.getLogger("weft.engine")
 
 COPY_BYTES_PER_SECOND = 1e9  # cost of restoring states; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
 RETAINED_SHARE = 8  # one in so many of the bytes for cached prefixes goes to retained caches
-TOLERANCE = 1e-3  # of a cached state's largest value; on CPU computing it again gives the same bits, elsewhere nearly
+MAX_NODES_SENT = 2000
 
 ChunkEnds = Callable[[Sequence], Iterator[int]]
 
@@ -44,7 +41,6 @@ class PrefixSharing:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of cached prefixes and retained caches."""
         return 0 if self.tree is None else self.tree.held_bytes + self.retained.held_bytes
 
     def limit(self, budget_bytes: int) -> None:
@@ -53,17 +49,38 @@ class PrefixSharing:
             self.retained.limit(budget_bytes)
             self.tree.limit(budget_bytes - self.retained.held_bytes)
 
-    def clear(self) -> int:
-        """Evict every prefix that no running sequence uses, on disk too; returns the number of evicted chunks."""
-        if self.tree is None:
-            return 0
-        self.retained.limit(0)
-        if self.disk is not None:
-            self.disk.clear()
-        return self.tree.clear()
+    def answer(self, request: AskPrefixes, budget_bytes: int) -> Prefixes:
+        """List the cached prefixes; where the request says so, those that no running sequence uses are evicted before."""
+        tree, disk, num_cleared = self.tree, self.disk, 0
+        if tree is None:
+            return Prefixes(request.number, (), 0, 0, 0)
+        if request.clear:
+            self.retained.limit(0)
+            if disk is not None:
+                disk.clear()
+            num_cleared = tree.clear()
+        now, salted = tree.clock(), {id(root) for salt, root in tree.roots() if salt}
+        nodes = tuple(
+            PrefixNode(
+                number=node.number,
+                parent=(node.parent.number or None) if node.parent is not None else None,
+                length=node.length,
+                tokens=node.tokens,
+                nbytes=node.nbytes,
+                has_checkpoint=node.checkpoint is not None,
+                pins=node.pins,
+                hits=node.hits,
+                idle_seconds=now - node.used_at,
+                is_salted=id(node.path()[0].parent) in salted,
+                is_on_disk=disk is not None and disk.has(node.key),
+            )
+            for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)
+        )
+        sizes = (len(tree), self.held_bytes, budget_bytes, disk.held_bytes if disk is not None else 0)
+        return Prefixes(request.number, nodes, *sizes, num_cleared)
 
     def update(self, sequence: Sequence) -> None:
-        """Move a prompt forward over what is cached by now; one that needs no chunk of its own any more is prepared to decode."""
+        """Move a prompt forward over what is cached by now; one that is in memory then is prepared to decode."""
         if self.tree is not None:
             self._match(sequence, self.tree)
         if sequence.is_prefilled:
@@ -172,8 +189,12 @@ class PrefixSharing:
                 sequence.timings.cached_tokens += found.length - cursor.node.length
             self._pin(sequence, found)
             tree.hit(found)
-            self.runner.forget(sequence)
-        self._ask_disk(sequence)
+            sequence.memory = None  # its own caches; they are restored when they are needed
+        if self.disk is not None and not cursor.has_asked_disk:  # once per prompt; it waits for what is not in memory
+            cursor.has_asked_disk = True
+            if keys := self._keys_on_disk(sequence, cursor.node, self.disk):
+                cursor.is_loading = True
+                self._loads[sequence.id] = self.disk.load(keys)
 
     def _is_worth_restoring(self, sequence: Sequence, found: Node) -> bool:
         """Whether restoring the states at `found` is cheaper than computing up to there on the caches it has."""
@@ -193,21 +214,10 @@ class PrefixSharing:
         if node is not None and self.tree is not None:
             self.tree.unpin(node)
 
-    def _ask_disk(self, sequence: Sequence) -> None:
-        """Ask the disk tier, once per prompt, for what follows and is not in memory; the prompt waits for it."""
-        if self.disk is None or sequence.prefix.has_asked_disk:
-            return
-        sequence.prefix.has_asked_disk = True
-        if keys := self._keys_on_disk(sequence, self.disk):
-            sequence.prefix.is_loading = True
-            self._loads[sequence.id] = self.disk.load(keys)
-
-    def _keys_on_disk(self, sequence: Sequence, disk: DiskTier) -> list[bytes]:
+    def _keys_on_disk(self, sequence: Sequence, node: Node, disk: DiskTier) -> list[bytes]:
         """The keys of the chunks that follow on disk, up to the last one at which every layer can be restored."""
-        node, tokens = sequence.prefix.node, sequence.prefill_ids
-        assert node is not None
         assert self.tree is not None
-        ends = {*self.chunk_ends(sequence)} if self.tree.is_exact else None
+        tokens, ends = sequence.prefill_ids, {*self.chunk_ends(sequence)} if self.tree.is_exact else None
         found: list[bytes] = []
         open_paths: list[tuple[int, bytes, list[bytes]]] = [(node.length, node.key, [])]
         furthest = 0
@@ -246,7 +256,13 @@ class PrefixSharing:
             checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
             if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
                 assert node.parent is not None
-                self.disk.store(Entry(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint)))
+                packed = _packed(node.block), None if checkpoint is None else _packed(checkpoint)
+                self.disk.store(Entry(node.key, node.parent.key, node.tokens, *packed))
+
+
+def _packed(saved: object) -> Packed:
+    assert isinstance(saved, SavedState)
+    return pack(saved)
 
 
 class RetainedCaches:
@@ -262,14 +278,12 @@ class RetainedCaches:
         self._kept: OrderedDict[Node, tuple[LayerCaches, int]] = OrderedDict()
 
     def keep(self, node: Node, caches: LayerCaches, num_bytes: int) -> None:
-        """Keep the caches of a row whose prompt ended on this node."""
         self.take(node)
         self._kept[node] = caches, num_bytes
         self.held_bytes += num_bytes
         self._shrink()
 
     def take(self, node: Node) -> LayerCaches | None:
-        """Remove and return the caches kept for this node, if there are any."""
         caches, num_bytes = self._kept.pop(node, (None, 0))
         self.held_bytes -= num_bytes
         return caches
@@ -283,73 +297,3 @@ class RetainedCaches:
             self.take(node)
         while self.held_bytes > self.max_bytes:
             self.take(next(iter(self._kept)))
-
-
-class Canary:
-    """Verifies cached prefixes while the engine is idle: a cached prompt is computed again and compared, chunk by chunk.
-
-    What differs is invalidated with all that stands on it, counted and logged. One chunk at a time, so that a request which
-    comes meanwhile waits for no more than that.
-    """
-
-    def __init__(self, prefix: PrefixSharing, tree: PrefixTree, chance: random.Random | None = None) -> None:
-        self.prefix = prefix
-        self.tree = tree
-        self.chance = chance or random.Random()
-        self.num_checked = 0  # chunks
-        self.num_wrong = 0
-        self._path: list[Node] = []  # nodes of the path that are still to be checked
-        self._caches: LayerCaches = []
-        self._checked: set[int] = set()  # numbers of the nodes that were right: they do not change
-
-    def check(self) -> bool:
-        """Compute one chunk again and compare; False when there is nothing left to check."""
-        if not self._path and not self._choose_path():
-            return False
-        node, self._path = self._path[0], self._path[1:]
-        if node.is_detached or node.parent is None or node.parent.children.get(node.tokens) is not node:
-            self._path = []  # it was evicted meanwhile
-            return True
-        self.prefix.runner.adapter.prefill(list(node.tokens), self._caches)[0].finish()
-        block, checkpoint = save_block(self._caches, node.parent.length, node.length), save_checkpoint(self._caches)
-        self.num_checked += 1
-        worst = max(_worst_difference(node.block, block), _worst_difference(node.checkpoint, checkpoint))
-        if worst <= TOLERANCE:
-            self._checked.add(node.number)
-            return True
-        self._path = []
-        self.num_wrong += 1
-        log.error(
-            "a cached prefix differs when it is computed again: tokens %d to %d by %.3g of their size; "
-            "it and what stands on it (%d chunks) are invalidated",
-            node.parent.length, node.length, worst, self.prefix.invalidate_subtree(node),
-        )  # fmt: skip
-        return True
-
-    def _choose_path(self) -> bool:
-        """Choose a path with an unchecked node in it."""
-        nodes = [node for node in self.tree.nodes() if node.checkpoint is not None and node.number not in self._checked]
-        if not nodes:
-            return False
-        self._path = self.chance.choice(nodes).path()
-        self._caches = self.prefix.runner.adapter.new_caches(self._path[-1].length + 1)
-        self._checked &= {node.number for node in self.tree.nodes()}
-        return True
-
-
-def _worst_difference(cached: object, again: SavedState) -> float:
-    """The largest difference between two states as a share of the largest value; infinite when their geometry differs."""
-    if not isinstance(cached, SavedState):
-        return 0.0  # it was dropped
-    mine, right = cached.arrays, again.arrays
-    if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in right]:
-        return math.inf
-    return max((_difference(one, other) for one, other in zip(mine, right, strict=True)), default=0.0)
-
-
-def _difference(mine: mx.array, right: mx.array) -> float:
-    if not mine.size or mx.array_equal(mine, right):  # sync: nobody waits for this
-        return 0.0
-    largest = mx.maximum(mx.abs(right).max().astype(mx.float32), 1e-9)
-    found = float(mx.abs(mine.astype(mx.float32) - right.astype(mx.float32)).max() / largest)
-    return math.inf if math.isnan(found) else found

@@ -66,7 +66,6 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
     report = blas.bind()  # before anything imports mlx
 
     from weft.engine.host import Host, memory_in_use
-    from weft.engine.prefix import Canary
 
     def progress(what: str, done: int, total: int | None) -> None:
         channel.send(Loading(what, done, total or 0))
@@ -96,9 +95,7 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         notice="; ".join(notices) or None,
     )
     channel.send(ready)
-    tree = engine.prefix.tree
-    canary = Canary(engine.prefix, tree) if settings.cache_canary and tree is not None else None
-    Host(engine, compiler, channel, time.monotonic, canary).run()
+    Host(engine, compiler, channel, has_canary=settings.cache_canary).run()
     if engine.prefix.disk is not None:
         engine.prefix.disk.close(CLOSE_SECONDS)
 

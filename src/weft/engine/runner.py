@@ -5,7 +5,6 @@ row that can not join decodes alone on its own caches: slower, never wrong.
 """
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,11 +18,11 @@ from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
-from weft.memory.disk_files import Entry, Packed
+from weft.memory.disk_files import Entry
 from weft.memory.slabs import Pool, RowState
 from weft.memory.views import make_batches
 from weft.model.adapter import Adapter, Chunk
-from weft.model.saved_state import LayerCaches, SavedState, pack, restore, save_block, save_checkpoint, unpack
+from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
 
 @dataclass
@@ -52,12 +51,8 @@ class Step:
 
     sequences: list[Sequence]
     logits: mx.array  # (rows, V)
-    is_new: list[bool]  # by row: its token is a new one; False when it replays a token it emitted before
+    new: set[Sequence]  # those whose token is a new one; the others replay a token they emitted before, or were preempted
     sampled: SampledTokens | None = None
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the token of a sequence that was preempted meanwhile."""
-        self.is_new = [new and one is not sequence for one, new in zip(self.sequences, self.is_new, strict=True)]
 
 
 class RowFailure(WeftError):
@@ -99,16 +94,12 @@ class Runner:
             except Exception as error:  # a border: whatever fails here belongs to this row
                 raise RowFailure(sequence, error) from error
         self.faults.at("decode", *plan.steps)
-        order: list[Sequence] = []
-        logits: list[mx.array] = []
-        for stepped, out in itertools.chain(self._decode_together(plan.steps, last), self._decode_alone(plan.steps, last)):
-            order += stepped
-            logits.append(out)
-        is_new = [not sequence.is_replaying for sequence in order]
-        for sequence, new in zip(order, is_new, strict=True):
+        parts = [*self._decode_together(plan.steps, last), *self._decode_alone(plan.steps, last)]
+        order = [sequence for sequences, _ in parts for sequence in sequences]
+        step = Step(order, mx.concatenate([logits for _, logits in parts]), {one for one in order if not one.is_replaying})
+        for sequence in order:
             sequence.num_computed += 1
-            sequence.num_in_flight += new
-        step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits), is_new)
+            sequence.num_in_flight += sequence in step.new
         if rows := self.faults.struck("logits", order):
             step.logits[mx.array(rows)] = mx.nan
         return step
@@ -157,10 +148,6 @@ class Runner:
         assert own is not None
         return save_block(own, row.start, row.start + row.count), save_checkpoint(own)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the own caches of a sequence that goes on from a prefix node; they are restored when they are needed."""
-        _memory(sequence).own = None
-
     def hand_over(self, sequence: Sequence, successor: Sequence) -> None:
         """Give all states and the chunk under way to a sequence that stands at the same position."""
         successor.memory, sequence.memory = sequence.memory, None
@@ -180,12 +167,6 @@ class Runner:
         """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
         fork.memory = RowMemory(copy.deepcopy(_memory(leader).own))
         fork.num_computed = leader.num_computed
-
-    def packed(self, block: object, checkpoint: object | None) -> tuple[Packed, Packed | None]:
-        """Saved states as host data that can be written to disk."""
-        assert isinstance(block, SavedState)
-        assert checkpoint is None or isinstance(checkpoint, SavedState)
-        return pack(block), None if checkpoint is None else pack(checkpoint)
 
     def unpacked(self, loaded: Entry) -> tuple[SavedState, SavedState | None]:
         """Saved states from host data that was read from disk."""
@@ -279,5 +260,4 @@ def _memory(sequence: Sequence) -> RowMemory:
 
 
 def _next_tokens(row: Row) -> list[int]:
-    """The tokens that follow each token of a chunk."""
     return row.sequence.prefill_ids[row.start + 1 : row.start + row.count + 1]

@@ -76,22 +76,20 @@ def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = No
         adjusted = mx.where(allowed, adjusted, -mx.inf)
         problems = mx.where(mx.max(adjusted, axis=-1) > -mx.inf, problems, mx.maximum(problems, 1))
     greedy = mx.argmax(adjusted, axis=-1).astype(mx.int32)
-    hot = [index for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
-    tokens = _draw(adjusted, rows, hot, greedy) if hot else greedy
+    tokens = _draw(adjusted, rows, greedy)
     wanted = ((i, row.sampling.logprobs) for i, row in enumerate(rows))
     logprobs = {i: logprobs_of(raw[i : i + 1], tokens[i : i + 1], count) for i, count in wanted if count is not None}
     return SampledTokens(tokens, problems, logprobs)
 
 
-def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.array) -> mx.array:
+def _draw(logits: mx.array, rows: Rows[Sequence], greedy: mx.array) -> mx.array:
     """Sample the rows with a temperature; the others keep their greedy token."""
-    vocab_size = logits.shape[-1]
     kinds: dict[str, list[int]] = {}
-    for index in hot:
-        sampling = rows[index].sampling
-        kind = "all" if sampling.top_p < 1.0 or sampling.top_k > 0 else "plain"
-        kind = "few" if 0 < sampling.top_k <= CANDIDATES < vocab_size else kind
-        kinds.setdefault(kind, []).append(index)
+    for index, row in enumerate(rows):
+        if row.sampling.temperature > 0.0:
+            is_ranked = row.sampling.top_p < 1.0 or row.sampling.top_k > 0
+            is_few = 0 < row.sampling.top_k <= CANDIDATES < logits.shape[-1]
+            kinds.setdefault("few" if is_few else "all" if is_ranked else "plain", []).append(index)
     tokens = greedy
     for kind, indices in kinds.items():
         group = [rows[index] for index in indices]
@@ -109,8 +107,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.ar
     if few:
         candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
         candidates = mx.sort(candidates, axis=-1)  # so that equal logits stand in token order below
-        values = mx.take_along_axis(logits, candidates, axis=-1)
-        ranks = mx.argsort(-values, axis=-1)
+        ranks = mx.argsort(-mx.take_along_axis(logits, candidates, axis=-1), axis=-1)
         order = mx.take_along_axis(candidates, ranks, axis=-1)
     else:
         order = mx.argsort(-logits, axis=-1)

@@ -1,11 +1,11 @@
-"""Who runs next, and where a prompt's chunks end. Imports no mlx; the clock is a parameter.
+"""Decides who runs next, and where a prompt's chunks end. Imports no mlx.
 
 There are no phases: every sequence chases `num_computed < num_tokens`. Rows whose newest token is all that is missing
-step together; one prompt chunk at a time runs beside them. Prefix sharing gives facts about prompts; the order is set here.
+step together; one prompt chunk at a time runs beside them.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.config import EngineConfig
@@ -38,11 +38,6 @@ class Plan:
     chunk: Row | None
     slice_seconds: float | None  # how long to work on the chunk; None: until it is done
     upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
-
-    @property
-    def begins_with_chunk(self) -> bool:
-        """Whether the chunk is so short that it is computed before the step, and its row may join the step."""
-        return bool(self.steps) and self.chunk is not None and self.slice_seconds is None
 
 
 class Fairness:
@@ -151,7 +146,6 @@ class Scheduler:
         return gone
 
     def drop_prefilled(self) -> list[Sequence]:
-        """Remove the prompts that need no chunk of their own any more, and return them."""
         done = [sequence for sequence in self.prompts if sequence.is_prefilled]
         self.prompts = [sequence for sequence in self.prompts if not sequence.is_prefilled]
         return done
@@ -177,12 +171,9 @@ class Scheduler:
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Where a prompt's chunks end, from what is computed on: at multiples of the chunk size and at its boundaries."""
         size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
-        boundaries = iter(position for position in sequence.boundaries if position > end)
-        boundary = next(boundaries, last)
         while end < last:
+            boundary = next((position for position in sequence.boundaries if position > end), last)
             end = min((end // size + 1) * size, boundary, last)
-            if end == boundary:
-                boundary = next(boundaries, last)
             yield end
 
     def finish_chunk(self, row: Row) -> None:
@@ -193,20 +184,16 @@ class Scheduler:
             self.prompts.append(row.sequence)
 
     def measure_step(self, seconds: float) -> None:
-        """Note how long a decode step without prefill took."""
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
 
     def twin(self, sequence: Sequence) -> Sequence | None:
         """A prompt that can take over the chunk under way of this one, because it needs the same."""
-        for other in self.prompts:
-            is_free = not (other.is_finished or other.prefix.is_loading or other.must_read_prompt or other.is_amid_chunk)
-            if is_free and other is not sequence and self._shares_chunk(other, sequence):
-                return other
-        return None
+        others = (one for one in self.prompts if not (one is sequence or one.is_finished or one.must_read_prompt))
+        free = (one for one in others if not (one.prefix.is_loading or one.is_amid_chunk))
+        return next((one for one in free if self._shares_chunk(one, sequence)), None)
 
-    def _first(self, candidates: Iterable[Sequence]) -> Sequence:
+    def _first(self, candidates: Collection[Sequence]) -> Sequence:
         """Who is next: suspects of a failed step, since the others wait for them, then the fairest."""
-        candidates = list(candidates)
         return self.fairness.first([one for one in candidates if self.bisection.is_suspect(one)] or candidates)
 
     def _next_chunk(self, best_cut: BestCut | None) -> Row | None:

@@ -45,7 +45,6 @@ class Compiler:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's view of the vocabulary."""
         text = self.path.read_text(encoding="utf-8")
         eos = list(self.eos_token_ids) or None
         found = LLTokenizer(text, eos_token=eos)

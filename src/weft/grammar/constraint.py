@@ -113,8 +113,7 @@ class ReasoningBudget:
         self.budget = spec.budget
 
     def begin(self) -> ReasoningState:
-        first = ReasoningState("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")
-        return self._close_if_spent(first) if self.spec.opened else first
+        return self._enter("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")
 
     def limit_to(self, max_tokens: int) -> None:
         """Lower the budget so that an answer of `max_tokens` keeps room after the reasoning."""
@@ -124,7 +123,7 @@ class ReasoningBudget:
     def after(self, state: ReasoningState, token: int) -> ReasoningState:
         if state.forced:
             rest = state.forced[1:]
-            return replace(state, forced=rest) if rest else self._enter(state)
+            return replace(state, forced=rest) if rest else self._enter(state.then, state.spent)
         data = self.tokenizer.decode_bytes([token])
         match state.phase:
             case "reasoning":
@@ -132,7 +131,7 @@ class ReasoningBudget:
             case "start":
                 return self._started(state, token, data)
             case _:  # a model may open its reasoning again, but only by a token that means nothing else
-                return self._enter(replace(state, then="reasoning")) if self.open_ids == (token,) else state
+                return self._enter("reasoning", state.spent) if self.open_ids == (token,) else state
 
     def _reasoned(self, state: ReasoningState, data: bytes) -> ReasoningState:
         seen = state.tail + data
@@ -156,18 +155,17 @@ class ReasoningBudget:
 
     def _started(self, state: ReasoningState, token: int, data: bytes) -> ReasoningState:
         if token == self.open_ids[0]:
-            opening = replace(state, forced=self.open_ids[1:], then="reasoning")
-            return opening if opening.forced else self._enter(opening)
+            rest = self.open_ids[1:]
+            return replace(state, forced=rest, then="reasoning") if rest else self._enter("reasoning", state.spent)
         seen = (state.tail + data).lstrip()
         if seen.startswith(self.open_bytes):
             return self._close_if_spent(replace(state, phase="reasoning", tail=seen[len(self.open_bytes) :]))
         may_open = self.open_bytes.startswith(seen) and len(state.tail) < 32
         return replace(state, tail=state.tail + data) if may_open else ReasoningState("answer", spent=state.spent)
 
-    def _enter(self, state: ReasoningState) -> ReasoningState:
-        """Enter the phase that follows the forced tokens."""
-        entered = ReasoningState(state.then, spent=state.spent)
-        return self._close_if_spent(entered) if entered.phase == "reasoning" else entered
+    def _enter(self, phase: str, spent: int = 0) -> ReasoningState:
+        entered = ReasoningState(phase, spent=spent)
+        return self._close_if_spent(entered) if phase == "reasoning" else entered
 
 
 class Constraint:
@@ -180,7 +178,7 @@ class Constraint:
         self._fed: list[bool] = []  # by token: whether the grammar took it
 
     def limit_to(self, max_tokens: int) -> None:
-        """Say how long the answer may be, before the first token."""
+        """Set the answer's largest length, before the first token."""
         if self.reasoning is not None:
             self.reasoning.limit_to(max_tokens)
             self._history = [self.reasoning.begin()]
@@ -191,10 +189,7 @@ class Constraint:
         return other
 
     def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
-        """Conditions on the next token; None when anything may come. `ends` are the tokens that end the sequence.
-
-        An endless sequence goes on wherever its grammar lets it.
-        """
+        """Conditions on the next token; None when anything may come. `ends` are the tokens that end the sequence."""
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
@@ -205,7 +200,7 @@ class Constraint:
         if self.matcher is None:
             return None
         opening = self.reasoning.open_ids[:1] if self.reasoning is not None and now.phase == "start" else ()
-        late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()
+        late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()  # it goes on wherever its grammar lets it
         return TokenDemand(matcher=self.matcher, also=opening, late=late)
 
     def accept(self, token: int) -> None:
@@ -237,5 +232,4 @@ class Constraint:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete and nothing can follow."""
         return self.matcher is not None and self._history[-1].phase == "answer" and self.matcher.is_finished

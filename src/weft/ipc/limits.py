@@ -60,7 +60,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens seen before change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -81,12 +80,12 @@ class Limits(msgspec.Struct, frozen=True):
             message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "prompt")
         sampling.check(self.vocab_size)
-        room = self._context_room(len(prompt), sampling.max_tokens)
-        return room if self.memory_tokens is None else self._memory_room(len(prompt), room, sampling.max_tokens)
+        return self._memory_room(len(prompt), self._context_room(len(prompt), sampling.max_tokens), sampling.max_tokens)
 
     def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
         """The answer's tokens that fit into memory: an open-ended answer is cut there, a longer `max_tokens` is refused."""
-        assert self.memory_tokens is not None
+        if self.memory_tokens is None:
+            return room
         total = tokens + (room if wanted is not None else 1)
         if total > self.memory_tokens:
             message = f"{total} tokens ({tokens} of the prompt) do not fit into memory: {self.memory_bytes} bytes are free for"
@@ -95,7 +94,6 @@ class Limits(msgspec.Struct, frozen=True):
         return min(room, self.memory_tokens - tokens)
 
     def _context_room(self, tokens: int, wanted: int | None) -> int:
-        """The answer's tokens that fit into the context."""
         # Clients recognise these sentences and shorten their history: the first half must stay word for word.
         limit, room = self.context_length, self.context_length - tokens
         if room < 1 and not (room == 0 and wanted == 0):

@@ -1,7 +1,4 @@
-"""The messages between front and engine: requests, tokens, endings, status.
-
-Values only. `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses.
-"""
+"""The messages between front and engine: `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses."""
 
 from typing import Literal
 
