@@ -69,9 +69,9 @@ def eight_at_once(name: str, adapter: Adapter, config: EngineConfig) -> None:
         alone, _ = first_tokens(adapter, config, prompts[:1])
         together, rows = first_tokens(adapter, config, prompts)
         ratios.append(max(together) / alone[0])
-        computed = sum(len(row.prompt) - row.prefix.num_cached for row in rows)
+        computed = sum(len(row.prompt) - row.timings.cached_tokens for row in rows)
         shares.append(computed / (PREFIX + EIGHT * TAIL))
-        assert sum(0 < row.prefix.num_cached < len(row.prompt) for row in rows) >= EIGHT - 1
+        assert sum(0 < row.timings.cached_tokens < len(row.prompt) for row in rows) >= EIGHT - 1
     say(f"{name}: slowest first token of 8 at once over one alone", statistics.median(ratios), "≤ 1.5")
     say(f"{name}: prompt tokens computed over prefix + tails", statistics.median(shares), "≤ 1.05")
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import weft.model
-from weft.engine.process import Heartbeat
+from weft.engine.process import heartbeat
 from weft.ipc.channel import EngineEnd
 from weft.ipc.limits import Limits
 from weft.ipc.messages import (
@@ -73,7 +73,7 @@ def main() -> None:
         return
     limits = Limits(4096, asked.context, asked.memory_tokens, 100 * (asked.memory_tokens or 0))
     channel.send(Ready(asked.model, asked.folder, limits, max_rows=64, device="fake", versions="fake"))
-    with Heartbeat(channel):
+    with heartbeat(channel):
         run(channel, asked)
     channel.close()
 

@@ -13,12 +13,12 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from sequences import sequence_of
-from weft.engine.canary import Canary
 from weft.engine.faults import Rule
+from weft.engine.host import Canary
 from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import PrefixReuse, Submit
+from weft.ipc.messages import AskPrefixes, PrefixReuse, Submit
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 
@@ -88,7 +88,7 @@ def test_a_second_prompt_that_parts_is_cut_there_for_the_third(adapter: Adapter)
         rows.append(run.submit(TRUNK + tail, 3))
         run.finish()
 
-    assert rows[2].prefix.num_cached == len(TRUNK)
+    assert rows[2].timings.cached_tokens == len(TRUNK)
     assert [row.output for row in rows] == answers(adapter, [TRUNK + tail for tail in (TAIL, OTHER, TAIL[::-1])], 3)
 
 
@@ -132,7 +132,7 @@ class TestWhatIsTold:
             run.finish()
 
         assert told(row) == PrefixReuse("logprobs")
-        assert row.prefix.num_cached == 0
+        assert row.timings.cached_tokens == 0
 
     def test_that_nothing_is_kept(self, adapter: Adapter) -> None:
         run = Run(adapter)
@@ -159,7 +159,7 @@ def test_salts_share_nothing(adapter: Adapter) -> None:
         rows += run.engine.submit_all(Submit((number,), TRUNK, chosen, salt=salt))
         run.finish()
 
-    assert [row.prefix.num_cached for row in rows] == [0, 0, 99]
+    assert [row.timings.cached_tokens for row in rows] == [0, 0, 99]
     assert told(rows[1]) == PrefixReuse("salt")
 
 
@@ -197,7 +197,7 @@ class TestDisk:
         run.finish()
         run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
 
-        assert row.prefix.num_cached == 0
+        assert row.timings.cached_tokens == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
 
     def test_a_folder_that_vanishes_costs_nothing_else(self, adapter: Adapter, tmp_path: Path) -> None:
@@ -282,8 +282,8 @@ def test_the_next_turn_of_a_conversation_goes_on_with_the_caches_of_the_last_and
     run.finish()
 
     assert counts == []
-    assert second.prefix.num_cached == len(TRUNK) - 1
-    assert third.prefix.num_cached == len(prompt) - 1
+    assert second.timings.cached_tokens == len(TRUNK) - 1
+    assert third.timings.cached_tokens == len(prompt) - 1
     for row in (second, third):
         assert row.output == answers(adapter, [row.prompt], 4, dataclasses.replace(SMALL, chunk_tokens=64))[0]
 
@@ -310,7 +310,7 @@ def test_spare_caches_have_their_share_of_the_bytes_and_go_when_all_is_forgotten
     size = prefix.retained.held_bytes
     assert size > 0
     assert prefix.held_bytes == prefix.tree.held_bytes + size
-    prefix.clear()
+    prefix.answer(AskPrefixes(0, clear=True), 0)
     assert prefix.held_bytes == 0
 
     run = Run(adapter, dataclasses.replace(LOOSE, cache_bytes=8 * 3 * size))
@@ -333,7 +333,7 @@ def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter)
     second = run.submit(TRUNK + TAIL, 4)
     run.finish()
 
-    assert second.prefix.num_cached == 0
+    assert second.timings.cached_tokens == 0
     assert counts == [0]
     assert second.output == answers(adapter, [TRUNK + TAIL], 4)[0]
 

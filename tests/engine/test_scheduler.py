@@ -41,7 +41,7 @@ def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_
         scheduler.finish_chunk(chunk)
 
     assert ends == [10, 20, 26]
-    assert [row.sequence for row in plan_of(scheduler).steps] == [one]
+    assert list(plan_of(scheduler).steps) == [one]
 
 
 def test_prompts_take_turns_chunk_by_chunk() -> None:
@@ -128,18 +128,18 @@ def test_everybody_ends_in_order_of_admission_and_nobody_is_computed_twice(asked
         if scheduler.idle:
             break
         plan = plan_of(scheduler, float(now))
-        assert plan
+        assert plan.steps or plan.chunk is not None
         assert len(scheduler.running) <= CONFIG.max_rows
         if plan.chunk is not None:
             assert plan.chunk.start == plan.chunk.sequence.num_computed
             plan.chunk.sequence.num_computed += plan.chunk.count
             computed[plan.chunk.sequence.id] += plan.chunk.count
             scheduler.finish_chunk(plan.chunk)
-        for row in plan.steps:
-            row.sequence.num_computed += 1
-            computed[row.sequence.id] += 1
-            row.sequence.num_in_flight += 1
-            row.sequence.append(9, None)
+        for one in plan.steps:
+            one.num_computed += 1
+            computed[one.id] += 1
+            one.num_in_flight += 1
+            one.append(9, None)
 
     assert all(one.finish == "length" for one in sequences)
     assert all(computed[one.id] == len(one.prompt) + one.max_tokens - 1 for one in sequences)

@@ -78,10 +78,10 @@ def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[st
 
     check(run, sequences, cold(name))
     if build(name).can_be_saved:
-        assert sequences[-1].prefix.num_cached == len(TRUNK) - 1  # the same again: nothing is computed
-        assert all(sequence.prefix.num_cached >= 48 for sequence in sequences[1:5])
+        assert sequences[-1].timings.cached_tokens == len(TRUNK) - 1  # the same again: nothing is computed
+        assert all(sequence.timings.cached_tokens >= 48 for sequence in sequences[1:5])
     assert sum(counts) == sum(
-        len(prompt) - 1 - sequence.prefix.num_cached for prompt, sequence in zip(PROMPTS, sequences, strict=True)
+        len(prompt) - 1 - sequence.timings.cached_tokens for prompt, sequence in zip(PROMPTS, sequences, strict=True)
     )
     prefixes = run.engine.prefix.tree
     assert prefixes is None or not any(node.pins for node in prefixes.nodes())
@@ -172,8 +172,8 @@ def test_after_a_restart(build: Callable[[str], Adapter], cold: Callable[[str], 
     run.disk.close(10)
     assert (run.disk.num_damaged, run.disk.num_foreign) == (0, 0)
     if build(name).can_be_saved:
-        assert sequences[0].prefix.num_cached == len(TRUNK) - 1
-        assert sequences[1].prefix.num_cached == len(PROMPTS[1]) - 1
+        assert sequences[0].timings.cached_tokens == len(TRUNK) - 1
+        assert sequences[1].timings.cached_tokens == len(PROMPTS[1]) - 1
         assert sum(counts) <= sum(len(prompt) - 1 - 48 for prompt in PROMPTS[2:5]) + 16 + 32  # states amid the trunk are not kept
 
 

@@ -1,10 +1,8 @@
 """Finds the row that breaks a step: the rows of a failed step are run again in halves, until the guilty one fails alone.
 
-Only the first group steps; it is cleared when each of its rows has one token more than before, or has ended. Knows sequences
-and nothing of what failed. The engine preempts rows before it runs them again.
+Only the first group steps; it is cleared when each of its rows has one token more than before, or has ended. The engine
+preempts rows before it runs them again.
 """
-
-from __future__ import annotations
 
 from weft.engine.sequence import Sequence
 
@@ -21,7 +19,6 @@ class Bisection:
         return sequence.id in self._num_emitted
 
     def may_step(self, sequence: Sequence) -> bool:
-        """Whether a row may take part in the next step."""
         return not self.groups or any(one is sequence for one in self.groups[0])
 
     def split(self, rows: list[Sequence]) -> Sequence | None:

@@ -1,11 +1,10 @@
 """The memory budget: weights, running rows with what they will need, cached prefixes, and a reserve for forwards.
 
 All bytes are computed from the layers' specs; nothing is measured. A row is admitted when its prompt and the answer it may be
-expected to give fit. Imports no mlx; the engine asks before it admits and at every turn.
+expected to give fit.
 """
 
-from __future__ import annotations
-
+import bisect
 from collections.abc import Callable, Iterable
 
 from weft.config import RESERVE_SHARE
@@ -27,7 +26,6 @@ class MemoryBudget:
         self.room_bytes = None if budget_bytes is None else max(0, budget_bytes - weights_bytes - self.reserve_bytes)
 
     def bytes_of(self, tokens: int) -> int:
-        """The bytes reserved for a row of so many tokens."""
         return int(self.row_bytes(tokens) * SLACK)
 
     def needed(self, sequence: Sequence) -> int:
@@ -44,7 +42,6 @@ class MemoryBudget:
         return self.room_bytes is None or not running or self.reserved([*running, sequence]) <= self.room_bytes
 
     def is_over(self, running: list[Sequence]) -> bool:
-        """Whether the running rows need more than there is."""
         return self.room_bytes is not None and self.reserved(running) > self.room_bytes
 
     def left_for_prefixes(self, running: Iterable[Sequence], wanted: int) -> int:
@@ -53,11 +50,6 @@ class MemoryBudget:
 
     def max_row_tokens(self, context_length: int) -> int:
         """The longest row, prompt and answer, that can ever fit."""
-        room = self.room_bytes
-        if room is None or self.bytes_of(context_length) <= room:
+        if self.room_bytes is None:
             return context_length
-        fitting, failing = 0, context_length
-        while failing - fitting > 1:
-            middle = (fitting + failing) // 2
-            fitting, failing = (middle, failing) if self.bytes_of(middle) <= room else (fitting, middle)
-        return fitting
+        return max(0, bisect.bisect_right(range(context_length + 1), self.room_bytes, key=self.bytes_of) - 1)

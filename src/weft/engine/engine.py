@@ -4,8 +4,6 @@ Each turn makes room, plans, runs a decode step in the order that suits the devi
 chunk. Whatever fails costs the one row it belongs to.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time
@@ -71,24 +69,25 @@ class Engine:
         self._numbers = itertools.count()
 
     def turn(self) -> None:
-        """One turn of the loop: make room, plan, decode a step, work on a prompt chunk."""
+        """Run one turn of the loop: make room, plan, decode a step, work on a prompt chunk."""
         started = self.clock()
         self.faults.at("turn", *self.scheduler.running)
         self._make_room()
         plan = self.scheduler.plan(self.prefix.best_cut)
         last, is_quiet = self.order.pending, plan.chunk is None
         try:
-            if plan.begins_with_chunk:
-                plan = self._prefill_before_step(plan)
+            if plan.steps and plan.chunk is not None and plan.slice_seconds is None:  # so short that its row may join the step
+                plan = self._prefill_before_step(plan.chunk)
             self.order.run(plan)
         except RowFailure as failure:
             self._fail(failure.sequence, "restoring its states", failure)
+            return
         except Exception as error:  # a border: whatever the model or the device raise, one row may not cost the others
             self._undo(plan, last, error)
             return
-        for row in plan.steps:
-            self.prefix.release_allocated(row.sequence)
-        if plan.chunk is not None and not plan.chunk.sequence.is_abandoned:
+        for sequence in plan.steps:
+            self.prefix.release_allocated(sequence)
+        if plan.chunk is not None:
             self.prefill(plan.chunk, plan.slice_seconds)
         elif is_quiet and last is not None and self.order.pending is not None:
             self.scheduler.measure_step(self.clock() - started)
@@ -102,11 +101,11 @@ class Engine:
         rooms = [self.limits.check(request.prompt, sampling) for sampling in request.samplings]
         sequences = [self._sequence(request, index, room, constraint) for index, room in enumerate(rooms)]
         leader, *forks = sequences
-        if not leader.is_prefilled and all(sequence.prefill_ids == leader.prefill_ids for sequence in forks):
+        # Of one-token prompts or long resumed answers there is nothing to fork.
+        is_forked = not leader.is_prefilled and all(sequence.prefill_ids == leader.prefill_ids for sequence in forks)
+        if is_forked:
             leader.lead(forks)
-            self.scheduler.add(leader)
-            return sequences
-        for sequence in sequences:  # one-token prompts or long resumed answers: there is nothing to fork
+        for sequence in [leader] if is_forked else sequences:
             self.scheduler.add(sequence)
             if sequence.is_prefilled:
                 self._finish_empty(sequence)
@@ -142,12 +141,10 @@ class Engine:
         return len(self.scheduler.running), len(self.scheduler.waiting) + forks
 
     def take_events(self) -> list[TokenEvent]:
-        """The tokens and endings since the last call."""
         events, self.events = self.events, []
         return events
 
     def take_prompt_events(self) -> list[PromptEvent]:
-        """The progress of prompts since the last call."""
         events, self.prompt_events = self.prompt_events, []
         return events
 
@@ -167,25 +164,24 @@ class Engine:
             self._preempt(sequence)
         self.scheduler.admit(self.clock())
         self.prefix.limit(self.budget.left_for_prefixes(self.scheduler.running, self.config.cache_bytes))
-        for sequence, error in self.prefix.update(self.scheduler.prompts):
-            self._fail(sequence, "finding its cached prefix", error)
-        for sequence in self.scheduler.drop_prefilled():
+        for sequence in self.scheduler.prompts:
             try:
-                self.prefix.begin(sequence)
-            except Exception as error:  # a border: it belongs to this sequence alone
+                self.prefix.update(sequence)
+            except Exception as error:  # a border: a damaged prefix is this sequence's affair alone
                 self._fail(sequence, "finding its cached prefix", error)
+        for sequence in self.scheduler.drop_prefilled():
             self._report_prompt(sequence)
 
-    def _prefill_before_step(self, plan: Plan) -> Plan:
+    def _prefill_before_step(self, chunk: Row) -> Plan:
         """Compute a short chunk at once and plan the step anew, so that its row may be in it."""
         self.order.flush()
-        assert plan.chunk is not None
-        if not plan.chunk.sequence.is_abandoned:
-            self.prefill(plan.chunk, None)
+        self.prefill(chunk, None)
         return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None)
 
     def prefill(self, row: Row, seconds: float | None) -> None:
-        """Work on a prompt chunk; once it is done, other prompts can go on from it."""
+        """Work on a prompt chunk that is still wanted; once it is done, other prompts can go on from it."""
+        if row.sequence.is_abandoned:
+            return
         try:
             self.faults.at("prefill", row.sequence)
             self.prefix.begin(row.sequence)
@@ -211,15 +207,13 @@ class Engine:
 
     def sample(self, step: Step) -> None:
         """Start sampling a step's tokens under the rows' constraints; the step before it is settled."""
-        demands = [self._demand(*row) for row in zip(step.sequences, step.is_new, strict=True)]
+        demands = [self._demand(sequence) if sequence in step.new else None for sequence in step.sequences]
         allowed, errors = self.masks.fill(demands)
         for row, why in errors.items():
             self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
         self.runner.sample(step, allowed)
 
-    def _demand(self, sequence: Sequence, is_new: bool) -> TokenDemand | None:
-        if not is_new:
-            return None
+    def _demand(self, sequence: Sequence) -> TokenDemand | None:
         try:
             self.faults.at("mask", sequence)
             return sequence.demand
@@ -239,11 +233,11 @@ class Engine:
             if index in problems:
                 self.prefix.invalidate(sequence)
                 self._finish(sequence, "error", problems[index])
-            elif step.is_new[index]:
+            elif sequence in step.new:
                 self._settle_row(sequence, tokens[index], logprobs.get(index))
 
     def _settle_row(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
-        num_before, is_first = len(sequence.output), sequence.timings.first_token is None
+        is_first = sequence.timings.first_token is None
         try:
             if logprobs is not None:
                 self.faults.at("logprobs", sequence)
@@ -259,21 +253,17 @@ class Engine:
         self.scheduler.fairness.charge(sequence, OUTPUT_WEIGHT)
         if is_first:
             sequence.note_first_token(self.clock())
-        is_emitted = len(sequence.output) > num_before  # an end token is not
-        emitted = (token, logprob) if is_emitted else (None, None)
-        if sequence.is_finished:
-            self._finish(sequence, "stop", last=emitted)
+        if sequence.ending is None:
+            self.events.append(TokenEvent(sequence.id, token, logprob, timings=sequence.timings if is_first else None))
         else:
-            timings = sequence.timings if is_first else None
-            self.events.append(TokenEvent(sequence.id, emitted[0], emitted[1], timings=timings))
+            is_emitted = sequence.ending.stop_token is None
+            self._finish(sequence, "stop", last=(token, logprob) if is_emitted else (None, None))
 
     # Endings and failures.
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None, last: Emitted = (None, None)) -> None:
         """End a sequence and emit its last event, with the last token where there is one."""
-        sequence.end(reason, error, self.clock())
-        ending = sequence.ending
-        assert ending is not None
+        ending = sequence.end(reason, error, self.clock())
         if sequence.is_abandoned:  # else a fork takes its place, and what it holds
             self._release_prefix(sequence)
         self.events.append(TokenEvent(sequence.id, *last, ending.reason, ending.error, ending.stop_token, sequence.timings))
@@ -309,7 +299,7 @@ class Engine:
         self.num_failed_turns += 1
         if self.num_failed_turns >= MAX_FAILED_TURNS:
             raise InternalError(f"{self.num_failed_turns} turns failed one after the other; the last: {error}") from error
-        suspects = [row.sequence for row in plan.steps] or (last.sequences if last is not None else [])
+        suspects = plan.steps or (last.sequences if last is not None else ())
         self.order.pending = None
         self._release_finished()
         for sequence in [one for one in reversed(self.scheduler.running) if one.is_prefilled]:

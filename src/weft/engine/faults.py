@@ -1,16 +1,13 @@
 """Points at which a test can break the engine. In production no rule is set and every call does nothing.
 
-A rule names a token and strikes where a sequence with that token in its prompt takes part. Rules come as JSON in the
-environment of the engine's process; only tests set it.
+A rule names a token and strikes where a sequence with that token in its prompt takes part. Rules come from the environment.
 """
-
-from __future__ import annotations
 
 import os
 import signal
 import time
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
@@ -58,7 +55,7 @@ class Faults:
         self.rules = list(rules)
 
     @classmethod
-    def of_environment(cls) -> Faults:
+    def of_environment(cls) -> Self:
         return cls(msgspec.json.decode(os.environ.get(VARIABLE, "[]"), type=list[Rule]))
 
     def at(self, point: Point, *sequences: Sequence) -> None:
@@ -71,4 +68,4 @@ class Faults:
     def struck(self, point: Point, sequences: Iterable[Sequence]) -> list[int]:
         """The indices of the sequences that a rule applies to, for faults that are no exceptions."""
         rules = [rule for rule in self.rules if rule.point == point]
-        return [index for index, one in enumerate(sequences) if any(rule.applies_to(one) for rule in rules)] if rules else []
+        return [index for index, one in enumerate(sequences) if any(rule.applies_to(one) for rule in rules)]

@@ -1,44 +1,34 @@
 """Runs an engine for the front: receives messages, drives the loop, sends events.
 
-The only place in the engine that knows there is a front. One thread; it waits only when there is nothing to do.
+One thread; when there is nothing to do it verifies cached prefixes, then waits.
 """
 
-from __future__ import annotations
-
-import itertools
 import logging
-from collections.abc import Callable
+import math
+import random
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from weft.engine.canary import Canary
 from weft.engine.engine import Engine
+from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint
 from weft.ipc.channel import EngineEnd
-from weft.ipc.messages import (
-    AskPrefixes,
-    Cancel,
-    EngineEvents,
-    EngineStatus,
-    Prefixes,
-    PrefixNode,
-    Shutdown,
-    Submit,
-    SubmitOutcome,
-)
+from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, EngineStatus, Shutdown, Submit, SubmitOutcome
+from weft.memory.prefix_tree import Node, PrefixTree
+from weft.model.saved_state import LayerCaches, SavedState, save_block, save_checkpoint
 
 log = logging.getLogger("weft.engine")
 
 IDLE_SECONDS = 0.5  # an idle engine sends its status this often
 STATUS_SECONDS = 0.1
 POLL_SECONDS = 0.002  # how often an idle engine checks for a compiled constraint or for data from disk
-MAX_NODES_SENT = 2000
 MAX_COMPILE_SECONDS = 15.0  # what the size limits admit takes a second, and four times that beside eight busy rows
+TOLERANCE = 1e-3  # of a cached state's largest value; on CPU computing it again gives the same bits, elsewhere nearly
 
 
 @dataclass(frozen=True)
@@ -53,14 +43,13 @@ class Compiling:
 class Host:
     """Connects an engine to the channel; `run` returns when the front sends Shutdown."""
 
-    def __init__(
-        self, engine: Engine, compiler: Compiler, channel: EngineEnd, clock: Callable[[], float], canary: Canary | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, compiler: Compiler, channel: EngineEnd, *, has_canary: bool) -> None:
         self.engine = engine
         self.compiler = compiler
         self.channel = channel
-        self.clock = clock
-        self.canary = canary
+        self.clock = engine.clock
+        tree = engine.prefix.tree
+        self.canary = Canary(engine.prefix, tree) if has_canary and tree is not None else None
         self.compiling: list[Compiling] = []
         self.outcomes: list[SubmitOutcome] = []
         self.live: dict[int, Sequence] = {}
@@ -70,7 +59,6 @@ class Host:
         engine.on_events = self.send_events
 
     def run(self) -> None:
-        """Receive, turn and send until the front sends Shutdown."""
         while self.is_running:
             self.receive()
             self.take_compiled()
@@ -89,20 +77,27 @@ class Host:
                 case Cancel():
                     self._cancel(message)
                 case AskPrefixes():
-                    self.channel.send(prefixes_of(self.engine, message))
+                    self.channel.send(self.engine.prefix.answer(message, self.engine.config.cache_bytes))
                 case Shutdown():
                     self.is_running = False
 
     def take_compiled(self) -> None:
         """Queue the requests whose constraint is compiled; refuse those for which that failed or takes too long."""
-        for waiting in list(self.compiling):
-            if waiting.future.done():
-                self.compiling.remove(waiting)
-                self._submit_compiled(waiting)
-            elif self.clock() - waiting.since > MAX_COMPILE_SECONDS:
-                self.compiling.remove(waiting)
+        now = self.clock()
+        for waiting in [one for one in self.compiling if one.future.done() or now - one.since > MAX_COMPILE_SECONDS]:
+            self.compiling.remove(waiting)
+            try:
+                constraint = waiting.future.result(timeout=0)
+            except TimeoutError:
                 message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
                 self._refuse(waiting.submit, GrammarRejected(message))
+            except RequestError as error:
+                self._refuse(waiting.submit, error)
+            except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
+                log.exception("compiling a constraint failed")
+                self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
+            else:
+                self._submit(waiting.submit, constraint)
 
     def send_events(self) -> None:
         """Send the events of this turn, and the status when it changed."""
@@ -130,17 +125,6 @@ class Host:
         for number in message.numbers:
             if (sequence := self.live.get(number)) is not None:
                 self.engine.cancel(sequence)
-
-    def _submit_compiled(self, waiting: Compiling) -> None:
-        try:
-            constraint = waiting.future.result()
-        except RequestError as error:
-            self._refuse(waiting.submit, error)
-        except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
-            log.exception("compiling a constraint failed")
-            self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
-        else:
-            self._submit(waiting.submit, constraint)
 
     def _submit(self, message: Submit, constraint: Constraint | None) -> None:
         try:
@@ -170,7 +154,6 @@ class Host:
         return EngineStatus(*counts, memory_in_use(self.engine), self._prefix_counters(), prefilling, following)
 
     def _prefix_counters(self) -> dict[str, int]:
-        """What happened to cached prefixes so far, by kind."""
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary
         counts = {"evicted": tree.num_evicted} if tree is not None else {}
         if canary is not None:
@@ -195,28 +178,70 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
     }
 
 
-def prefixes_of(engine: Engine, request: AskPrefixes) -> Prefixes:
-    """The cached prefixes as a message, after clearing them where the request says so."""
-    tree, disk = engine.prefix.tree, engine.prefix.disk
-    if tree is None:
-        return Prefixes(request.number, (), 0, 0, 0)
-    num_cleared = engine.prefix.clear() if request.clear else 0
-    now, salted = tree.clock(), {id(root) for salt, root in tree.roots.items() if salt}
-    nodes = tuple(
-        PrefixNode(
-            number=node.number,
-            parent=(node.parent.number or None) if node.parent is not None else None,
-            length=node.length,
-            tokens=node.tokens,
-            nbytes=node.nbytes,
-            has_checkpoint=node.checkpoint is not None,
-            pins=node.pins,
-            hits=node.hits,
-            idle_seconds=now - node.used_at,
-            is_salted=id(node.path()[0].parent) in salted,
-            is_on_disk=disk is not None and disk.has(node.key),
-        )
-        for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)
-    )
-    sizes = (len(tree), engine.prefix.held_bytes, engine.config.cache_bytes, disk.held_bytes if disk is not None else 0)
-    return Prefixes(request.number, nodes, *sizes, num_cleared)
+class Canary:
+    """Verifies cached prefixes while the engine is idle: a cached prompt is computed again and compared, chunk by chunk.
+
+    What differs is invalidated with all that stands on it, counted and logged. One chunk at a time, so that a request which
+    comes meanwhile waits for no more than that.
+    """
+
+    def __init__(self, prefix: PrefixSharing, tree: PrefixTree, chance: random.Random | None = None) -> None:
+        self.prefix = prefix
+        self.tree = tree
+        self.chance = chance or random.Random()
+        self.num_checked = 0  # chunks
+        self.num_wrong = 0
+        self._path: list[Node] = []  # nodes of the path that are still to be checked
+        self._caches: LayerCaches = []
+        self._checked: set[int] = set()  # numbers of the nodes that were right: they do not change
+
+    def check(self) -> bool:
+        """Compute one chunk again and compare; False when there is nothing left to check."""
+        if not self._path and not self._choose_path():
+            return False
+        node, self._path = self._path[0], self._path[1:]
+        if node.is_detached or node.parent is None or node.parent.children.get(node.tokens) is not node:
+            self._path = []  # it was evicted meanwhile
+            return True
+        self.prefix.runner.adapter.prefill(list(node.tokens), self._caches)[0].finish()
+        block, checkpoint = save_block(self._caches, node.parent.length, node.length), save_checkpoint(self._caches)
+        self.num_checked += 1
+        worst = max(_worst_difference(node.block, block), _worst_difference(node.checkpoint, checkpoint))
+        if worst <= TOLERANCE:
+            self._checked.add(node.number)
+            return True
+        self._path = []
+        self.num_wrong += 1
+        log.error(
+            "a cached prefix differs when it is computed again: tokens %d to %d by %.3g of their size; "
+            "it and what stands on it (%d chunks) are invalidated",
+            node.parent.length, node.length, worst, self.prefix.invalidate_subtree(node),
+        )  # fmt: skip
+        return True
+
+    def _choose_path(self) -> bool:
+        nodes = [node for node in self.tree.nodes() if node.checkpoint is not None and node.number not in self._checked]
+        if not nodes:
+            return False
+        self._path = self.chance.choice(nodes).path()
+        self._caches = self.prefix.runner.adapter.new_caches(self._path[-1].length + 1)
+        self._checked &= {node.number for node in self.tree.nodes()}
+        return True
+
+
+def _worst_difference(cached: object, again: SavedState) -> float:
+    """The largest difference between two states as a share of the largest value; infinite when their geometry differs."""
+    if not isinstance(cached, SavedState):
+        return 0.0  # it was dropped
+    mine, right = cached.arrays, again.arrays
+    if [(one.shape, one.dtype) for one in mine] != [(one.shape, one.dtype) for one in right]:
+        return math.inf
+    return max((_difference(one, other) for one, other in zip(mine, right, strict=True)), default=0.0)
+
+
+def _difference(mine: mx.array, right: mx.array) -> float:
+    if not mine.size or mx.array_equal(mine, right):  # sync: nobody waits for this
+        return 0.0
+    largest = mx.maximum(mx.abs(right).max().astype(mx.float32), 1e-9)
+    found = float(mx.abs(mine.astype(mx.float32) - right.astype(mx.float32)).max() / largest)
+    return math.inf if math.isnan(found) else found

@@ -38,9 +38,9 @@ class PlainOrder:
             self.engine.on_events()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the token in flight of a preempted sequence."""
+        """Drop the token in flight of a preempted sequence: it is sampled once more."""
         if self.pending is not None:
-            self.pending.forget(sequence)
+            self.pending.new.discard(sequence)
 
 
 class OverlappedOrder(PlainOrder):

@@ -1,42 +1,37 @@
 """Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, and release them.
 
 Of prompts that need the same chunk one computes it and the others go on from there; which one is the scheduler's decision.
-Used by the engine alone. Blocks and checkpoints are made and restored by the runner.
 """
 
-from __future__ import annotations
-
+import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
-from weft.ipc.messages import PrefixReuse
+from weft.ipc.messages import AskPrefixes, Prefixes, PrefixNode, PrefixReuse
 from weft.memory.disk import DiskTier
-from weft.memory.disk_files import Entry
+from weft.memory.disk_files import Entry, Packed
 from weft.memory.prefix_tree import Node, PrefixTree, key_of
-from weft.model.saved_state import LayerCaches
+from weft.model.saved_state import LayerCaches, SavedState, pack
 
 log = logging.getLogger("weft.engine")
 
 COPY_BYTES_PER_SECOND = 1e9  # cost of restoring states; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
 RETAINED_SHARE = 8  # one in so many of the bytes for cached prefixes goes to retained caches
+MAX_NODES_SENT = 2000
+
+ChunkEnds = Callable[[Sequence], Iterator[int]]
 
 
 class PrefixSharing:
     """Computes what prompts have in common once. Without a tree every prompt is computed from its first token."""
 
-    def __init__(
-        self,
-        tree: PrefixTree | None,
-        runner: Runner,
-        chunk_ends: Callable[[Sequence], Iterator[int]],
-        disk: DiskTier | None = None,
-    ) -> None:
+    def __init__(self, tree: PrefixTree | None, runner: Runner, chunk_ends: ChunkEnds, disk: DiskTier | None = None) -> None:
         self.tree = tree
         self.runner = runner
         self.chunk_ends = chunk_ends
@@ -46,7 +41,6 @@ class PrefixSharing:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of cached prefixes and retained caches."""
         return 0 if self.tree is None else self.tree.held_bytes + self.retained.held_bytes
 
     def limit(self, budget_bytes: int) -> None:
@@ -55,26 +49,42 @@ class PrefixSharing:
             self.retained.limit(budget_bytes)
             self.tree.limit(budget_bytes - self.retained.held_bytes)
 
-    def clear(self) -> int:
-        """Evict every prefix that no running sequence uses, on disk too; returns the number of evicted chunks."""
-        if self.tree is None:
-            return 0
-        self.retained.limit(0)
-        if self.disk is not None:
-            self.disk.clear()
-        return self.tree.clear()
+    def answer(self, request: AskPrefixes, budget_bytes: int) -> Prefixes:
+        """List the cached prefixes; where the request says so, those that no running sequence uses are evicted before."""
+        tree, disk, num_cleared = self.tree, self.disk, 0
+        if tree is None:
+            return Prefixes(request.number, (), 0, 0, 0)
+        if request.clear:
+            self.retained.limit(0)
+            if disk is not None:
+                disk.clear()
+            num_cleared = tree.clear()
+        now, salted = tree.clock(), {id(root) for salt, root in tree.roots.items() if salt}
+        nodes = tuple(
+            PrefixNode(
+                number=node.number,
+                parent=(node.parent.number or None) if node.parent is not None else None,
+                length=node.length,
+                tokens=node.tokens,
+                nbytes=node.nbytes,
+                has_checkpoint=node.checkpoint is not None,
+                pins=node.pins,
+                hits=node.hits,
+                idle_seconds=now - node.used_at,
+                is_salted=id(node.path()[0].parent) in salted,
+                is_on_disk=disk is not None and disk.has(node.key),
+            )
+            for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)
+        )
+        sizes = (len(tree), self.held_bytes, budget_bytes, disk.held_bytes if disk is not None else 0)
+        return Prefixes(request.number, nodes, *sizes, num_cleared)
 
-    def update(self, prompts: Iterable[Sequence]) -> list[tuple[Sequence, Exception]]:
-        """Move each prompt forward over what is cached by now; returns the sequences for which that failed, and why."""
-        failures: list[tuple[Sequence, Exception]] = []
-        if self.tree is None:
-            return failures
-        for sequence in prompts:
-            try:
-                self._match(sequence, self.tree)
-            except Exception as error:  # a border: a damaged prefix is this sequence's affair alone
-                failures.append((sequence, error))
-        return failures
+    def update(self, sequence: Sequence) -> None:
+        """Move a prompt forward over what is cached by now; one that is in memory then is prepared to decode."""
+        if self.tree is not None:
+            self._match(sequence, self.tree)
+        if sequence.is_prefilled:
+            self.begin(sequence)
 
     def best_cut(self, sequence: Sequence, end: int, others: list[Sequence]) -> int | None:
         """Where the next chunk of a prompt should end before `end`, because cached prompts or these others diverge there."""
@@ -85,22 +95,20 @@ class PrefixSharing:
 
     def begin(self, sequence: Sequence) -> None:
         """Prepare a prompt for its own work: give it retained caches if there are some, and note why no more was cached."""
-        cursor = sequence.prefix
-        if cursor.node is not None and not sequence.has_caches and (caches := self.retained.take(cursor.node)) is not None:
+        node, timings = sequence.prefix.node, sequence.timings
+        if node is not None and not sequence.has_caches and (caches := self.retained.take(node)) is not None:
             self.runner.adopt(sequence, caches)
-        if cursor.reuse is not None:
+        if timings.reuse is not None:
             return
         if self.tree is None:
-            cursor.reuse = PrefixReuse("off")
-        elif cursor.node is None:
-            return
+            timings.reuse = PrefixReuse("off")
         elif sequence.must_read_prompt:
-            cursor.reuse = PrefixReuse("logprobs")
+            timings.reuse = PrefixReuse("logprobs")
         elif sequence.is_prefilled:
-            cursor.reuse = PrefixReuse("whole", sequence.num_computed)
-        else:
+            timings.reuse = PrefixReuse("whole", sequence.num_computed)
+        elif node is not None:
             end = next(self.chunk_ends(sequence))
-            cursor.reuse = self.tree.explain_miss(cursor.node, sequence.prefill_ids, end, sequence.request.salt)
+            timings.reuse = self.tree.explain_miss(node, sequence.prefill_ids, end, sequence.request.salt)
 
     def enter(self, row: Row) -> None:
         """Enter a computed chunk into the tree, so that others can go on from it."""
@@ -128,13 +136,13 @@ class PrefixSharing:
             fork.prefix.is_private = True
             return
         self._pin(fork, leader.prefix.node)
-        fork.prefix.num_cached = fork.num_computed
-        fork.prefix.reuse = PrefixReuse("whole", fork.num_computed)
+        fork.timings.cached_tokens = fork.num_computed
+        fork.timings.reuse = PrefixReuse("whole", fork.num_computed)
 
     def release_allocated(self, sequence: Sequence) -> None:
         """Unpin the prefix of a row that has all states in memory of its own, and retain the caches it started with."""
         retained, node = self.runner.take_retained(sequence), sequence.prefix.node
-        if node is not None and sequence.is_prefilled and sequence.memory is not None and sequence.memory.is_complete:
+        if node is not None and sequence.is_prefilled:
             if retained is not None and not sequence.prefix.is_private and node.length == retained[1]:
                 self.retained.keep(node, retained[0], self.runner.adapter.bytes_of(retained[0]))
             self._unpin(sequence)
@@ -178,11 +186,15 @@ class PrefixSharing:
         found = tree.match(sequence.prefill_ids, cursor.node, self.chunk_ends(sequence))
         if found is not cursor.node and self._is_worth_restoring(sequence, found):
             if sequence.timings.first_token is None:  # later it is a restart, and the count was reported
-                cursor.num_cached += found.length - cursor.node.length
+                sequence.timings.cached_tokens += found.length - cursor.node.length
             self._pin(sequence, found)
             tree.hit(found)
-            self.runner.forget(sequence)
-        self._ask_disk(sequence)
+            sequence.memory = None  # its own caches; they are restored when they are needed
+        if self.disk is not None and not cursor.has_asked_disk:  # once per prompt; it waits for what is not in memory
+            cursor.has_asked_disk = True
+            if keys := self._keys_on_disk(sequence, cursor.node, self.disk):
+                cursor.is_loading = True
+                self._loads[sequence.id] = self.disk.load(keys)
 
     def _is_worth_restoring(self, sequence: Sequence, found: Node) -> bool:
         """Whether restoring the states at `found` is cheaper than computing up to there on the caches it has."""
@@ -202,21 +214,10 @@ class PrefixSharing:
         if node is not None and self.tree is not None:
             self.tree.unpin(node)
 
-    def _ask_disk(self, sequence: Sequence) -> None:
-        """Ask the disk tier, once per prompt, for what follows and is not in memory; the prompt waits for it."""
-        if self.disk is None or sequence.prefix.has_asked_disk:
-            return
-        sequence.prefix.has_asked_disk = True
-        if keys := self._keys_on_disk(sequence, self.disk):
-            sequence.prefix.is_loading = True
-            self._loads[sequence.id] = self.disk.load(keys)
-
-    def _keys_on_disk(self, sequence: Sequence, disk: DiskTier) -> list[bytes]:
+    def _keys_on_disk(self, sequence: Sequence, node: Node, disk: DiskTier) -> list[bytes]:
         """The keys of the chunks that follow on disk, up to the last one at which every layer can be restored."""
-        node, tokens = sequence.prefix.node, sequence.prefill_ids
-        assert node is not None
         assert self.tree is not None
-        ends = {*self.chunk_ends(sequence)} if self.tree.is_exact else None
+        tokens, ends = sequence.prefill_ids, {*self.chunk_ends(sequence)} if self.tree.is_exact else None
         found: list[bytes] = []
         open_paths: list[tuple[int, bytes, list[bytes]]] = [(node.length, node.key, [])]
         furthest = 0
@@ -249,12 +250,19 @@ class PrefixSharing:
 
     def _store(self, leaf: Node) -> None:
         """Queue the chunks up to `leaf` that are not on disk yet for writing."""
-        for node in leaf.path() if self.disk is not None else ():
-            assert self.disk is not None
+        if self.disk is None:
+            return
+        for node in leaf.path():
             checkpoint = node.checkpoint if node.is_worth_a_checkpoint else None
             if not self.disk.has(node.key) or (checkpoint is not None and not self.disk.has_checkpoint(node.key)):
                 assert node.parent is not None
-                self.disk.store(Entry(node.key, node.parent.key, node.tokens, *self.runner.packed(node.block, checkpoint)))
+                packed = _packed(node.block), None if checkpoint is None else _packed(checkpoint)
+                self.disk.store(Entry(node.key, node.parent.key, node.tokens, *packed))
+
+
+def _packed(saved: object) -> Packed:
+    assert isinstance(saved, SavedState)
+    return pack(saved)
 
 
 class RetainedCaches:
@@ -270,14 +278,12 @@ class RetainedCaches:
         self._kept: OrderedDict[Node, tuple[LayerCaches, int]] = OrderedDict()
 
     def keep(self, node: Node, caches: LayerCaches, num_bytes: int) -> None:
-        """Keep the caches of a row whose prompt ended on this node."""
         self.take(node)
         self._kept[node] = caches, num_bytes
         self.held_bytes += num_bytes
         self._shrink()
 
     def take(self, node: Node) -> LayerCaches | None:
-        """Remove and return the caches kept for this node, if there are any."""
         caches, num_bytes = self._kept.pop(node, (None, 0))
         self.held_bytes -= num_bytes
         return caches

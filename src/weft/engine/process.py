@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,10 +32,8 @@ from weft.kernels.blas import BlasReport
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
-    from weft.memory.disk import DiskTier
+    from weft.model.download import Progress
     from weft.model.loader import LoadedModel
-
-Progress = Callable[[str, int, int | None], None]
 
 BEAT_SECONDS = 0.25
 SETTINGS_SECONDS = 60.0  # how long the front may take to send the settings
@@ -53,7 +52,7 @@ def main() -> None:
     channel = EngineEnd(address)
     channel.send(Loading("starting"))
     try:
-        with Heartbeat(channel):
+        with heartbeat(channel):
             settings = channel.receive_settings(SETTINGS_SECONDS)
             log.setup(settings.log_format)
             _serve(channel, settings)
@@ -66,7 +65,6 @@ def main() -> None:
 def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
     report = blas.bind()  # before anything imports mlx
 
-    from weft.engine.canary import Canary
     from weft.engine.host import Host, memory_in_use
 
     def progress(what: str, done: int, total: int | None) -> None:
@@ -97,35 +95,31 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         notice="; ".join(notices) or None,
     )
     channel.send(ready)
-    tree = engine.prefix.tree
-    canary = Canary(engine.prefix, tree) if settings.cache_canary and tree is not None else None
-    Host(engine, compiler, channel, time.monotonic, canary).run()
+    Host(engine, compiler, channel, has_canary=settings.cache_canary).run()
     if engine.prefix.disk is not None:
         engine.prefix.disk.close(CLOSE_SECONDS)
 
 
-class Heartbeat:
-    """Sends signs of life from a thread of its own, so that neither a long forward nor a long compile holds them back.
+@contextmanager
+def heartbeat(channel: EngineEnd) -> Iterator[None]:
+    """Send signs of life from a thread of its own, so that neither a long forward nor a long compile holds them back.
 
     What takes long in an engine releases the interpreter (measured: evaluating, reading arrays, compiling grammars).
     """
+    ended = threading.Event()
 
-    def __init__(self, channel: EngineEnd) -> None:
-        self._channel = channel
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="heartbeat")
+    def beat() -> None:
+        while not ended.wait(BEAT_SECONDS):
+            turns, since = channel.listened
+            channel.send(Beat(turns, time.monotonic() - since if turns else 0.0))
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()  # then the channel can be closed
-
-    def _run(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
-            turns, since = self._channel.listened
-            self._channel.send(Beat(turns, time.monotonic() - since if turns else 0.0))
+    thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()  # then the channel can be closed
 
 
 def _end_with_front(parent: int, folder: Path) -> None:
@@ -146,6 +140,8 @@ def bring_up(
     """Make a running engine from settings: resolve, load, adapt. Raises ModelError. The matrix product is bound before."""
     from weft.engine.engine import Engine
     from weft.engine.faults import Faults
+    from weft.memory.disk import DiskTier
+    from weft.memory.disk_files import identity_of
     from weft.model.adapter import Adapter
     from weft.model.loader import load
     from weft.model.resolve import resolve
@@ -156,20 +152,12 @@ def bring_up(
     disk = None
     if settings.cache_folder is not None and config.cache_bytes:
         progress("reading cached prefixes on disk", 0, None)
-        facts = (device, report.name, f"{config.chunk_tokens} {config.width} {config.exact}")
-        disk = _open_disk(Path(settings.cache_folder), settings.cache_folder_bytes, loaded.folder, facts)
+        versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
+        facts = (*versions, device, report.name, f"{config.chunk_tokens} {config.width} {config.exact}")
+        folder = Path(settings.cache_folder)
+        disk = DiskTier(folder, identity_of(loaded.folder, facts, folder / "weights.json"), settings.cache_folder_bytes)
+        disk.open()
     return Engine(Adapter(loaded), config, disk=disk, faults=Faults.of_environment()), loaded
-
-
-def _open_disk(folder: Path, budget_bytes: int, model: Path, facts: tuple[str, ...]) -> DiskTier:
-    """The disk tier for engines of the same model, versions and way of computing."""
-    from weft.memory.disk import DiskTier
-    from weft.memory.disk_files import identity_of
-
-    versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
-    disk = DiskTier(folder, identity_of(model, (*versions, *facts), folder / "weights.json"), budget_bytes)
-    disk.open()
-    return disk
 
 
 def safe_memory() -> int | None:

@@ -1,13 +1,10 @@
-"""Runs a plan: forwards over the rows' memory, then sampling. Keeps nothing between steps but the pool.
+"""Runs a plan: forwards over the rows' memory, then sampling.
 
 A sequence starts on caches of its own (prefill, one row, unpadded) and is copied into the pool when it can join the batch. A
 row that can not join decodes alone on its own caches: slower, never wrong.
 """
 
-from __future__ import annotations
-
 import copy
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -21,11 +18,11 @@ from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
-from weft.memory.disk_files import Entry, Packed
+from weft.memory.disk_files import Entry
 from weft.memory.slabs import Pool, RowState
 from weft.memory.views import make_batches
 from weft.model.adapter import Adapter, Chunk
-from weft.model.saved_state import LayerCaches, SavedState, pack, restore, save_block, save_checkpoint, unpack
+from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
 
 @dataclass
@@ -44,10 +41,6 @@ class RowMemory:
         return self.own is not None
 
     @property
-    def is_complete(self) -> bool:
-        return self.own is not None or self.state.slab is not None
-
-    @property
     def is_amid_chunk(self) -> bool:
         return self.chunk is not None
 
@@ -58,18 +51,8 @@ class Step:
 
     sequences: list[Sequence]
     logits: mx.array  # (rows, V)
-    is_new: list[bool]  # by row: its token is a new one; False when it replays a token it emitted before
+    new: set[Sequence]  # those whose token is a new one; the others replay a token they emitted before, or were preempted
     sampled: SampledTokens | None = None
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the token of a sequence that was preempted meanwhile."""
-        self.is_new = [new and one is not sequence for one, new in zip(self.sequences, self.is_new, strict=True)]
-
-    @property
-    def tokens(self) -> mx.array:
-        """(rows,) the sampled tokens, still lazy."""
-        assert self.sampled is not None
-        return self.sampled.tokens
 
 
 class RowFailure(WeftError):
@@ -105,23 +88,18 @@ class Runner:
         """Build the decode step of a plan without running it. `last` holds tokens that were not read yet."""
         if not plan.steps:
             return None
-        sequences = [row.sequence for row in plan.steps]
-        for sequence in sequences:
+        for sequence in plan.steps:
             try:
                 self._allocate(sequence, plan.upcoming)
             except Exception as error:  # a border: whatever fails here belongs to this row
                 raise RowFailure(sequence, error) from error
-        self.faults.at("decode", *sequences)
-        order: list[Sequence] = []
-        logits: list[mx.array] = []
-        for stepped, out in itertools.chain(self._decode_together(sequences, last), self._decode_alone(sequences, last)):
-            order += stepped
-            logits.append(out)
-        is_new = [not sequence.is_replaying for sequence in order]
-        for sequence, new in zip(order, is_new, strict=True):
+        self.faults.at("decode", *plan.steps)
+        parts = [*self._decode_together(plan.steps, last), *self._decode_alone(plan.steps, last)]
+        order = [sequence for sequences, _ in parts for sequence in sequences]
+        step = Step(order, mx.concatenate([logits for _, logits in parts]), {one for one in order if not one.is_replaying})
+        for sequence in order:
             sequence.num_computed += 1
-            sequence.num_in_flight += new
-        step = Step(order, logits[0] if len(logits) == 1 else mx.concatenate(logits), is_new)
+            sequence.num_in_flight += sequence in step.new
         if rows := self.faults.struck("logits", order):
             step.logits[mx.array(rows)] = mx.nan
         return step
@@ -170,15 +148,6 @@ class Runner:
         assert own is not None
         return save_block(own, row.start, row.start + row.count), save_checkpoint(own)
 
-    def compute_again(self, caches: LayerCaches, tokens: tuple[int, ...], start: int) -> tuple[SavedState, SavedState]:
-        """Compute a chunk on given caches and return what `save` would give for it."""
-        self.adapter.prefill(list(tokens), caches)[0].finish()
-        return save_block(caches, start, start + len(tokens)), save_checkpoint(caches)
-
-    def forget(self, sequence: Sequence) -> None:
-        """Drop the own caches of a sequence that goes on from a prefix node; they are restored when they are needed."""
-        _memory(sequence).own = None
-
     def hand_over(self, sequence: Sequence, successor: Sequence) -> None:
         """Give all states and the chunk under way to a sequence that stands at the same position."""
         successor.memory, sequence.memory = sequence.memory, None
@@ -198,12 +167,6 @@ class Runner:
         """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
         fork.memory = RowMemory(copy.deepcopy(_memory(leader).own))
         fork.num_computed = leader.num_computed
-
-    def packed(self, block: object, checkpoint: object | None) -> tuple[Packed, Packed | None]:
-        """Saved states as host data that can be written to disk."""
-        assert isinstance(block, SavedState)
-        assert checkpoint is None or isinstance(checkpoint, SavedState)
-        return pack(block), None if checkpoint is None else pack(checkpoint)
 
     def unpacked(self, loaded: Entry) -> tuple[SavedState, SavedState | None]:
         """Saved states from host data that was read from disk."""
@@ -231,14 +194,13 @@ class Runner:
 
     def _restored_caches(self, sequence: Sequence) -> LayerCaches:
         """New caches for a sequence, filled with the prefix it is pinned to."""
-        node = sequence.prefix.node
+        node, caches = sequence.prefix.node, self.adapter.new_caches(len(sequence.prefill_ids))
         if node is None:
-            return self.adapter.new_caches(len(sequence.prefill_ids))
+            return caches
         self.faults.at("restore", sequence)
-        caches = self.adapter.new_caches(len(sequence.prefill_ids))
         return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
-    def _decode_together(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+    def _decode_together(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         """Build the forwards of the rows in the pool: one for all, or one per slab."""
         owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
         if not owner:
@@ -253,7 +215,7 @@ class Runner:
                     state.length += 1
             yield [row for row in rows if row is not None], logits if len(live) == len(rows) else logits[mx.array(live)]
 
-    def _decode_alone(self, sequences: list[Sequence], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+    def _decode_alone(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         """Build the forwards of the rows on caches of their own, one each."""
         for sequence in sequences:
             if (own := _memory(sequence).own) is not None:
@@ -266,9 +228,10 @@ class Runner:
         on_host = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
         if last is None or max(in_flight) < 0:
             return mx.array(on_host, mx.int32)
+        assert last.sampled is not None
         if in_flight == list(range(len(last.sequences))):
-            return last.tokens
-        taken = last.tokens[mx.array([max(place, 0) for place in in_flight])]
+            return last.sampled.tokens
+        taken = last.sampled.tokens[mx.array([max(place, 0) for place in in_flight])]
         return mx.where(mx.array([place >= 0 for place in in_flight]), taken, mx.array(on_host, mx.int32))
 
     def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
@@ -297,5 +260,4 @@ def _memory(sequence: Sequence) -> RowMemory:
 
 
 def _next_tokens(row: Row) -> list[int]:
-    """The tokens that follow each token of a chunk."""
     return row.sequence.prefill_ids[row.start + 1 : row.start + row.count + 1]

@@ -1,10 +1,8 @@
 """Samples one token per row from a step's logits, in float32, in a few operations over the whole batch.
 
 Every row has its own parameters and its own random number, made from seed and position alone (`Sequence.uniform`), so a
-neighbour can not change a draw. Rows that need no sorting are not sorted. Knows sequences and arrays, no model.
+neighbour can not change a draw.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -15,31 +13,12 @@ import numpy as np
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import TokenLogprob
 
-NOT_FINITE = "the model's logits are not finite for this sequence"
-NOTHING_LEFT = "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens"
+PROBLEMS = (
+    "",
+    "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens",
+    "the model's logits are not finite for this sequence",
+)
 CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partition instead of a full sort
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """The tokens sampled for the rows of a step, still on the device."""
-
-    tokens: mx.array  # (B,) int32
-    finite: mx.array  # (B,) False where a row's logits are not finite
-    possible: mx.array | None  # (B,) False where no token was allowed; None where all were
-    logprobs: dict[int, Logprobs]  # by row
-
-    def arrays(self) -> list[mx.array]:
-        flags = [self.finite] if self.possible is None else [self.finite, self.possible]
-        return [self.tokens, *flags, *(array for row in self.logprobs.values() for array in row.arrays())]
-
-    def read(self) -> tuple[list[int], dict[int, str]]:
-        """Read the tokens, and by row what is wrong with it. Waits for the device."""
-        problems: dict[int, str] = {}
-        if self.possible is not None:
-            problems |= {int(row): NOTHING_LEFT for row in np.flatnonzero(~np.array(self.possible))}
-        problems |= {int(row): NOT_FINITE for row in np.flatnonzero(~np.array(self.finite))}
-        return np.array(self.tokens).tolist(), problems
 
 
 @dataclass(frozen=True)
@@ -47,20 +26,35 @@ class Logprobs:
     """Log-probabilities of the tokens at T positions and of the likeliest ones there, still on the device."""
 
     chosen: mx.array  # (T,)
-    top_tokens: mx.array | None  # (T, k)
-    top_values: mx.array | None  # (T, k)
+    top_tokens: mx.array  # (T, k)
+    top_values: mx.array  # (T, k)
 
     def arrays(self) -> list[mx.array]:
-        return [array for array in (self.chosen, self.top_tokens, self.top_values) if array is not None]
+        return [self.chosen, self.top_tokens, self.top_values]
 
     def read(self, tokens: Rows[int]) -> list[TokenLogprob]:
         """Read the log-probabilities of `tokens`. Waits for the device."""
         chosen = np.array(self.chosen).tolist()
-        if self.top_tokens is None or self.top_values is None:
-            return [TokenLogprob(token, value) for token, value in zip(tokens, chosen, strict=True)]
         tops = zip(np.array(self.top_tokens).tolist(), np.array(self.top_values).tolist(), strict=True)
         ranked = [tuple(sorted(zip(*top, strict=True), key=lambda pair: (-pair[1], pair[0]))) for top in tops]
         return [TokenLogprob(token, value, top) for token, value, top in zip(tokens, chosen, ranked, strict=True)]
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The tokens sampled for the rows of a step, still on the device."""
+
+    tokens: mx.array  # (B,) int32
+    problems: mx.array  # (B,) by row: an index into PROBLEMS
+    logprobs: dict[int, Logprobs]  # by row
+
+    def arrays(self) -> list[mx.array]:
+        return [self.tokens, self.problems, *(array for row in self.logprobs.values() for array in row.arrays())]
+
+    def read(self) -> tuple[list[int], dict[int, str]]:
+        """Read the tokens, and by row what is wrong with it. Waits for the device."""
+        problems = {row: PROBLEMS[index] for row, index in enumerate(np.array(self.problems).tolist()) if index}
+        return np.array(self.tokens).tolist(), problems
 
 
 def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
@@ -68,9 +62,8 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     logits = logits.astype(mx.float32)
     values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
-    if count == 0:
-        return Logprobs(chosen, None, None)
-    top = mx.argpartition(-values, min(count, values.shape[-1] - 1), axis=-1)[:, :count]
+    ranked = mx.argpartition(-values, min(count, values.shape[-1] - 1), axis=-1) if count else tokens[:, None]
+    top = ranked[:, :count]
     return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
@@ -78,33 +71,27 @@ def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = No
     """Sample a token for each row of `logits` (B, V), among the `allowed` (B, V) ones where that is given."""
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
-    possible = None
+    problems = mx.where(mx.isfinite(mx.max(raw, axis=-1)), 0, 2)
     if allowed is not None:
         adjusted = mx.where(allowed, adjusted, -mx.inf)
-        possible = mx.max(adjusted, axis=-1) > -mx.inf
+        problems = mx.where(mx.max(adjusted, axis=-1) > -mx.inf, problems, mx.maximum(problems, 1))
     greedy = mx.argmax(adjusted, axis=-1).astype(mx.int32)
-    hot = [index for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
-    tokens = _draw(adjusted, rows, hot, greedy) if hot else greedy
-    finite = mx.isfinite(mx.max(raw, axis=-1))
-    return SampledTokens(tokens, finite, possible, _logprobs(raw, rows, tokens))
+    tokens = _draw(adjusted, rows, greedy)
+    wanted = ((i, row.sampling.logprobs) for i, row in enumerate(rows))
+    logprobs = {i: logprobs_of(raw[i : i + 1], tokens[i : i + 1], count) for i, count in wanted if count is not None}
+    return SampledTokens(tokens, problems, logprobs)
 
 
-def _draw(logits: mx.array, rows: Rows[Sequence], hot: list[int], greedy: mx.array) -> mx.array:
+def _draw(logits: mx.array, rows: Rows[Sequence], greedy: mx.array) -> mx.array:
     """Sample the rows with a temperature; the others keep their greedy token."""
-    vocab_size = logits.shape[-1]
-    kinds: dict[str, list[int]] = {"plain": [], "few": [], "all": []}
-    for index in hot:
-        sampling = rows[index].sampling
-        if 0 < sampling.top_k <= CANDIDATES < vocab_size:
-            kinds["few"].append(index)
-        elif sampling.top_p < 1.0 or sampling.top_k > 0:
-            kinds["all"].append(index)
-        else:
-            kinds["plain"].append(index)
+    kinds: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        if row.sampling.temperature > 0.0:
+            is_ranked = row.sampling.top_p < 1.0 or row.sampling.top_k > 0
+            is_few = 0 < row.sampling.top_k <= CANDIDATES < logits.shape[-1]
+            kinds.setdefault("few" if is_few else "all" if is_ranked else "plain", []).append(index)
     tokens = greedy
     for kind, indices in kinds.items():
-        if not indices:
-            continue
         group = [rows[index] for index in indices]
         taken = logits if len(indices) == len(rows) else logits[mx.array(indices)]
         drawn = _pick(_weights(taken, group), group) if kind == "plain" else _draw_ranked(taken, group, few=kind == "few")
@@ -120,8 +107,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.ar
     if few:
         candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
         candidates = mx.sort(candidates, axis=-1)  # so that equal logits stand in token order below
-        values = mx.take_along_axis(logits, candidates, axis=-1)
-        ranks = mx.argsort(-values, axis=-1)
+        ranks = mx.argsort(-mx.take_along_axis(logits, candidates, axis=-1), axis=-1)
         order = mx.take_along_axis(candidates, ranks, axis=-1)
     else:
         order = mx.argsort(-logits, axis=-1)
@@ -158,24 +144,14 @@ def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
 
 def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
     """Apply penalties, biases and held-back stop tokens of the rows that have any, as one sparse update."""
-    at_row: list[int] = []
-    at_token: list[int] = []
-    factor: list[float] = []
-    shift: list[float] = []
-    for index, row in enumerate(rows):
-        for token, (by, plus) in adjustments(row).items():
-            at_row.append(index)
-            at_token.append(token)
-            factor.append(by)
-            shift.append(plus)
-    if not at_row:
+    changes = [((index, token), change) for index, row in enumerate(rows) for token, change in adjustments(row).items()]
+    if not changes:
         return logits
-    row_index, token_index = mx.array(at_row), mx.array(at_token)
-    by_array = mx.array(factor, mx.float32)
+    row_index, token_index = mx.array([place for place, _ in changes]).T
+    factor, shift = mx.array([change for _, change in changes], mx.float32).T
     old = logits[row_index, token_index]
-    new = mx.where(old > 0, old / by_array, old * by_array) + mx.array(shift, mx.float32)
     adjusted = mx.array(logits)
-    adjusted[row_index, token_index] = new
+    adjusted[row_index, token_index] = mx.where(old > 0, old / factor, old * factor) + shift
     return adjusted
 
 
@@ -196,9 +172,3 @@ def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
         for token in row.stop_ids:
             result[token] = (1.0, -float("inf"))
     return result
-
-
-def _logprobs(logits: mx.array, rows: Rows[Sequence], tokens: mx.array) -> dict[int, Logprobs]:
-    """Log-probabilities of the sampled tokens, by row, for the rows that requested them."""
-    wanted = ((index, row.sampling.logprobs) for index, row in enumerate(rows))
-    return {i: logprobs_of(logits[i : i + 1], tokens[i : i + 1], count) for i, count in wanted if count is not None}

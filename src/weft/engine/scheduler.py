@@ -1,13 +1,11 @@
-"""Who runs next, and where a prompt's chunks end. Imports no mlx; the clock is a parameter.
+"""Decides who runs next, and where a prompt's chunks end. Imports no mlx.
 
 There are no phases: every sequence chases `num_computed < num_tokens`. Rows whose newest token is all that is missing
-step together; one prompt chunk at a time runs beside them. Prefix sharing gives facts about prompts; the order is set here.
+step together; one prompt chunk at a time runs beside them.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from weft.config import EngineConfig
@@ -25,7 +23,7 @@ BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence's part of a plan: its tokens `start` to `start + count`."""
+    """A chunk of one prompt: its tokens `start` to `start + count`."""
 
     sequence: Sequence
     start: int
@@ -34,20 +32,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheduler's decision for one turn: rows that decode one token each, and a prompt chunk to work on."""
+    """The scheduler's decision for one turn: sequences that decode one token each, and a prompt chunk to work on."""
 
-    steps: tuple[Row, ...]
+    steps: tuple[Sequence, ...]
     chunk: Row | None
     slice_seconds: float | None  # how long to work on the chunk; None: until it is done
     upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
-
-    @property
-    def begins_with_chunk(self) -> bool:
-        """Whether the chunk is so short that it is computed before the step, and its row may join the step."""
-        return bool(self.steps) and self.chunk is not None and self.slice_seconds is None
-
-    def __bool__(self) -> bool:
-        return bool(self.steps) or self.chunk is not None
 
 
 class Fairness:
@@ -75,10 +65,6 @@ class Fairness:
         return min(waiting, key=lambda one: (-one.request.priority, self.served.get(one.client, 0.0), not one.is_preempted))
 
 
-def never_cut(sequence: Sequence, end: int, others: list[Sequence]) -> None:
-    """Suggest no cut: chunks end where the prompt's own boundaries are."""
-
-
 class Scheduler:
     """Owns the queues: sequences that wait for a place, those that run, and of these the ones still in prefill."""
 
@@ -104,7 +90,6 @@ class Scheduler:
         return any(not sequence.is_abandoned for queue in (self.waiting, self.running) for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
         self.fairness.arrive(sequence, (*self.waiting, *self.running))
         self.waiting.append(sequence)
 
@@ -161,7 +146,6 @@ class Scheduler:
         return gone
 
     def drop_prefilled(self) -> list[Sequence]:
-        """Remove the prompts that need no chunk of their own any more, and return them."""
         done = [sequence for sequence in self.prompts if sequence.is_prefilled]
         self.prompts = [sequence for sequence in self.prompts if not sequence.is_prefilled]
         return done
@@ -172,10 +156,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(forks))
         return forks
 
-    def plan(self, best_cut: BestCut = never_cut, *, may_hold_back: bool = True) -> Plan:
+    def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
         """Decide who decodes and which prompt chunk is computed; short chunks of several prompts may delay a few steps."""
-        ready = (one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
-        steps = tuple(Row(sequence, sequence.num_computed, 1) for sequence in ready)
+        steps = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
         is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens
         if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MAX_HELD_BACK:
@@ -188,12 +171,9 @@ class Scheduler:
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Where a prompt's chunks end, from what is computed on: at multiples of the chunk size and at its boundaries."""
         size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
-        boundaries = iter(position for position in sequence.boundaries if position > end)
-        boundary = next(boundaries, last)
         while end < last:
+            boundary = next((position for position in sequence.boundaries if position > end), last)
             end = min((end // size + 1) * size, boundary, last)
-            if end == boundary:
-                boundary = next(boundaries, last)
             yield end
 
     def finish_chunk(self, row: Row) -> None:
@@ -204,23 +184,19 @@ class Scheduler:
             self.prompts.append(row.sequence)
 
     def measure_step(self, seconds: float) -> None:
-        """Note how long a decode step without prefill took."""
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
 
     def twin(self, sequence: Sequence) -> Sequence | None:
         """A prompt that can take over the chunk under way of this one, because it needs the same."""
-        for other in self.prompts:
-            is_free = not (other.is_finished or other.prefix.is_loading or other.must_read_prompt or other.is_amid_chunk)
-            if is_free and other is not sequence and self._shares_chunk(other, sequence):
-                return other
-        return None
+        others = (one for one in self.prompts if not (one is sequence or one.is_finished or one.must_read_prompt))
+        free = (one for one in others if not (one.prefix.is_loading or one.is_amid_chunk))
+        return next((one for one in free if self._shares_chunk(one, sequence)), None)
 
-    def _first(self, candidates: Iterable[Sequence]) -> Sequence:
+    def _first(self, candidates: Collection[Sequence]) -> Sequence:
         """Who is next: suspects of a failed step, since the others wait for them, then the fairest."""
-        candidates = list(candidates)
         return self.fairness.first([one for one in candidates if self.bisection.is_suspect(one)] or candidates)
 
-    def _next_chunk(self, best_cut: BestCut) -> Row | None:
+    def _next_chunk(self, best_cut: BestCut | None) -> Row | None:
         """The fairest prompt's next chunk, computed by a prompt with caches of its own that needs the same chunk."""
         ready = [one for one in self.prompts if not one.prefix.is_loading]
         if not ready:
@@ -228,19 +204,13 @@ class Scheduler:
         first = self._first(ready)
         if not first.has_caches:
             first = next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
-        self._cut(first, best_cut)
+        if best_cut is not None and not first.is_amid_chunk and first.num_computed != first.cut_at:  # at most once per position
+            beside = [one for one in self.prompts if one is not first and one.prefix.node is first.prefix.node]
+            if (position := best_cut(first, next(self.chunk_ends(first)), beside)) is not None:
+                first.cut(position)  # where other prompts diverge, so that what they share is computed once
         others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
         self.following = [one for one in others if self._shares_chunk(one, first)]
         return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
-
-    def _cut(self, sequence: Sequence, best_cut: BestCut) -> None:
-        """End the next chunk where other prompts diverge, at most once per position, so that what they share is computed once."""
-        if sequence.is_amid_chunk or sequence.num_computed == sequence.cut_at:
-            return
-        others = [one for one in self.prompts if one is not sequence and one.prefix.node is sequence.prefix.node]
-        position = best_cut(sequence, next(self.chunk_ends(sequence)), others)
-        if position is not None:
-            sequence.cut(position)
 
     def _shares_chunk(self, one: Sequence, other: Sequence) -> bool:
         """Whether two prompts stand on the same prefix node and need the same tokens next."""

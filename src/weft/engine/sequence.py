@@ -1,21 +1,20 @@
 """One request inside the engine: everything about it lives on this object, and leaving the batch is dropping it.
 
-Imports no mlx: what the runner keeps for a sequence (layer states, a chunk under way) is a Protocol here. The runner and
-prefix sharing change it directly; everybody else calls its methods.
+Imports no mlx. The runner and prefix sharing change it directly; everybody else calls its methods.
 """
-
-from __future__ import annotations
 
 import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
+
+from msgspec import structs
 
 from weft.grammar.constraint import Constraint, TokenDemand
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import FinishReason, PrefixReuse, Submit, Timings, TokenLogprob
+from weft.ipc.messages import FinishReason, Submit, Timings, TokenLogprob
 from weft.memory.prefix_tree import Node
 
 
@@ -23,12 +22,7 @@ class LayerStates(Protocol):
     """What the runner keeps for one sequence; others may only ask these questions."""
 
     @property
-    def has_caches(self) -> bool:
-        """Whether the sequence has caches of its own, so that its prefill goes on without restoring anything."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all computed states are in memory of its own: in the pool, or in its caches."""
+    def has_caches(self) -> bool: ...
 
     @property
     def is_amid_chunk(self) -> bool: ...
@@ -40,8 +34,6 @@ class PrefixCursor:
 
     node: Node | None = None  # pinned: its prompt is computed up to here by whoever computed it first
     first_own_node: Node | None = None  # the first node that this sequence computed itself
-    num_cached: int = 0  # prompt tokens that it did not compute itself
-    reuse: PrefixReuse | None = None  # why no more of the prompt was known; None until its own work begins
     is_private: bool = False  # what it computes is not entered into the tree
     is_loading: bool = False  # it waits for the disk tier
     has_asked_disk: bool = False
@@ -72,7 +64,7 @@ class Sequence:
         self.cut_at: int | None = None  # the boundary at which it was last cut because other prompts diverge there
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.forks: list[Sequence] = []  # answers to the same prompt: they wait for its states, outside of the queues
+        self.forks: list[Self] = []  # answers to the same prompt: they wait for its states, outside of the queues
         self.num_computed = 0  # tokens whose states are in memory, or on their way there
         self.num_in_flight = 0  # tokens sampled on the device but not read yet
         self.ending: Ending | None = None
@@ -94,7 +86,6 @@ class Sequence:
 
     @property
     def finish(self) -> FinishReason | None:
-        """The finish reason; None while it runs."""
         return None if self.ending is None else self.ending.reason
 
     @property
@@ -137,6 +128,7 @@ class Sequence:
 
     @property
     def has_caches(self) -> bool:
+        """Whether it has caches of its own, so that its prefill goes on without restoring anything."""
         return self.memory is not None and self.memory.has_caches
 
     @property
@@ -186,16 +178,14 @@ class Sequence:
         if len(self.output) >= self.max_tokens:
             self.ending = Ending("length")
 
-    def end(self, reason: FinishReason, error: str | None, now: float) -> None:
+    def end(self, reason: FinishReason, error: str | None, now: float) -> Ending:
         """End it; the ending that its own last token gave it stays."""
         self.ending = self.ending or Ending(reason, error)
         self.timings.finished = now
-        self.timings.cached_tokens, self.timings.reuse = self.prefix.num_cached, self.prefix.reuse
+        return self.ending
 
     def note_first_token(self, now: float) -> None:
-        """Note when the first token came, and how much of the prompt was cached."""
         self.timings.first_token = now
-        self.timings.cached_tokens, self.timings.reuse = self.prefix.num_cached, self.prefix.reuse
 
     def constrain(self, constraint: Constraint) -> None:
         """Hold its tokens to a constraint of its own, which accepts those emitted before a resume."""
@@ -217,28 +207,28 @@ class Sequence:
             self.token_counts = Counter(self.output)
         self.num_computed = self.num_in_flight = 0
         self.memory = None
-        self.prefix = PrefixCursor(num_cached=self.prefix.num_cached, reuse=self.prefix.reuse)
+        self.prefix = PrefixCursor()
 
     def preempt(self, max_replayed_tokens: int) -> None:
         """Give up its place and its states; it waits again, with the tokens it has emitted."""
         self.is_preempted = True
         self.restart(self.output, max_replayed_tokens)
 
-    def lead(self, forks: list[Sequence]) -> None:
+    def lead(self, forks: list[Self]) -> None:
         self.forks = forks
 
-    def release_forks(self) -> list[Sequence]:
+    def release_forks(self) -> list[Self]:
         """The forks that still wait, once its prompt is in memory; they are on their own from now on."""
         forks, self.forks = [fork for fork in self.forks if not fork.is_finished], []
         for fork in forks:
             fork.timings.admitted = self.timings.admitted
         return forks
 
-    def hand_over_prompt(self) -> Sequence:
+    def hand_over_prompt(self) -> Self:
         """Hand the prompt's states and progress to the first fork that still waits; this sequence has ended."""
         successor, *others = [fork for fork in self.forks if not fork.is_finished]
         successor.forks, self.forks = others, []
         successor.num_computed, successor.memory, self.memory = self.num_computed, self.memory, None
         successor.prefix, self.prefix = replace(self.prefix, is_loading=False, has_asked_disk=False), PrefixCursor()
-        successor.timings.admitted, successor.prompt_logprobs = self.timings.admitted, self.prompt_logprobs
+        successor.timings, successor.prompt_logprobs = structs.replace(self.timings, finished=None), self.prompt_logprobs
         return successor

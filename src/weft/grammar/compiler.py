@@ -3,8 +3,6 @@
 llguidance does the work; what it can not enforce is refused with its message. A slow compile delays its own request only.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -47,7 +45,6 @@ class Compiler:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's view of the vocabulary."""
         text = self.path.read_text(encoding="utf-8")
         eos = list(self.eos_token_ids) or None
         found = LLTokenizer(text, eos_token=eos)
@@ -84,8 +81,8 @@ class Compiler:
         text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
         if text not in self._forbidden:
             self._forbidden[text] = ForbiddenText(text, self.tokenizer)
-        forbidden, has_grammar = self._forbidden[text], matcher is not None
-        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, forbidden, before_grammar=has_grammar))
+        before = matcher is not None
+        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, self._forbidden[text], before_grammar=before))
 
     def compile(self, spec: GrammarSpec) -> Matcher:
         """A fresh matcher, compiled or forked from the cache. Raises GrammarRejected, also from the cache."""
@@ -106,12 +103,13 @@ class Compiler:
             grammar = _grammar(spec)
         except Exception as error:  # llguidance's converters raise bare ones; whatever they say is about this text alone
             return GrammarRejected(f"the {spec.kind} can not be read: {error}")
-        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=_limits(spec.kind))
-        if why := inner.get_error():
-            return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}")
-        matcher = Matcher(inner, self.tokenizer)
-        if why := _error_of_first_steps(matcher.fork()):
-            return GrammarRejected(f"the {spec.kind} can not be enforced: {_first_lines(why)}")
+        # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
+        rows = 8_000 if spec.kind == "json_schema" else 1_000
+        limits = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows)
+        matcher = Matcher(LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits), self.tokenizer)
+        if why := matcher.inner.get_error() or _error_of_first_steps(matcher.fork()):
+            lines = " ".join(line.strip() for line in why.strip().splitlines()[:4])
+            return GrammarRejected(f"the {spec.kind} can not be enforced: {lines[:500]}")
         return matcher
 
 
@@ -139,22 +137,11 @@ def _tags(tag: dict[str, object]) -> str:
     triggers, structures = tag["triggers"], tag["structures"]
     assert isinstance(triggers, list), "triggers must be a list"
     assert isinstance(structures, list), "structures must be a list"
-    tags = [
-        StructTag(
-            trigger=next(trigger for trigger in triggers if one["begin"].startswith(trigger)),
-            begin=one["begin"],
-            grammar=one["schema"],
-            end=one["end"],
-        )
-        for one in structures
-    ]
+    tags = []
+    for one in structures:
+        trigger = next(trigger for trigger in triggers if one["begin"].startswith(trigger))
+        tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"]))
     return StructTag.to_grammar(tags, assume_special=False)
-
-
-def _limits(kind: str) -> LLParserLimits:
-    """Limits under which a compile stays below a second on two Zen 4 cores, but for what the front bounds itself."""
-    rows = 8_000 if kind == "json_schema" else 1_000
-    return LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows)
 
 
 def _error_of_first_steps(matcher: Matcher) -> str:
@@ -167,10 +154,6 @@ def _error_of_first_steps(matcher: Matcher) -> str:
         if not mask.any() or not matcher.inner.consume_token(int(mask.argmax())):
             break
     return matcher.inner.get_error()
-
-
-def _first_lines(words: str) -> str:
-    return " ".join(line.strip() for line in words.strip().splitlines()[:4])[:500]
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:

@@ -1,12 +1,11 @@
 """What the next token of one sequence may be: first the reasoning with its budget, then the grammar.
 
-A constraint belongs to its sequence and shares nothing mutable. It says what it demands, accepts each token, can roll tokens
-back, and can be replayed over emitted ids. Knows tokens and bytes, nothing of batches.
+A constraint belongs to its sequence and shares nothing mutable; it can be replayed over emitted ids.
 """
 
-from __future__ import annotations
-
+import codecs
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -26,9 +25,8 @@ class Matcher:
         self.inner = inner
         self.tokenizer = tokenizer
 
-    def fork(self) -> Matcher:
-        """An independent matcher at the same position."""
-        return Matcher(self.inner.deep_copy(), self.tokenizer)
+    def fork(self) -> Self:
+        return type(self)(self.inner.deep_copy(), self.tokenizer)
 
     def accept(self, token: int) -> None:
         """Advance by a token. Raises RowFailed when the grammar does not allow it here."""
@@ -115,9 +113,7 @@ class ReasoningBudget:
         self.budget = spec.budget
 
     def begin(self) -> ReasoningState:
-        """The state before the first token."""
-        first = ReasoningState("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")
-        return self._close_if_spent(first) if self.spec.opened else first
+        return self._enter("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")
 
     def limit_to(self, max_tokens: int) -> None:
         """Lower the budget so that an answer of `max_tokens` keeps room after the reasoning."""
@@ -125,10 +121,9 @@ class ReasoningBudget:
         self.budget = max(0, room if self.budget is None else min(self.budget, room))
 
     def after(self, state: ReasoningState, token: int) -> ReasoningState:
-        """The state after one more token."""
         if state.forced:
             rest = state.forced[1:]
-            return replace(state, forced=rest) if rest else self._enter(state)
+            return replace(state, forced=rest) if rest else self._enter(state.then, state.spent)
         data = self.tokenizer.decode_bytes([token])
         match state.phase:
             case "reasoning":
@@ -136,7 +131,7 @@ class ReasoningBudget:
             case "start":
                 return self._started(state, token, data)
             case _:  # a model may open its reasoning again, but only by a token that means nothing else
-                return self._enter(replace(state, then="reasoning")) if self.open_ids == (token,) else state
+                return self._enter("reasoning", state.spent) if self.open_ids == (token,) else state
 
     def _reasoned(self, state: ReasoningState, data: bytes) -> ReasoningState:
         seen = state.tail + data
@@ -153,24 +148,24 @@ class ReasoningBudget:
         """Force the close marker once the budget is spent and the last character is whole."""
         if self.budget is None or state.spent < self.budget:
             return state
-        if _ends_whole(state.tail) or state.late >= MAX_LATE_TOKENS:
+        is_whole = codecs.utf_8_decode(state.tail, "ignore")[1] == len(state.tail)  # does not take a character that is cut
+        if is_whole or state.late >= MAX_LATE_TOKENS:
             return replace(state, forced=self.close_ids + self.gap_ids, then="answer")
         return replace(state, late=state.late + 1)
 
     def _started(self, state: ReasoningState, token: int, data: bytes) -> ReasoningState:
         if token == self.open_ids[0]:
-            opening = replace(state, forced=self.open_ids[1:], then="reasoning")
-            return opening if opening.forced else self._enter(opening)
+            rest = self.open_ids[1:]
+            return replace(state, forced=rest, then="reasoning") if rest else self._enter("reasoning", state.spent)
         seen = (state.tail + data).lstrip()
         if seen.startswith(self.open_bytes):
             return self._close_if_spent(replace(state, phase="reasoning", tail=seen[len(self.open_bytes) :]))
         may_open = self.open_bytes.startswith(seen) and len(state.tail) < 32
         return replace(state, tail=state.tail + data) if may_open else ReasoningState("answer", spent=state.spent)
 
-    def _enter(self, state: ReasoningState) -> ReasoningState:
-        """Enter the phase that follows the forced tokens."""
-        entered = ReasoningState(state.then, spent=state.spent)
-        return self._close_if_spent(entered) if entered.phase == "reasoning" else entered
+    def _enter(self, phase: str, spent: int = 0) -> ReasoningState:
+        entered = ReasoningState(phase, spent=spent)
+        return self._close_if_spent(entered) if phase == "reasoning" else entered
 
 
 class Constraint:
@@ -183,22 +178,18 @@ class Constraint:
         self._fed: list[bool] = []  # by token: whether the grammar took it
 
     def limit_to(self, max_tokens: int) -> None:
-        """Say how long the answer may be, before the first token."""
+        """Set the answer's largest length, before the first token."""
         if self.reasoning is not None:
             self.reasoning.limit_to(max_tokens)
             self._history = [self.reasoning.begin()]
 
-    def fork(self) -> Constraint:
-        """An independent constraint at the same position."""
-        other = Constraint(None if self.matcher is None else self.matcher.fork(), self.reasoning)
+    def fork(self) -> Self:
+        other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning)
         other._history, other._fed = list(self._history), list(self._fed)
         return other
 
     def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
-        """Conditions on the next token; None when anything may come. `ends` are the tokens that end the sequence.
-
-        An endless sequence goes on wherever its grammar lets it.
-        """
+        """Conditions on the next token; None when anything may come. `ends` are the tokens that end the sequence."""
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
@@ -209,26 +200,26 @@ class Constraint:
         if self.matcher is None:
             return None
         opening = self.reasoning.open_ids[:1] if self.reasoning is not None and now.phase == "start" else ()
-        late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()
+        late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()  # it goes on wherever its grammar lets it
         return TokenDemand(matcher=self.matcher, also=opening, late=late)
 
     def accept(self, token: int) -> None:
         """Advance by the token that was sampled. Raises RowFailed, which ends this request alone."""
         now = self._history[-1]
-        feeds = self.matcher is not None and self._is_answer(now, token)
+        feeds = self._is_answer(now, token)
         if feeds and self.matcher is not None:
             self.matcher.accept(token)
-            then = ReasoningState("answer", spent=now.spent)
-        else:
-            then = now if self.reasoning is None else self.reasoning.after(now, token)
-        self._history.append(then)
+            now = ReasoningState("answer", spent=now.spent)
+        elif self.reasoning is not None:
+            now = self.reasoning.after(now, token)
+        self._history.append(now)
         self._fed.append(feeds)
 
     def _is_answer(self, now: ReasoningState, token: int) -> bool:
         """Whether a token belongs to the grammar. Under a grammar reasoning begins with the first token or not at all."""
-        if now.forced or now.phase == "reasoning":
+        if self.matcher is None or now.forced or now.phase == "reasoning":
             return False
-        if now.phase == "answer" or self.reasoning is None or self.matcher is None:
+        if now.phase == "answer" or self.reasoning is None:
             return True
         return token != self.reasoning.open_ids[0] or self.matcher.allows(token)
 
@@ -241,14 +232,4 @@ class Constraint:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the answer is complete and nothing can follow."""
         return self.matcher is not None and self._history[-1].phase == "answer" and self.matcher.is_finished
-
-
-def _ends_whole(data: bytes) -> bool:
-    """Whether these bytes end at the end of a UTF-8 character."""
-    for back in range(1, min(4, len(data)) + 1):
-        byte = data[-back]
-        if byte & 0xC0 != 0x80:  # the first byte of a character; its length stands in it
-            return back >= (1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4)
-    return True

@@ -1,7 +1,5 @@
 """Turns the demands of a step's rows into one mask: all grammars are filled in one call, and a row's error stays its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

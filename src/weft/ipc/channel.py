@@ -1,10 +1,7 @@
 """The channel between front and engine: msgspec messages over two zmq sockets, one for each direction.
 
-The front binds in a private folder, the engine connects. `EngineEnd` belongs to the engine's process, `FrontEnd` to an event
-loop. Neither knows what the messages mean.
+The front binds in a private folder, the engine connects.
 """
-
-from __future__ import annotations
 
 import threading
 import time
@@ -44,16 +41,13 @@ class EngineEnd:
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
         """All messages that have arrived; waits at most so long for the first."""
+        messages: list[ToEngine] = []
         has_come = self._in.poll(int(wait_seconds * 1000))
         self.listened = (self.listened[0] + 1, time.monotonic())
-        if not has_come:
-            return []
-        messages: list[ToEngine] = []
-        try:
-            while True:
-                messages.append(self._decoder.decode(self._in.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return messages
+        while has_come:
+            messages.append(self._decoder.decode(self._in.recv()))
+            has_come = self._in.poll(0)
+        return messages
 
     def receive_settings(self, wait_seconds: float) -> EngineSettings:
         """The front's first message. Later ones stay in the socket."""

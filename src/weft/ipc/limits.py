@@ -1,9 +1,7 @@
 """What a request may ask of a model: sampling parameters in their ranges, and prompts that fit context and memory.
 
-Front and engine check with the same code, so a refusal reads the same wherever it is found. Knows neither mlx nor HTTP.
+Front and engine check with the same code, so a refusal reads the same wherever it is found.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -47,14 +45,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _check_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
         _check_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_range("min_tokens", self.min_tokens, 0, None)
-        if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 0, None)
-            _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                _check_range(name, count, 0, min(MAX_LOGPROBS, vocab_size), "logprobs")
-        if self.seed is not None:
-            _check_range("seed", self.seed, -(2**63), 2**64 - 1)
+        _check_range("max_tokens", self.max_tokens, 0, None)
+        _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        _check_range("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size), "logprobs")
+        _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         _check_range("number of logit_bias entries", len(self.logit_bias), 0, MAX_BIASES, "logit_bias")
         for token, bias in self.logit_bias.items():
             _check_range("logit_bias token", token, 0, vocab_size - 1, "logit_bias")
@@ -65,7 +60,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens seen before change the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -86,12 +80,12 @@ class Limits(msgspec.Struct, frozen=True):
             message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "prompt")
         sampling.check(self.vocab_size)
-        room = self._context_room(len(prompt), sampling.max_tokens)
-        return room if self.memory_tokens is None else self._memory_room(len(prompt), room, sampling.max_tokens)
+        return self._memory_room(len(prompt), self._context_room(len(prompt), sampling.max_tokens), sampling.max_tokens)
 
     def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
         """The answer's tokens that fit into memory: an open-ended answer is cut there, a longer `max_tokens` is refused."""
-        assert self.memory_tokens is not None
+        if self.memory_tokens is None:
+            return room
         total = tokens + (room if wanted is not None else 1)
         if total > self.memory_tokens:
             message = f"{total} tokens ({tokens} of the prompt) do not fit into memory: {self.memory_bytes} bytes are free for"
@@ -100,7 +94,6 @@ class Limits(msgspec.Struct, frozen=True):
         return min(room, self.memory_tokens - tokens)
 
     def _context_room(self, tokens: int, wanted: int | None) -> int:
-        """The answer's tokens that fit into the context."""
         # Clients recognise these sentences and shorten their history: the first half must stay word for word.
         limit, room = self.context_length, self.context_length - tokens
         if room < 1 and not (room == 0 and wanted == 0):
@@ -115,7 +108,9 @@ class Limits(msgspec.Struct, frozen=True):
         return room if wanted is None else wanted
 
 
-def _check_range(name: str, value: float, low: float, high: float | None, param: str | None = None) -> None:
+def _check_range(name: str, value: float | None, low: float, high: float | None, param: str | None = None) -> None:
+    if value is None:
+        return
     if math.isnan(value) or value < low or (high is not None and value > high):
         limit = f"at least {low}" if high is None else f"between {low} and {high}"
         raise InvalidRequest(f"{name} {value} must be {limit}", param or name)

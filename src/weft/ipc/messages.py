@@ -1,9 +1,4 @@
-"""The messages between front and engine: requests, tokens, endings, status.
-
-Values only. `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses.
-"""
-
-from __future__ import annotations
+"""The messages between front and engine: `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses."""
 
 from typing import Literal
 
@@ -14,7 +9,6 @@ from weft.ipc.limits import Limits, Sampling
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MissCause = Literal["whole", "differs", "cut", "checkpoint", "evicted", "salt", "logprobs", "off"]
-
 
 # How JSON under a schema is written, in llguidance's words; front and engine must agree on it.
 JSON_OPTIONS = {
