@@ -26,9 +26,8 @@ from weft.api.anthropic import request as anthropic
 from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, pick_fields
 from weft.api.http import Deadline, Guard, Page, json_response, read_json
 from weft.api.live import LiveEvents
-from weft.api.openai import chat, completions
-from weft.api.openai.responses import request as responses
-from weft.api.openai.responses.routes import StoredResponses
+from weft.api.openai import chat, completions, responses
+from weft.api.openai.response_store import StoredResponses
 from weft.api.sse import EventStream, make_whole_body
 from weft.config import ServerConfig
 from weft.errors import ContextTooLong

@@ -17,9 +17,8 @@ from weft.api import admin, ollama
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import FieldRules
 from weft.api.http import json_response
-from weft.api.openai import chat, completions
+from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
-from weft.api.openai.responses import request as responses
 from weft.ipc.messages import MissCause
 from weft.serving.registry import FitVerdict
 

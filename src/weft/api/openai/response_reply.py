@@ -1,6 +1,6 @@
 """The reply to a Responses request: a response as one body, or the events of its making, in their exact order.
 
-Both come out of the same steps: each output item yields events while it is made, and is part of the response when it is done.
+Each output item yields events while it is made, and is part of the response when it is done.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import msgspec
 from weft.api import dialect
 from weft.api.dialect import Reply, ReplyHeader, encode_json, join_texts
 from weft.api.openai.reply import logprobs_of, timings_of
-from weft.api.openai.responses.items import Item, complete_item
-from weft.api.openai.responses.output_tools import OutputTools
+from weft.api.openai.response_items import Item, OutputTools, complete_item
 from weft.api.problems import response_error
 from weft.errors import WeftError
 from weft.ipc.limits import Sampling
@@ -30,19 +29,12 @@ SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # by an item's type
 
 
-@dataclass(frozen=True)
-class PartNames:
-    """How a part of an output item appears in events. Each part has the item's whole text."""
-
-    kind: str  # the part's type
-    text: str  # how the events of its text begin
-    part: str = "content_part"  # how its own events begin
-    index: str = "content_index"
-
-
-OUTPUT_TEXT = PartNames("output_text", "output_text")
-REASONING_TEXT = PartNames("reasoning_text", "reasoning_text")
-SUMMARY_TEXT = PartNames("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary_index")
+# By the type of a part: how the events of its text begin, how its own events begin, and the name of its index.
+PART_EVENTS = {
+    "output_text": ("output_text", "content_part", "content_index"),
+    "reasoning_text": ("reasoning_text", "content_part", "content_index"),
+    "summary_text": ("reasoning_summary_text", "reasoning_summary_part", "summary_index"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +69,6 @@ class ResponseReply(Reply):
         return self._frame(self._events(run))
 
     def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
-        """A comment for people, and an event for clients whose timers ignore comments."""
         return b": prefill %d/%d\n\n" % (num_computed, num_tokens) + self._frame([_lifecycle("in_progress", self._begun)])
 
     def frame_closing(self) -> bytes:
@@ -85,7 +76,6 @@ class ResponseReply(Reply):
         return self._frame([_lifecycle(response["status"], response)])
 
     def frame_error(self, error: WeftError) -> bytes:
-        """The failed response, with what there is of it."""
         cut = [] if self._open_item is None else [self._open_item.item("incomplete")]
         failed = self._response("failed", error=response_error(error), output=self._output + cut)
         return self._frame([_lifecycle("failed", failed)])
@@ -131,10 +121,10 @@ class ResponseReply(Reply):
     def _events(self, run: list[Delta]) -> Iterator[Event]:
         match run[0]:
             case Text():
-                yield from self._extend("message", (OUTPUT_TEXT,), run)
+                yield from self._extend("message", ("output_text",), run)
             case Reasoning():
-                parts = (SUMMARY_TEXT, REASONING_TEXT) if self.shape.has_summary else (REASONING_TEXT,)
-                yield from self._extend("reasoning", parts, run)
+                summary = ("summary_text",) if self.shape.has_summary else ()
+                yield from self._extend("reasoning", (*summary, "reasoning_text"), run)
             case CallOpened(id=call_id, name=name):
                 tool = self.shape.tools.find(name)
                 kind, text_field = ("custom_tool_call", "input") if tool.kind == "custom" else ("function_call", "arguments")
@@ -148,7 +138,7 @@ class ResponseReply(Reply):
                 yield from self._close("incomplete" if finish.reason == "length" else "completed")
                 self._finish = finish
 
-    def _extend(self, kind: str, parts: tuple[PartNames, ...], run: list[Delta]) -> Iterator[Event]:
+    def _extend(self, kind: str, parts: tuple[str, ...], run: list[Delta]) -> Iterator[Event]:
         """Add to the open item if it is of this kind, or open a new one where there is something to add."""
         if self._open_item is None or self._open_item.kind != kind:
             if not (join_texts(run) or logprobs_of(run)):
@@ -206,19 +196,15 @@ class OutputItem:
         return "".join(self.texts)
 
     def item(self, status: str) -> Item:
-        """The item as a part of the response."""
         return {"id": self.id, "type": self.kind, "status": status}
 
     def begin(self) -> Iterator[Event]:
-        """The events that announce the item."""
         yield {"type": "response.output_item.added", "output_index": self.index, "item": self.item("in_progress")}
 
     def add(self, run: list[Delta]) -> Iterator[Event]:
-        """The events of more deltas of the item."""
         raise NotImplementedError
 
     def end(self, status: str) -> Iterator[Event]:
-        """The events that repeat the finished item."""
         yield {"type": "response.output_item.done", "output_index": self.index, "item": self.item(status)}
 
     def _event(self, kind: str, **fields: Any) -> Event:
@@ -226,9 +212,9 @@ class OutputItem:
 
 
 class TextOutput(OutputItem):
-    """The answer's message, or the reasoning before it."""
+    """The answer's message, or the reasoning before it. Each of its parts has the item's whole text."""
 
-    def __init__(self, kind: str, parts: tuple[PartNames, ...], *, is_sealed: bool) -> None:
+    def __init__(self, kind: str, parts: tuple[str, ...], *, is_sealed: bool) -> None:
         super().__init__(kind)
         self._parts = parts
         self._is_sealed = is_sealed
@@ -236,7 +222,7 @@ class TextOutput(OutputItem):
 
     def item(self, status: str) -> Item:
         """The item, with its parts when it is done, and sealed reasoning where the client keeps no clear text."""
-        parts = [] if status == "in_progress" else [self._part(names) for names in self._parts]
+        parts = [] if status == "in_progress" else [self._part(kind) for kind in self._parts]
         if self.kind == "message":
             return super().item(status) | {"role": "assistant", "content": parts}
         item = super().item(status) | {"summary": parts[:-1], "content": parts[-1:]}
@@ -244,28 +230,31 @@ class TextOutput(OutputItem):
 
     def begin(self) -> Iterator[Event]:
         yield from super().begin()
-        for names in self._parts:
-            yield self._event(f"{names.part}.added", **{names.index: 0}, part=self._part(names))
+        for kind in self._parts:
+            _, own, index = PART_EVENTS[kind]
+            yield self._event(f"{own}.added", **{index: 0}, part=self._part(kind))
 
     def add(self, run: list[Delta]) -> Iterator[Event]:
         text, logprobs = join_texts(run), logprobs_of(run)
         if text or logprobs:
             self.texts.append(text)
             self._logprobs += logprobs
-            more = {"logprobs": logprobs} if self.kind == "message" else {}
-            for names in self._parts:
-                yield self._event(f"{names.text}.delta", **{names.index: 0}, delta=text, **more)
+            for kind in self._parts:
+                begin, _, index = PART_EVENTS[kind]
+                yield self._event(f"{begin}.delta", **{index: 0}, delta=text, **self._if_message(logprobs=logprobs))
 
     def end(self, status: str) -> Iterator[Event]:
-        more = {"logprobs": self._logprobs} if self.kind == "message" else {}
-        for names in self._parts:
-            yield self._event(f"{names.text}.done", **{names.index: 0}, text=self.text, **more)
-            yield self._event(f"{names.part}.done", **{names.index: 0}, part=self._part(names))
+        for kind in self._parts:
+            begin, own, index = PART_EVENTS[kind]
+            yield self._event(f"{begin}.done", **{index: 0}, text=self.text, **self._if_message(logprobs=self._logprobs))
+            yield self._event(f"{own}.done", **{index: 0}, part=self._part(kind))
         yield from super().end(status)
 
-    def _part(self, names: PartNames) -> dict[str, Any]:
-        more = {"annotations": [], "logprobs": list(self._logprobs)} if self.kind == "message" else {}
-        return {"type": names.kind, "text": self.text, **more}
+    def _part(self, kind: str) -> dict[str, Any]:
+        return {"type": kind, "text": self.text, **self._if_message(annotations=[], logprobs=list(self._logprobs))}
+
+    def _if_message(self, **fields: Any) -> dict[str, Any]:
+        return fields if self.kind == "message" else {}
 
 
 class CallOutput(OutputItem):
