@@ -3,8 +3,6 @@
 A dialect brings `translate`, from JSON to a `ParsedRequest`; all between that and the bytes on the socket is done here for all.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time
@@ -154,7 +152,6 @@ class GeneratingEndpoint:
             raise
 
     async def _parse(self, request: Request) -> ParsedRequest:
-        """The body as its dialect understands it, with the request's dialect, session and client."""
         body = await read_json(request, self.config)
         past = {} if self.recall is None else {"past": await self.recall(body, request.state.api_key)}
         is_large = self.recall is not None or int(request.headers.get("content-length") or 0) > LARGE_BODY_BYTES
@@ -183,6 +180,12 @@ class RequestAccount:
         status = 200 if error is None else problems.status_of(error, path) if isinstance(error, Exception) else 499
         active = self.active if self.active is not None and self.active.is_submitted else None
         finish = "cancelled" if status == 499 else "error" if error is not None else active.finish if active else None
+        measured: dict[str, Any] = {}
+        if active is not None:
+            names = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
+            cause = None if active.usage.reuse is None else active.usage.reuse.cause
+            measured = pick_fields(active.usage, *names)
+            measured |= {"miss_cause": cause, "first_token_seconds": active.first_token_seconds}
         record = RequestRecord(
             request_id=self.request.state.request_id,
             client=f"{address.host}:{address.port}" if address else "-",
@@ -191,15 +194,8 @@ class RequestAccount:
             status=status,
             finish=finish,
             total_seconds=time.monotonic() - self.arrived,
-            **({} if active is None else _measurements(active)),
+            **measured,
         )
         log_request(record)
         if active is not None and finish is not None:
             self.service.metrics.finished(record)
-
-
-def _measurements(active: ActiveRequest) -> dict[str, Any]:
-    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
-    reuse = active.usage.reuse
-    own = {"miss_cause": None if reuse is None else reuse.cause, "first_token_seconds": active.first_token_seconds}
-    return pick_fields(active.usage, *names) | own

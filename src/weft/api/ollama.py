@@ -1,9 +1,4 @@
-"""Ollama's dialect, as far as programs need it that know no other one: generating is translated, models are shown as Ollama does.
-
-`translate_chat` and `translate_generate` know no HTTP and no model; the endpoints of `OllamaModels` show what the service knows.
-"""
-
-from __future__ import annotations
+"""Ollama's dialect, for programs that know no other one: generating is translated, models are shown as Ollama does."""
 
 import hashlib
 import time
@@ -23,7 +18,7 @@ from weft.api.dialect import FieldRules, ParsedRequest, Reply, ReplyHeader, enco
 from weft.api.http import json_response, read_json
 from weft.api.problems import ollama_body
 from weft.config import ServerConfig
-from weft.errors import UnsupportedParameter, WeftError
+from weft.errors import UnsupportedParameter
 from weft.ipc.messages import Ready
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
@@ -158,7 +153,6 @@ def translate_generate(body: dict[str, Any]) -> ParsedRequest:
 
 
 def _read(body: dict[str, Any], kind: type[OllamaBody]) -> tuple[OllamaBody, tuple[str, ...]]:
-    """The body as a struct, and the names of its unknown fields, also of those under `options`."""
     options = body.get("options")
     given = options if isinstance(options, dict) else {}
     inner = {f"options.{name}": value for name, value in given.items() if name not in Options.__struct_fields__}
@@ -248,11 +242,10 @@ class OllamaReply(Reply):
     def frame_heartbeat(self, *_: int) -> bytes:
         return self._line(self._show([]) | {"done": False})
 
-    def frame_error(self, error: WeftError) -> bytes:
+    def frame_error(self, error: Exception) -> bytes:
         return encode_json(ollama_body(error)) + b"\n"
 
     def make_body(self) -> dict[str, Any]:
-        """The body of a reply that is not streamed; where nothing was generated, it says that the model is loaded."""
         finish = next((delta for delta in self.collected[0] if isinstance(delta, Finish)), None)
         ending = {"done_reason": "load"} if finish is None else _ending(finish)
         return self._head | self._show(self.collected[0]) | {"done": True} | ending
@@ -308,17 +301,21 @@ class OllamaModels:
         return json_response({"version": DIALECT_VERSION, "weft": __version__})
 
     async def tags(self, _: Request) -> Response:
-        """List the served models, those that answer first."""
         models = sorted(self.service.models, key=lambda model: not model.is_ready)
         return json_response({"models": [self._row(model) for model in models]})
 
     async def ps(self, _: Request) -> Response:
         """List the loaded models. None is ever unloaded by itself."""
-        rows = [self._row(model) | _place(*model.require()) for model in self.service.models if model.is_ready]
+        rows = []
+        for model in self.service.models:
+            if model.is_ready:
+                row, ready = self._row(model), model.require()[1]
+                size_vram = 0 if ready.device == "cpu" else row["size"]
+                more = {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
+                rows.append(row | more)
         return json_response({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        """Show what one model can, how long its context is, and its chat template."""
         given = dialect.convert(await read_json(request, self.config), ShowRequest)
         codec, ready = self.service.find(plain_name(given.model or given.name)).require()
         found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers}
@@ -355,11 +352,6 @@ class OllamaModels:
             "digest": hashlib.sha256(model.name.encode()).hexdigest(),  # of the name: there is no one file to take it of
             "details": {} if model.ready is None else _details(model.ready),
         }
-
-
-def _place(_codec: object, ready: Ready) -> dict[str, Any]:
-    size_vram = 0 if ready.device == "cpu" else ready.memory.get("weights", 0)
-    return {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
 
 
 def _details(ready: Ready) -> dict[str, Any]:

@@ -1,9 +1,4 @@
-"""The OpenAPI document of the server, served at /openapi.json.
-
-Requests are described by the structs that read them, so they can not drift; all else is written in openapi_replies.json.
-"""
-
-from __future__ import annotations
+"""The OpenAPI document: requests are described by the structs that read them, all else is written in openapi_replies.json."""
 
 from importlib.resources import files
 from typing import Any, get_args
@@ -26,12 +21,12 @@ Schema = dict[str, Any]
 
 
 async def serve_document(_: Request) -> Response:
-    """Serve the document at /openapi.json."""
+    """Serve the OpenAPI document at /openapi.json."""
     return json_response(document(__version__))
 
 
 def document(version: str) -> Schema:
-    """The whole document, for this version of weft."""
+    """The whole OpenAPI document, for this version of weft."""
     written: Schema = msgspec.json.decode((files("weft.api") / "openapi_replies.json").read_bytes())
     replies = written["schemas"]
     replies["Timings"]["properties"]["cache"]["properties"]["cause"] = {"enum": [*get_args(MissCause)]}

@@ -1,9 +1,7 @@
 """A reply on its way to a client, as a stream or as one body; a client that goes away ends its request at once.
 
-Silence is filled with heartbeats, and an error after the headers is an event of its own, never a regular end. Knows no dialect.
+Silence is filled with heartbeats, and an error after the headers is an event of its own, never a regular end.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -16,15 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.dialect import Reply
 from weft.api.http import Deadline, Disconnected
-from weft.errors import InternalError, RequestTimedOut, WeftError
+from weft.errors import RequestTimedOut, WeftError
 from weft.serving.active_request import ActiveRequest, Parts
 
 log = logging.getLogger("weft.api")
 
 # Proxies would keep events back.
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-
-PartStream = AsyncGenerator[Parts]
 
 
 @dataclass(frozen=True)
@@ -33,13 +29,13 @@ class EventStream:
 
     reply: Reply
     active: ActiveRequest
-    parts: PartStream
+    parts: AsyncGenerator[Parts]
     on_close: Callable[[BaseException | None], None]  # called once, with what ended the stream
     deadline: Deadline
     headers: dict[str, str]
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        error: BaseException | None = None
+        error: BaseException | None = asyncio.CancelledError()  # where the server ends this task
         headers = STREAM_HEADERS + [(name.encode(), value.encode()) for name, value in self.headers.items()]
         watch = asyncio.create_task(_abandon_when_gone(self.active, receive, self.deadline))
         try:
@@ -50,15 +46,12 @@ class EventStream:
                     if frames:
                         await send({"type": "http.response.body", "body": frames, "more_body": True})
             await send({"type": "http.response.body", "body": self.reply.frame_closing()})
+            error = None
         except Exception as caught:  # the border of a stream: whatever it is, the client gets an error and no regular end
             error = caught
             if not isinstance(caught, WeftError):
                 log.exception("a stream failed")
-            shown = caught if isinstance(caught, WeftError) else InternalError(str(caught))
-            await send({"type": "http.response.body", "body": self.reply.frame_error(shown)})
-        except BaseException as caught:  # the server ends this task
-            error = caught
-            raise
+            await send({"type": "http.response.body", "body": self.reply.frame_error(caught)})
         finally:
             watch.cancel()
             self.on_close(error)
@@ -77,7 +70,7 @@ class EventStream:
 
 
 async def make_whole_body(
-    reply: Reply, active: ActiveRequest, parts: PartStream, receive: Receive, deadline: Deadline
+    reply: Reply, active: ActiveRequest, parts: AsyncGenerator[Parts], receive: Receive, deadline: Deadline
 ) -> dict[str, Any]:
     """The body of a reply that is not streamed. Raises what ended the request, Disconnected when the client went away."""
     watch = asyncio.create_task(_abandon_when_gone(active, receive, deadline))
@@ -92,7 +85,6 @@ async def make_whole_body(
 
 
 async def _abandon_when_gone(active: ActiveRequest, receive: Receive, deadline: Deadline) -> None:
-    """Abandon the request when its client has gone or its time is up."""
     try:
         await deadline.hold(until_gone(receive))
     except RequestTimedOut as error:

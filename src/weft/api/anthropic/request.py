@@ -3,8 +3,6 @@
 Blocks without use here are left out and reported as ignored; an image is handed on, for the model to take or to refuse.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -90,7 +88,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class ToolParam(msgspec.Struct, kw_only=True):
-    """A tool. One of another type than custom, and without a schema, is one of Anthropic's own."""
+    """A tool. One of another type than custom, and without a schema, is one of Anthropic's own and is not complete."""
 
     name: str | None = None
     type: str | None = None
@@ -101,11 +99,9 @@ class ToolParam(msgspec.Struct, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the client sends all there is to know of the tool; Anthropic's own tools have only a name and a type."""
         return self.type in (None, "custom") or self.input_schema is not None
 
     def as_function(self, **more: Any) -> dict[str, Any]:
-        """The tool as OpenAI writes it and templates take it."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema, **more}}
 
@@ -137,7 +133,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/messages. Raises InvalidRequest that names the field."""
     request, ignored = RULES.read(body, MessagesRequest)
     generation = replace(
         _read_generation(request),
@@ -205,7 +201,6 @@ def _read_grammar(request: CountRequest) -> GrammarSpec | None:
 
 
 def _read_tools(given: Sequence[ToolParam]) -> tuple[Tool, ...]:
-    """The tools that may be called. Raises InvalidRequest with the place of the first misfit."""
     complete = [index for index, tool in enumerate(given) if tool.is_complete]
     for place in (f"tools[{index}].input_schema" for index in complete if given[index].input_schema is None):
         raise InvalidRequest(f"{place} is required", place)
@@ -223,7 +218,6 @@ def _select_tools(given: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolSele
 
 
 def _read_messages(request: CountRequest) -> tuple[Message, ...]:
-    """The instructions and all messages. Raises InvalidRequest with the place of the first misfit."""
     turns = [("system", "system", _read_blocks(request.system or "", "system"))]
     for index, message in enumerate(request.messages):
         place = f"messages[{index}]"
@@ -297,7 +291,6 @@ def _read_call(block: dict[str, Any], place: str) -> ToolCall:
 
 
 def _call_id(given: Any, place: str) -> str:
-    """A call's id as the other dialects write it."""
     call_id: str = _check(given, str, place)
     return f"call_{call_id.removeprefix('toolu_')}" if call_id.startswith("toolu_") else call_id
 

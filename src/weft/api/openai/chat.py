@@ -1,9 +1,4 @@
-"""POST /v1/chat/completions, as two pure translators: a body into a `GenerationRequest`, deltas into a completion or its chunks.
-
-Knows no HTTP, no template and no model. `app` calls `translate` and feeds the reply; Responses and /tokenize read messages here.
-"""
-
-from __future__ import annotations
+"""POST /v1/chat/completions: a body into a `GenerationRequest`, and deltas into a completion or its chunks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +9,7 @@ from msgspec import Meta
 
 from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
 from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
-from weft.api.openai.request import RULES, ConversationRequest, Count, read_grammar
+from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, read_grammar
 from weft.errors import InvalidRequest
 from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import CallArguments, CallOpened, Conversation, Delta, Effort, Message, Reasoning, Role, Text, ToolCall
@@ -79,7 +74,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/chat/completions. Raises InvalidRequest that names the field."""
     request, ignored = RULES.read(body, ChatRequest)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -100,7 +95,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         (conversation,),
         request.max_completion_tokens or request.max_tokens,
         logprobs,
-        grammar=read_grammar(request),
+        grammar=read_grammar(request, GRAMMAR_FIELDS),
         tool_choice=choice if tools else None,
         thinking_budget=request.thinking_budget,
         effort=request.reasoning_effort,
@@ -111,12 +106,12 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """The messages of a request. Raises InvalidRequest with the place of the first misfit."""
+    """Read the messages of a request. Raises InvalidRequest with the place of the first misfit."""
     return tuple(read_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def read_message(message: ChatMessage, place: str) -> Message:
-    """The message at this place of a request. Raises InvalidRequest."""
+    """Read the message at this place of a request. Raises InvalidRequest."""
     content: str | list[dict[str, Any]] | None = message.refusal if message.content is None else message.content
     if content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"{place}.content is missing; a {message.role} message needs one", f"{place}.content")

@@ -1,9 +1,4 @@
-"""Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares.
-
-Chunks and bodies are made by the same few functions, so that they agree. A dialect adds what one of its choices looks like.
-"""
-
-from __future__ import annotations
+"""Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,7 +6,6 @@ from typing import Any, ClassVar
 from weft.api.dialect import Reply, ReplyHeader, encode_json, reused_fields, schema_verdict
 from weft.api.openai.request import CommonRequest
 from weft.api.problems import openai_body
-from weft.errors import WeftError
 from weft.text.types import Delta, Finish, Text, Token, Usage
 
 
@@ -64,14 +58,13 @@ class OpenAIReply(Reply):
         return self._frame([{"index": choice, **self.silence, **_ending(finish)}], **timings)
 
     def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
-        """A comment for people, and a chunk without news for clients whose timers ignore comments."""
         choice = next((choice for choice in self.choices if choice not in self._finishes), 0)
         return b": prefill %d/%d\n\n" % (num_computed, num_tokens) + self._chunk(choice, self.silence)
 
     def frame_closing(self) -> bytes:
         return (self._frame([], usage=self._usage()) if self._include_usage else b"") + b"data: [DONE]\n\n"
 
-    def frame_error(self, error: WeftError) -> bytes:
+    def frame_error(self, error: Exception) -> bytes:
         return b"data: " + encode_json(openai_body(error)) + b"\n\n"
 
     def make_body(self) -> dict[str, Any]:

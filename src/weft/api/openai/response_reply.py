@@ -17,7 +17,6 @@ from weft.api.dialect import Reply, ReplyHeader, encode_json, join_texts
 from weft.api.openai.reply import logprobs_of, timings_of
 from weft.api.openai.response_items import Item, OutputTools, complete_item
 from weft.api.problems import response_error
-from weft.errors import WeftError
 from weft.ipc.limits import Sampling
 from weft.text.tools import CustomInputReader
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
@@ -75,7 +74,7 @@ class ResponseReply(Reply):
         response = self.make_body()
         return self._frame([_lifecycle(response["status"], response)])
 
-    def frame_error(self, error: WeftError) -> bytes:
+    def frame_error(self, error: Exception) -> bytes:
         cut = [] if self._open_item is None else [self._open_item.item("incomplete")]
         failed = self._response("failed", error=response_error(error), output=self._output + cut)
         return self._frame([_lifecycle("failed", failed)])

@@ -97,7 +97,7 @@ class Past:
 
 
 def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/responses. Raises InvalidRequest that names the field."""
     past = past or Past()
     request, ignored = RULES.read(body, ResponseRequest)
     if request.input is None and request.previous_response_id is None:
@@ -109,7 +109,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
         (conversation,),
         request.max_output_tokens,
         (request.top_logprobs or 0) if request.top_logprobs or LOGPROBS in includes else None,
-        grammar=read_grammar(request, text=_read_text),
+        grammar=read_grammar(request, openai.GRAMMAR_FIELDS | {"text": _read_text}),
         tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
         thinking_budget=request.thinking_budget,
         effort=thinking.effort,
