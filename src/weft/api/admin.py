@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -68,14 +69,14 @@ class UnloadRequest(msgspec.Struct, kw_only=True):
     model: SomeText
 
 
+@dataclass(frozen=True)
 class Admin:
     """The endpoints beside those of the dialects."""
 
-    def __init__(self, service: Service, config: ServerConfig, registry: ModelRegistry) -> None:
-        self.service = service
-        self.config = config
-        self.registry = registry
-        self.started = time.time()
+    service: Service
+    config: ServerConfig
+    registry: ModelRegistry
+    started: float = field(default_factory=time.time)
 
     async def health(self, _: Request) -> Response:
         """Status 200 when every model the server was started with answers, else 503 with the condition of each."""
@@ -96,7 +97,6 @@ class Admin:
         return json_response(self._model(self.service.find(request.path_params["id"])))
 
     async def list_available(self, _: Request) -> Response:
-        """List the models on this machine, and whether each would fit beside those that are loaded."""
         rows = []
         for option in await self.registry.options():
             model = option.model
@@ -157,7 +157,6 @@ class Admin:
         return json_response({"models": await asyncio.to_thread(lambda: [_show_cache(*row) for row in rows])})
 
     async def clear_cache(self, request: Request) -> Response:
-        """Evict the cached prefixes that no running request uses: of one model, or of all."""
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         name = (await self._read(request, ClearRequest)).model if has_body else None
         models = [model for model in self.service.models if model.failed is None and not model.is_leaving]

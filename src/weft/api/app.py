@@ -175,7 +175,6 @@ class RequestAccount:
     arrived: float = field(default_factory=time.monotonic)
 
     def close(self, error: BaseException | None) -> None:
-        """Log the request, and count it if the engine had it."""
         path, address = self.request.scope["path"], self.request.client
         status = 200 if error is None else problems.status_of(error, path) if isinstance(error, Exception) else 499
         active = self.active if self.active is not None and self.active.is_submitted else None

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -24,14 +25,14 @@ EventRow = dict[str, Any]
 GapCounts = list[tuple[float, float]]  # seconds, and how many token gaps were no longer
 
 
+@dataclass(frozen=True)
 class LiveEvents:
     """The endpoint as an ASGI application: a stream for each watcher until it leaves or the server stops.
 
     A watcher looks a few times a second at the running requests; nothing is counted or kept while nobody watches.
     """
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    service: Service
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         view, left = LiveView(self.service), asyncio.create_task(until_gone(receive))

@@ -339,7 +339,6 @@ class OllamaModels:
         )
 
     async def embed(self, request: Request) -> Response:
-        """Refuse embeddings: no model has any."""
         model = self.service.find(plain_name(dialect.convert(await read_json(request, self.config), EmbedRequest).model))
         raise UnsupportedParameter(f"{model.name} writes text and has no embeddings; weft serves no model that has any", "model")
 
@@ -355,7 +354,6 @@ class OllamaModels:
 
 
 def _details(ready: Ready) -> dict[str, Any]:
-    """What the model's own files say of it."""
     config: dict[str, Any] = msgspec.json.decode((Path(ready.folder) / "config.json").read_bytes())
     family = str(config.get("model_type", "unknown"))
     quantization = config.get("quantization") or {}

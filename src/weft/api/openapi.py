@@ -31,19 +31,11 @@ def document(version: str) -> Schema:
     replies = written["schemas"]
     replies["Timings"]["properties"]["cache"]["properties"]["cause"] = {"enum": [*get_args(MissCause)]}
     replies["AvailableModels"]["properties"]["data"]["items"]["properties"]["verdict"] = {"enum": [*get_args(FitVerdict)]}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "weft", "version": version, "description": "OpenAI's, Anthropic's and Ollama's wires on one batch."},
-        "paths": _paths(written["operations"], written["errors"]),
-        "components": {
-            "schemas": _request_schemas() | replies,
-            "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
-                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            },
-        },
-        "security": [{}, {"bearer": []}, {"key": []}],  # {}: on a loopback address no key is needed
-    }
+    whole: Schema = written["document"]  # its security begins with {}: on a loopback address no key is needed
+    whole["info"]["version"] = version
+    whole["paths"] = _paths(written["operations"], written["errors"])
+    whole["components"]["schemas"] = _request_schemas(written["requests"]) | replies
+    return whole
 
 
 def _paths(operations: list[Schema], errors: dict[str, str]) -> Schema:
@@ -74,7 +66,7 @@ def _json(name: str) -> Schema:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def _request_schemas() -> Schema:
+def _request_schemas(additions: Schema) -> Schema:
     kinds = [chat.ChatRequest, completions.CompletionRequest, responses.ResponseRequest]
     kinds += [anthropic.MessagesRequest, anthropic.CountRequest]
     kinds += [ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.ShowRequest]
@@ -86,13 +78,11 @@ def _request_schemas() -> Schema:
     for name, inert in rules.items():  # a field that acts in one dialect may be refused in another
         schemas[name]["properties"] = _inert_fields(inert) | schemas[name]["properties"]
     schemas["Options"]["properties"] |= _inert_fields(ollama.OPTION_RULES)
-    schemas["ResponseRequest"]["anyOf"] = [
-        {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in ("input", "previous_response_id")
-    ]
+    for name, addition in additions.items():  # what a struct can not say
+        schemas[name] |= addition
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
     lists = [{"type": "array", "items": items, "minItems": 1} for items in ({"type": "string"}, ids)]
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [{"type": "string"}, ids, *lists]}
-    schemas["TokenizeRequest"]["anyOf"] = [{"required": [name]} for name in ("prompt", "content", "messages")]
     return schemas
 
 

@@ -40,7 +40,6 @@ class OpenAIReply(Reply):
         raise NotImplementedError
 
     def show_choice(self, choice: int, deltas: Sequence[Delta], /) -> dict[str, Any]:
-        """A choice of a body."""
         raise NotImplementedError
 
     def frame_deltas(self, choice: int, deltas: Sequence[Delta]) -> bytes:

@@ -134,7 +134,6 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     def read_generation(
         self, prompts: tuple[Prompt, ...], max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> GenerationRequest:
-        """The generation that these fields describe, together with the dialect's own fields."""
         hint = self.prompt_cache_key or self.session_id
         tier = TIERS.get(self.service_tier, 0) if isinstance(self.service_tier, str) else 0
         return GenerationRequest(

@@ -79,14 +79,12 @@ class ResponseStore:
         self._connection: sqlite3.Connection | None = None  # from its first use on, and used by the thread alone
 
     def keep(self, api_key: bytes, response: Item, items: list[Item]) -> None:
-        """Store a response without waiting for it; a failure is logged."""
         self._thread.submit(self._keep, _owner(api_key), response, items).add_done_callback(_log_failure)
 
     async def find(self, api_key: bytes, response_id: str) -> StoredResponse | None:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._find, _owner(api_key), response_id)
 
     async def delete(self, api_key: bytes, response_id: str) -> bool:
-        """Delete a response of this key. Returns whether there was one."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._delete, _owner(api_key), response_id)
 
     def _keep(self, owner: str, response: Item, items: list[Item]) -> None:

@@ -146,7 +146,6 @@ def _read_text(wanted: TextAsked, place: str) -> GrammarSpec | None:
 
 
 def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
-    """The request's fields that a response repeats, with the defaults where none was given."""
     text = request.text or TextAsked()
     form = msgspec.to_builtins(text.format) if text.format is not None else {"type": "text"}
     known = ("name", "description", "schema", "strict") if form["type"] == "json_schema" else ()
