@@ -55,18 +55,17 @@ class ClearRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-class LoadRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/models/load."""
-
-    model: SomeText
-    fetch: bool | None = None  # download it where it is not on this machine
-    force: bool | None = None  # try it even if it does not fit
-
-
 class UnloadRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/models/unload. The name is never left out: unloading ends answers."""
 
     model: SomeText
+
+
+class LoadRequest(UnloadRequest, kw_only=True):
+    """The body of POST /v1/models/load."""
+
+    fetch: bool | None = None  # download it where it is not on this machine
+    force: bool | None = None  # try it even if it does not fit
 
 
 @dataclass(frozen=True)

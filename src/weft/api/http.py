@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import PurePath
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,6 +31,7 @@ TOO_DEEP = f"The body's JSON is nested more than {MAX_DEPTH} levels deep."
 MAX_BRACKETS = 500_000  # 16 MiB of "[]" keep the event loop busy for seconds; source code of that size has fewer
 LARGE_BYTES = 2**20
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # proxies would keep events back
 TIMEOUT_HEADER = "x-request-timeout"
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_HEADERS = {
@@ -57,6 +58,12 @@ class Disconnected(BorderError):
 
     def __init__(self) -> None:
         super().__init__(499, "client_disconnected", "The client closed the connection before its request was complete.")
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
@@ -210,7 +217,7 @@ class Guard:
         if host is None:
             raise BorderError(400, "invalid_host", "The request must have exactly one Host header of the form name:port.")
         # An address is safe: only a name can be made to resolve to us by somebody else.
-        if _address(host) is None and not _is_loopback(host) and host not in self.allowed_hosts:
+        if _kind_of(host) == "name" and host not in self.allowed_hosts:
             message = f"Host {host!r} is not a name of this server; start it with --allowed-host {host} if it should be."
             raise BorderError(403, "forbidden_host", message)
 
@@ -220,7 +227,7 @@ class Guard:
         authority = origin.lower().partition("://")[2]
         host = _host_of(authority)
         is_ours = authority == headers.get("host", "").lower()  # a page of this server, under a Host that was found good
-        is_trusted = host is not None and (is_ours or _is_loopback(host))
+        is_trusted = host is not None and (is_ours or _kind_of(host) == "loopback")
         if not is_trusted and origin.lower() not in self.allowed_origins:
             hint = "start it with --allowed-origin ORIGIN to let them"
             raise BorderError(403, "forbidden_origin", f"Web pages of origin {origin!r} may not use this server; {hint}.")
@@ -256,23 +263,15 @@ def _host_of(authority: str) -> str | None:
     return match["host"].lower().strip("[]").removesuffix(".") or None
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _kind_of(host: str) -> Literal["loopback", "address", "name"]:
     try:
-        return ipaddress.ip_address(host)
+        return "loopback" if ipaddress.ip_address(host).is_loopback else "address"
     except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" or host.endswith(".localhost") if address is None else address.is_loopback
+        return "loopback" if host == "localhost" or host.endswith(".localhost") else "name"
 
 
 class Page:
-    """The files of `weft/page` by path, read once, and served with a policy that lets a browser load nothing else.
-
-    They need no API key, since a browser can not send one for them; what the page then requests does.
-    """
+    """The files of `weft/page` by path, read once, and served with a policy that lets a browser load nothing else."""
 
     def __init__(self) -> None:
         found = [each for each in (files("weft") / "page").iterdir() if PurePath(each.name).suffix in PAGE_TYPES]

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.admin import condition_of
 from weft.api.dialect import EVENTS
+from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
-from weft.api.sse import STREAM_HEADERS, until_gone
 from weft.serving.active_request import ActiveRequest
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
@@ -27,10 +27,7 @@ GapCounts = list[tuple[float, float]]  # seconds, and how many token gaps were n
 
 @dataclass(frozen=True)
 class LiveEvents:
-    """The endpoint as an ASGI application: a stream for each watcher until it leaves or the server stops.
-
-    A watcher looks a few times a second at the running requests; nothing is counted or kept while nobody watches.
-    """
+    """The endpoint as an ASGI application: a stream for each watcher until it leaves or the server stops."""
 
     service: Service
 

@@ -77,7 +77,7 @@ def openai_body(error: Exception) -> dict[str, Any]:
     status, code, _ = _row(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     param = error.param if isinstance(error, RequestError) else None
-    return {"error": {"message": _message(error), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message_of(error), "type": kind, "param": param, "code": code}}
 
 
 def response_error(error: Exception) -> dict[str, Any]:
@@ -91,16 +91,11 @@ def response_error(error: Exception) -> dict[str, Any]:
 
 def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
     """The error as Anthropic's dialect shows it; agents know a prompt that is too long by these words, and shorten it."""
-    status, message = status_of(error, MESSAGES), _message(error)
+    status, message = status_of(error, MESSAGES), message_of(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.got} tokens > {error.limit} maximum"
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def ollama_body(error: Exception) -> dict[str, Any]:
-    """The error as Ollama's dialect shows it."""
-    return {"error": _message(error)}
 
 
 def problem(error: Exception, request_id: str, path: str = "") -> Response:
@@ -108,7 +103,7 @@ def problem(error: Exception, request_id: str, path: str = "") -> Response:
     if path.startswith(MESSAGES):
         body = anthropic_body(error, request_id)
     else:
-        body = ollama_body(error) if path.startswith("/api/") else openai_body(error)
+        body = {"error": message_of(error)} if path.startswith("/api/") else openai_body(error)
     headers = {"x-request-id": request_id, **headers_of(error)}
     return Response(msgspec.json.encode(body), status_of(error, path), headers, "application/json")
 
@@ -128,7 +123,8 @@ def _row(error: Exception) -> tuple[int, str | None, str]:
     return next(row[1:] for row in _TABLE if isinstance(error, row[0]))
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
+    """The words in which a client is told of an error."""
     if _row(error)[1] == "internal_error":
         return "An internal error ended this request; the server's log has the details under the request's id."
     return str(error)

@@ -1,7 +1,4 @@
-"""Anthropic's events, or the message that a client makes of them: `make_body` makes it in the same way.
-
-Blocks follow each other: reasoning, text and each call open one and close the one before.
-"""
+"""Anthropic's events, or the message that a client makes of them: `make_body` makes it in the same way."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,15 +27,8 @@ class MessagesReply(Reply):
         self.max_tokens = max_tokens
         self.hides_thinking = hides_thinking
         self._request_id = header.id
-        self._message: dict[str, Any] = {
-            "id": f"msg_{header.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": header.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
+        head = {"id": f"msg_{header.id}", "type": "message", "role": "assistant", "model": header.model}
+        self._message: dict[str, Any] = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
         self._kind: str | None = None  # of the open block
         self._index = -1  # of the block opened last
         self._reasoning = ""  # of that block

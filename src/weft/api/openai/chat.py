@@ -17,10 +17,8 @@ from weft.text.types import CallArguments, CallOpened, Conversation, Delta, Effo
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": {"type": ["boolean", "object", "null"]}}
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
 Named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-ToolKinds = [
-    {"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")
-]
-SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": ToolKinds})]
+Kinds = [{"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")]
+SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds})]
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):

@@ -23,13 +23,8 @@ class OpenAIReply(Reply):
         self.choices = range(num_prompts * self.n)  # prompt × n + i
         self.has_logprobs = has_logprobs
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        self._head = {
-            "id": f"{self.id_prefix}-{header.id}",
-            "object": self.chunk_object,
-            "created": header.created,
-            "model": header.model,
-            "system_fingerprint": header.fingerprint,
-        }
+        head = {"id": f"{self.id_prefix}-{header.id}", "object": self.chunk_object, "created": header.created}
+        self._head = {**head, "model": header.model, "system_fingerprint": header.fingerprint}
         self._finishes: dict[int, Finish] = {}
         # Nearly every frame is a lone text, so the bytes before and after it are made only once.
         blanks = [] if has_logprobs else [self._chunk(choice, self.show_run(choice, [Text("\0")])) for choice in self.choices]
@@ -102,10 +97,7 @@ def _ending(finish: Finish) -> dict[str, Any]:
 
 
 def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
-    """The usage of all choices together. A prompt counts once, however many choices it has: the first of them computed it.
-
-    Choices run side by side, so the longest time counts. Of several prompts the first one's reuse is explained.
-    """
+    """The usage of all choices together. A prompt counts once; choices run side by side, so of their times the longest counts."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages[::n]),
         completion_tokens=sum(usage.completion_tokens for usage in usages),

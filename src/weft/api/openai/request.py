@@ -181,9 +181,7 @@ class ConversationRequest(CommonRequest, kw_only=True):
         return next(iter(budgets - {-1}), None)
 
 
-def read_grammar(
-    request: CommonRequest | StructuredOutputs, makers: Mapping[str, MakeGrammar], place: str = ""
-) -> GrammarSpec | None:
+def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "") -> GrammarSpec | None:
     """Read what the answer must look like, by whichever of these fields says it. Raises InvalidRequest where several do."""
     given = {name: getattr(request, name) for name in makers}
     specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}

@@ -1,7 +1,4 @@
-"""The input items of a Responses request as messages, and its tools as Chat Completions writes them.
-
-An answer comes as several items (its reasoning, its text, its calls) and becomes one message. Namespaces of tools are flattened.
-"""
+"""The input items of a Responses request as messages, and its tools, namespaces flattened, as Chat Completions writes them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,7 +97,7 @@ OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
 
 
 def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
-    """The messages that these items, each with its place, stand for. Raises InvalidRequest with the place of a misfit."""
+    """Read items, each with its place, as messages; the items of one answer become one. Raises InvalidRequest with the place."""
     messages: list[Message] = []
     for place, item in items:
         for message in _read(item, place):
@@ -245,18 +242,15 @@ class OutputTools:
 
     def select(self, given: Any, parallel: bool | None) -> ToolSelection | None:
         """Which tools may be called; None where there are none. Raises InvalidRequest."""
-        selection = read_tool_selection(self._flatten_choice(given), self._tools, parallel)
-        return selection if self._tools else None
-
-    def _flatten_choice(self, given: Any) -> Any:
         match given:
             case {"type": "function" | "custom", "name": str(name)}:
-                return {"type": "function", "name": self._find_flat(name, given.get("namespace"))}
+                given = {"type": "function", "name": self._find_flat(name, given.get("namespace"))}
             case {"type": "allowed_tools", "tools": list(tools)}:
-                return {**given, "tools": [{"name": name} for tool in tools for name in self._allowed(tool)]}
+                given = {**given, "tools": [{"name": name} for tool in tools for name in self._allowed(tool)]}
             case {"type": str(kind)} if kind != "allowed_tools":
                 raise InvalidRequest(f"tool_choice asks for {kind}, which is not to be had here", "tool_choice")
-        return given
+        selection = read_tool_selection(given, self._tools, parallel)
+        return selection if self._tools else None
 
     def _allowed(self, tool: Any) -> list[str]:
         match tool:

@@ -1,7 +1,4 @@
-"""Responses stored for clients that come back to them, in a SQLite file bounded in number, bytes and age; and their endpoints.
-
-A response is found only with the API key it was requested with.
-"""
+"""Responses stored for clients that come back to them, in a SQLite file bounded in number, bytes and age; and their endpoints."""
 
 import asyncio
 import hashlib
@@ -66,7 +63,7 @@ class StoredResponse:
 
 @dataclass(eq=False)
 class ResponseStore:
-    """Stores responses in a folder, or in memory where nothing can be written there."""
+    """Stores responses in a folder, or in memory where nothing can be written there. Each is found only with its API key."""
 
     folder: Path
     max_count: int

@@ -54,10 +54,10 @@ class TextFormat(msgspec.Struct, kw_only=True):
     """What the answer must be. Name and description are not shown to the model."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema: Schema | None = None
-    strict: bool | None = None
     name: str | None = None
     description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
 
 
 class TextAsked(msgspec.Struct, kw_only=True):
@@ -147,8 +147,8 @@ def _read_text(wanted: TextAsked, place: str) -> GrammarSpec | None:
 
 def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
     text = request.text or TextAsked()
-    form = msgspec.to_builtins(text.format) if text.format is not None else {"type": "text"}
-    known = ("name", "description", "schema", "strict") if form["type"] == "json_schema" else ()
+    form = text.format or TextFormat(type="text")
+    shown = msgspec.to_builtins(form) if form.type == "json_schema" else {"type": form.type}
     verbosity = {"verbosity": text.verbosity} if text.verbosity is not None else {}
     tier, empty = request.service_tier, dict.fromkeys(("description", "parameters", "strict"))  # what a function may lack
     same = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
@@ -159,7 +159,7 @@ def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
         "prompt_cache_key": request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else None,
         "reasoning": {"effort": thinking.effort, "summary": thinking.summary or thinking.generate_summary},
         "service_tier": tier if isinstance(tier, str) and tier in TIERS else "default",
-        "text": {"format": {"type": form["type"], **{name: form.get(name) for name in known}}, **verbosity},
+        "text": {"format": shown, **verbosity},
         "tool_choice": request.tool_choice or "auto",
         "tools": [{**empty, **tool} if tool["type"] == "function" else tool for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,
