@@ -309,8 +309,9 @@ class OllamaModels:
         given = dialect.convert(await read_json(request, self.config), ShowRequest)
         codec, ready = self.service.find(plain_name(given.model or given.name)).require()
         found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers}
-        details = _details(ready)
+        details, limits = _details(ready), ready.limits
         family = details["family"]
+        sizes = {f"{family}.context_length": limits.context_length, f"{family}.vocab_size": limits.vocab_size}
         return json_response(
             {
                 "license": "",
@@ -319,11 +320,7 @@ class OllamaModels:
                 "template": codec.writer.template.source if codec.writer is not None else "",
                 "modified_at": self.started,
                 "details": details,
-                "model_info": {
-                    "general.architecture": family,
-                    f"{family}.context_length": ready.limits.context_length,
-                    f"{family}.vocab_size": ready.limits.vocab_size,
-                },
+                "model_info": {"general.architecture": family, **sizes},
                 "capabilities": [name for name, way in found.items() if way is not None],
             }
         )

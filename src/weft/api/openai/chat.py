@@ -115,20 +115,18 @@ def read_message(message: ChatMessage, place: str) -> Message:
         raise InvalidRequest(f"{place}.content is missing; a {message.role} message needs one", f"{place}.content")
     marks: set[int] = set()
     if isinstance(content, list):
-        marks = {index for index, part in enumerate(content) if _is_marked(part, f"{place}.content[{index}]")}
+        for index, part in enumerate(content):
+            mark, field = part.get("prompt_cache_breakpoint"), f"{place}.content[{index}].prompt_cache_breakpoint"
+            if not isinstance(mark, bool | dict | None):
+                raise InvalidRequest(f"{field} must be true or an object", field)
+            if mark not in (None, False):
+                marks.add(index)
         content = [_part(part, f"{place}.content[{index}]") for index, part in enumerate(content)]
     if content and message.prompt_cache_breakpoint not in (None, False):
         marks.add(len(content) - 1 if isinstance(content, list) else 0)
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     calls = [_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
     return Message(message.role, content, reasoning, tuple(calls), message.tool_call_id, message.name, tuple(sorted(marks)))
-
-
-def _is_marked(part: dict[str, Any], place: str) -> bool:
-    mark = part.get("prompt_cache_breakpoint")
-    if not isinstance(mark, bool | dict | None):
-        raise InvalidRequest(f"{place}.prompt_cache_breakpoint must be true or an object", f"{place}.prompt_cache_breakpoint")
-    return mark not in (None, False)
 
 
 def _part(part: dict[str, Any], place: str) -> dict[str, Any]:
@@ -178,7 +176,8 @@ class ChatReply(OpenAIReply):
         text = join_texts(run)
         match run[0]:
             case Text() if text or tokens_of(run):
-                return {"delta": {"content": text}, **({"logprobs": _logprobs(run)} if self.has_logprobs else {})}
+                logprobs = {"logprobs": {"content": logprobs_of(run), "refusal": None}} if self.has_logprobs else {}
+                return {"delta": {"content": text}, **logprobs}
             case Reasoning() if text:
                 return {"delta": {"reasoning_content": text}}
             case CallOpened(index=index, name=name) as opened:
@@ -200,7 +199,8 @@ class ChatReply(OpenAIReply):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         if reasoning := join_texts(deltas, Reasoning):
             message["reasoning_content"] = reasoning
-        return {"message": message, "logprobs": _logprobs(deltas) if self.has_logprobs else None}
+        logprobs = {"content": logprobs_of(deltas), "refusal": None} if self.has_logprobs else None
+        return {"message": message, "logprobs": logprobs}
 
     def _call(self, opened: CallOpened, arguments: str) -> dict[str, Any]:
         if opened.name in self._custom:
@@ -210,7 +210,3 @@ class ChatReply(OpenAIReply):
 
 def _arguments(deltas: Sequence[Delta], index: int) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, CallArguments) and delta.index == index)
-
-
-def _logprobs(run: Sequence[Delta]) -> dict[str, Any]:
-    return {"content": logprobs_of(run), "refusal": None}

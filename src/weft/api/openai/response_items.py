@@ -104,7 +104,10 @@ def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
             last = messages[-1] if messages else message
             is_next = bool(message.tool_calls) or (last.content is None and not last.tool_calls)  # reasoning, text, calls
             if messages and is_next and last.role == message.role == "assistant":
-                messages[-1] = _join(last, message)
+                content = last.content if message.content is None else message.content
+                reasoning = "\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None
+                calls, marks = last.tool_calls + message.tool_calls, message.breakpoints or last.breakpoints
+                messages[-1] = replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=marks)
             else:
                 messages.append(replace(message, place=place))
     return tuple(message for message in messages if message.content is not None or message.tool_calls)
@@ -155,7 +158,6 @@ def _read(item: Item, place: str) -> list[Message]:
 
 
 def _read_own(item: Item, place: str, name: str, arguments: str | None, result: str | None) -> list[Message]:
-    """A call of one of OpenAI's own tools, its result, or both in one item."""
     call_id = item.get("call_id") or item.get("id") or f"call_{place}"
     messages = []
     if arguments is not None:
@@ -176,13 +178,6 @@ def _read_own(item: Item, place: str, name: str, arguments: str | None, result: 
 
 def _call(name: str, arguments: str, call_id: str) -> Message:
     return Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id),))
-
-
-def _join(last: Message, message: Message) -> Message:
-    content = last.content if message.content is None else message.content
-    reasoning = "\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None
-    calls, breakpoints = last.tool_calls + message.tool_calls, message.breakpoints or last.breakpoints
-    return replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=breakpoints)
 
 
 def _is_reference(item: Item) -> bool:
