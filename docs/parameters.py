@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 
 from weft.api.anthropic import request as anthropic
-from weft.api.openai import chat, completions
+from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
-from weft.api.openai.responses import request as responses
 from weft.api.openapi import document
 
 PAGE = Path(__file__).with_suffix(".md")

@@ -12,8 +12,7 @@ import pytest
 from weft.api import ollama
 from weft.api.anthropic import request as messages
 from weft.api.dialect import ReplyHeader
-from weft.api.openai import chat, completions
-from weft.api.openai.responses import request as responses
+from weft.api.openai import chat, completions, responses
 from weft.api.openapi import document
 from weft.errors import InvalidRequest
 from weft.text.types import Finish, ReuseExplanation, Text, Usage

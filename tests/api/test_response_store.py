@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft.api.openai.responses.store import FILE, ResponseStore
+from weft.api.openai.response_store import FILE, ResponseStore
 
 ITEMS = [{"id": "item_1", "type": "message", "role": "user", "content": "Hi"}]
 

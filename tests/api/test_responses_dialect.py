@@ -19,7 +19,7 @@ from dialect_kit import streamed as stream_of
 from dialect_kit import whole as body_of
 from weft.api.dialect import ParsedRequest, seal
 from weft.api.openai import chat
-from weft.api.openai.responses.request import RULES, Past, ResponseRequest, translate
+from weft.api.openai.responses import RULES, Past, ResponseRequest, translate
 from weft.errors import (
     ContextTooLong,
     EngineDied,

@@ -1,14 +1,10 @@
-"""weft's own endpoints: health, models, status, metrics, cached prefixes, cancelling, and text ⇄ token ids.
-
-Shows what the service and the model registry know; generates nothing and knows no dialect but the shape of chat messages.
-"""
-
-from __future__ import annotations
+"""weft's own endpoints: health, models, status, metrics, cached prefixes, cancelling, and text ⇄ token ids."""
 
 import asyncio
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -24,11 +20,11 @@ from weft.api.openai.request import TokenId
 from weft.api.problems import BorderError
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
-from weft.ipc.messages import Prefixes, PrefixNode
+from weft.ipc.messages import Prefixes
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
 from weft.serving.model import ServedModel
-from weft.serving.registry import ModelOption, ModelRegistry
+from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
@@ -59,28 +55,27 @@ class ClearRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-class LoadRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/models/load."""
-
-    model: SomeText
-    fetch: bool | None = None  # download it where it is not on this machine
-    force: bool | None = None  # try it even if it does not fit
-
-
 class UnloadRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/models/unload. The name is never left out: unloading ends answers."""
 
     model: SomeText
 
 
+class LoadRequest(UnloadRequest, kw_only=True):
+    """The body of POST /v1/models/load."""
+
+    fetch: bool | None = None  # download it where it is not on this machine
+    force: bool | None = None  # try it even if it does not fit
+
+
+@dataclass(frozen=True)
 class Admin:
     """The endpoints beside those of the dialects."""
 
-    def __init__(self, service: Service, config: ServerConfig, registry: ModelRegistry) -> None:
-        self.service = service
-        self.config = config
-        self.registry = registry
-        self.started = time.time()
+    service: Service
+    config: ServerConfig
+    registry: ModelRegistry
+    started: float = field(default_factory=time.time)
 
     async def health(self, _: Request) -> Response:
         """Status 200 when every model the server was started with answers, else 503 with the condition of each."""
@@ -101,8 +96,12 @@ class Admin:
         return json_response(self._model(self.service.find(request.path_params["id"])))
 
     async def list_available(self, _: Request) -> Response:
-        """List the models on this machine, and whether each would fit beside those that are loaded."""
-        rows = [_option(option) for option in await self.registry.options()]
+        rows = []
+        for option in await self.registry.options():
+            model = option.model
+            row = {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
+            row |= {"is_here": model.folder is not None, "is_loaded": option.is_loaded}
+            rows.append(row | pick_fields(option.fit, "needed_bytes", "verdict"))
         return json_response({"object": "list", "data": rows, "free_bytes": self.registry.free_bytes})
 
     async def load(self, request: Request) -> Response:
@@ -118,7 +117,6 @@ class Admin:
         return json_response({"id": name, "object": "model", "status": {"value": "unloaded"}})
 
     async def status(self, _: Request) -> Response:
-        """Show the whole server's state: engines, rows, requests, memory and models."""
         models = self.service.models
         engines, kinds = [model.supervisor for model in models], sorted({kind for model in models for kind in model.memory})
         return json_response(
@@ -147,12 +145,10 @@ class Admin:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a request by its id (x-request-id) or the id of its reply."""
         cancel_request(self.service, request.path_params["id"])
         return json_response({"id": request.path_params["id"], "cancelled": True})
 
     async def list_cache(self, _: Request) -> Response:
-        """List the cached chunks of prompts of every model that answers."""
         ready = [model for model in self.service.models if model.is_ready]
         cached = await asyncio.gather(*(model.supervisor.client.prefixes() for model in ready))
         rows = [(model.name, one, model.require()[0].tokenizer) for model, one in zip(ready, cached, strict=True)]
@@ -160,7 +156,6 @@ class Admin:
         return json_response({"models": await asyncio.to_thread(lambda: [_show_cache(*row) for row in rows])})
 
     async def clear_cache(self, request: Request) -> Response:
-        """Evict the cached prefixes that no running request uses: of one model, or of all."""
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         name = (await self._read(request, ClearRequest)).model if has_body else None
         models = [model for model in self.service.models if model.failed is None and not model.is_leaving]
@@ -171,21 +166,15 @@ class Admin:
         return json_response({"cleared": {model.name: one.num_cleared for model, one in zip(models, left, strict=True)}})
 
     async def report_request(self, request: Request) -> Response:
-        """Report how much of a request's prompt was cached, and why no more."""
         given = request.path_params["id"]
         report = next(filter(None, map(self.service.report, request_ids(given))), None)
         if report is None:
             message = f"Nothing is known of request {given!r}: it has no first token yet, or is not among the last {MAX_REPORTS}."
             raise BorderError(404, "request_not_found", message)
-        usage, before = report.usage, {} if report.usage.reuse is None else {"before": report.usage.reuse.before}
-        seconds = pick_fields(usage, "queue_seconds", "prefill_seconds", "decode_seconds")
-        return json_response(
-            pick_fields(report, "id", "model", "created")
-            | pick_fields(usage, "prompt_tokens", "cached_tokens", "completion_tokens")
-            | {name: round(value, 6) for name, value in seconds.items()}
-            | reused_fields(usage)
-            | before
-        )
+        usage, row = report.usage, pick_fields(report, "id", "model", "created")
+        row |= pick_fields(usage, "prompt_tokens", "cached_tokens", "completion_tokens")
+        row |= {name: round(getattr(usage, name), 6) for name in ("queue_seconds", "prefill_seconds", "decode_seconds")}
+        return json_response(row | reused_fields(usage) | ({} if usage.reuse is None else {"before": usage.reuse.before}))
 
     async def tokenize(self, request: Request) -> Response:
         given = await self._read(request, TokenizeRequest)
@@ -241,7 +230,7 @@ def cancel_request(service: Service, given: str) -> None:
 
 
 def condition_of(model: ServedModel) -> dict[str, Any]:
-    """Whether a model is ready, how far its loading is, or what is wrong with it."""
+    """Say whether a model is ready, how far its loading is, or what is wrong with it."""
     condition = model.supervisor.condition
     if model.is_leaving:
         return {"status": "unloading"}
@@ -258,28 +247,21 @@ def condition_of(model: ServedModel) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def _option(option: ModelOption) -> dict[str, Any]:
-    model = option.model
-    where = {"is_here": model.folder is not None, "is_loaded": option.is_loaded}
-    row = {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
-    return row | where | pick_fields(option.fit, "needed_bytes", "verdict")
-
-
 def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
     sizes = pick_fields(prefixes, "held_bytes", "budget_bytes", "disk_bytes", "num_nodes")
-    return {"model": model, **sizes, "nodes": [_show_node(node, tokenizer) for node in prefixes.nodes]}
-
-
-def _show_node(node: PrefixNode, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        **pick_fields(node, "number", "parent", "length"),
-        "tokens": len(node.tokens),
-        "bytes": node.nbytes,
-        **pick_fields(node, "has_checkpoint", "pins", "hits"),
-        "idle_seconds": round(node.idle_seconds, 3),
-        **pick_fields(node, "is_salted", "is_on_disk"),
-        "text": None if node.is_salted else _excerpt(node.tokens, tokenizer),
-    }
+    nodes = [
+        {
+            **pick_fields(node, "number", "parent", "length"),
+            "tokens": len(node.tokens),
+            "bytes": node.nbytes,
+            **pick_fields(node, "has_checkpoint", "pins", "hits"),
+            "idle_seconds": round(node.idle_seconds, 3),
+            **pick_fields(node, "is_salted", "is_on_disk"),
+            "text": None if node.is_salted else _excerpt(node.tokens, tokenizer),
+        }
+        for node in prefixes.nodes
+    ]
+    return {"model": model, **sizes, "nodes": nodes}
 
 
 def _excerpt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:

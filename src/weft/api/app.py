@@ -1,14 +1,11 @@
-"""The route table, and the one handler behind every generating endpoint: read this first.
-
-A dialect brings `translate`, from JSON to a `ParsedRequest`; all between that and the bytes on the socket is done here for all.
-"""
-
-from __future__ import annotations
+"""The route table, and the one handler behind every endpoint that generates: from a dialect's `translate` to the socket."""
 
 import asyncio
+import contextlib
 import hashlib
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
@@ -19,30 +16,33 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from weft.api import ollama, openapi, problems
 from weft.api.admin import Admin
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, pick_fields
-from weft.api.http import Deadline, Guard, Page, json_response, read_json
+from weft.api.http import STREAM_HEADERS, Deadline, Disconnected, Guard, Page, json_response, read_json, until_gone
 from weft.api.live import LiveEvents
-from weft.api.openai import chat, completions
-from weft.api.openai.responses import request as responses
-from weft.api.openai.responses.routes import StoredResponses
-from weft.api.sse import EventStream, make_whole_body
+from weft.api.openai import chat, completions, responses
+from weft.api.openai.response_store import StoredResponses
 from weft.config import ServerConfig
-from weft.errors import ContextTooLong
+from weft.errors import ContextTooLong, RequestTimedOut, WeftError
 from weft.ipc.limits import Sampling
 from weft.log import RequestRecord, log_request
-from weft.serving.active_request import ActiveRequest
+from weft.serving.active_request import ActiveRequest, Parts
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
 
+log = logging.getLogger("weft.api")
+
 LARGE_BODY_BYTES = 1 << 16  # larger ones are translated in a thread: a large schema takes its time, and streams must not wait
 SILENCE_SECONDS = 60.0  # between two wake-ups of a reply that is not streamed
+MEASURED = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
 # Clients that send one of these come again with more of the same conversation.
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id")
 
+PartStream = AsyncGenerator[Parts]
 Translate = Callable[..., ParsedRequest]  # takes a body, and where there is a Recall the past
 Recall = Callable[[dict[str, Any], bytes], Awaitable[responses.Past]]  # takes a body, and the key it was sent with
 
@@ -147,7 +147,7 @@ class GeneratingEndpoint:
             reply = make_reply(active.sampling)
             if parsed.stream:
                 return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
-            body = await make_whole_body(reply, active, parts, request.receive, deadline)
+            body = await collect_body(reply, active, parts, request.receive, deadline)
             account.close(None)
             return json_response(body, headers=headers)
         except Exception as error:  # the guard replies to it; here it is only counted
@@ -155,7 +155,6 @@ class GeneratingEndpoint:
             raise
 
     async def _parse(self, request: Request) -> ParsedRequest:
-        """The body as its dialect understands it, with the request's dialect, session and client."""
         body = await read_json(request, self.config)
         past = {} if self.recall is None else {"past": await self.recall(body, request.state.api_key)}
         is_large = self.recall is not None or int(request.headers.get("content-length") or 0) > LARGE_BODY_BYTES
@@ -165,6 +164,76 @@ class GeneratingEndpoint:
         client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""
         generation = replace(parsed.generation, dialect=self.dialect, session=session, client=client)
         return replace(parsed, generation=generation)
+
+
+@dataclass(frozen=True)
+class EventStream:
+    """The response to a streamed request, whose model may still be loading."""
+
+    reply: Reply
+    active: ActiveRequest
+    parts: PartStream
+    on_close: Callable[[BaseException | None], None]  # called once, with what ended the stream
+    deadline: Deadline
+    headers: dict[str, str]
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        error: BaseException | None = asyncio.CancelledError()  # where the server ends this task
+        headers = STREAM_HEADERS + [(name.encode(), value.encode()) for name, value in self.headers.items()]
+        watch = asyncio.create_task(_abandon_when_gone(self.active, receive, self.deadline))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": self.reply.frame_opening(), "more_body": True})
+            async with contextlib.aclosing(self.parts):
+                async for frames in self._frames():
+                    if frames:
+                        await send({"type": "http.response.body", "body": frames, "more_body": True})
+            await send({"type": "http.response.body", "body": self.reply.frame_closing()})
+            error = None
+        except Exception as caught:  # the border of a stream: whatever it is, the client gets an error and no regular end
+            error = caught
+            if not isinstance(caught, WeftError):
+                log.exception("a stream failed")
+            await send({"type": "http.response.body", "body": self.reply.frame_error(caught)})
+        finally:
+            watch.cancel()
+            self.on_close(error)
+
+    async def _frames(self) -> AsyncGenerator[bytes]:
+        active, has_started = self.active, False
+        is_accepted = active.is_submitted
+        async for news in self.parts:
+            if news:
+                start = b"" if has_started else self.reply.frame_start(active.usage)
+                has_started = True
+                yield start + b"".join([self.reply.frame_deltas(choice, deltas) for choice, deltas in news])
+            elif is_accepted or not active.is_submitted:
+                yield self.reply.frame_heartbeat(active.num_computed, active.num_prompt_tokens)
+            is_accepted = active.is_submitted
+
+
+async def collect_body(
+    reply: Reply, active: ActiveRequest, parts: PartStream, receive: Receive, deadline: Deadline
+) -> dict[str, Any]:
+    """Make the body of a reply that is not streamed. Raises what ended the request, Disconnected when the client went away."""
+    watch = asyncio.create_task(_abandon_when_gone(active, receive, deadline))
+    try:
+        async with contextlib.aclosing(parts):
+            async for news in parts:
+                for choice, deltas in news:
+                    reply.collect_deltas(choice, deltas)
+    finally:
+        watch.cancel()
+    return reply.make_body()
+
+
+async def _abandon_when_gone(active: ActiveRequest, receive: Receive, deadline: Deadline) -> None:
+    try:
+        await deadline.hold(until_gone(receive))
+    except RequestTimedOut as error:
+        active.abandon(error)
+    else:
+        active.abandon(Disconnected())
 
 
 @dataclass
@@ -179,11 +248,14 @@ class RequestAccount:
     arrived: float = field(default_factory=time.monotonic)
 
     def close(self, error: BaseException | None) -> None:
-        """Log the request, and count it if the engine had it."""
         path, address = self.request.scope["path"], self.request.client
         status = 200 if error is None else problems.status_of(error, path) if isinstance(error, Exception) else 499
         active = self.active if self.active is not None and self.active.is_submitted else None
         finish = "cancelled" if status == 499 else "error" if error is not None else active.finish if active else None
+        measured: dict[str, Any] = {}
+        if active is not None:
+            measured = pick_fields(active.usage, *MEASURED) | {"first_token_seconds": active.first_token_seconds}
+            measured["miss_cause"] = active.usage.reuse and active.usage.reuse.cause
         record = RequestRecord(
             request_id=self.request.state.request_id,
             client=f"{address.host}:{address.port}" if address else "-",
@@ -192,15 +264,8 @@ class RequestAccount:
             status=status,
             finish=finish,
             total_seconds=time.monotonic() - self.arrived,
-            **({} if active is None else _measurements(active)),
+            **measured,
         )
         log_request(record)
         if active is not None and finish is not None:
             self.service.metrics.finished(record)
-
-
-def _measurements(active: ActiveRequest) -> dict[str, Any]:
-    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
-    reuse = active.usage.reuse
-    own = {"miss_cause": None if reuse is None else reuse.cause, "first_token_seconds": active.first_token_seconds}
-    return pick_fields(active.usage, *names) | own

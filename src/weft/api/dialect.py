@@ -1,9 +1,4 @@
-"""What all dialects share: rules for fields, `ParsedRequest`, the base of replies, and JSON inside frames. Knows no HTTP.
-
-A dialect (OpenAI's, Anthropic's, Ollama's) is a `translate` function and a subclass of `Reply`; `app` knows only these two.
-"""
-
-from __future__ import annotations
+"""What all dialects share. A dialect (OpenAI's, Anthropic's, Ollama's) is a `translate` function and a subclass of `Reply`."""
 
 import base64
 import re
@@ -16,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import msgspec
 from msgspec import Meta
 
-from weft.errors import InvalidRequest, UnsupportedParameter, WeftError
+from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import CallArguments, Delta, Effort, Finish, GenerationRequest, Reasoning, Role, Text, Usage
@@ -29,7 +24,6 @@ SomeText = Annotated[str, Meta(min_length=1)]
 Texts = SomeText | Annotated[list[SomeText], Meta(max_length=16)]
 FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 Body = TypeVar("Body", bound=msgspec.Struct)
-Written = type[Text] | type[Reasoning] | type[CallArguments]
 
 
 @dataclass(frozen=True)
@@ -73,12 +67,11 @@ class Reply:
         """Frames sent after every choice has finished."""
         return b""
 
-    def frame_error(self, error: WeftError) -> bytes:
+    def frame_error(self, error: Exception) -> bytes:
         """Frames for an error after the headers. No regular end follows, or clients would take the stream for complete."""
         raise NotImplementedError
 
     def collect_deltas(self, choice: int, deltas: Sequence[Delta]) -> None:
-        """Keep the new deltas of one choice for `make_body`."""
         self.collected[choice] += deltas
 
     def make_body(self) -> dict[str, Any]:
@@ -86,7 +79,6 @@ class Reply:
         raise NotImplementedError
 
     def runs(self, deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
-        """Group consecutive deltas of one kind."""
         return (list(run) for _, run in groupby(deltas, self.kind_of))
 
     def kind_of(self, delta: Delta) -> Any:
@@ -117,7 +109,9 @@ class FieldRules:
         """The body as a struct, and the names of its unknown fields. Raises InvalidRequest or UnsupportedParameter."""
         rest = {name: value for name, value in body.items() if value is not None and name not in kind.__struct_fields__}
         for name, idle in self.refused.items():
-            if name in rest and not _is_among(rest[name], idle):
+            given = rest.get(name)
+            # JSON's true is not 1, though Python's is.
+            if name in rest and not any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in idle):
                 values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in idle)
                 raise UnsupportedParameter(f"{name} is not supported here; leave it out{values}", name)
         return convert(body, kind), tuple(sorted(rest.keys() - self.refused.keys() - self.harmless))
@@ -127,28 +121,18 @@ def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
     """The body as a struct. Raises InvalidRequest with the place of the first misfit, as in `messages[0].content`."""
     try:
         return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
-        raise _misfit(str(error), place) from None
-
-
-def _misfit(error: str, place: str) -> InvalidRequest:
-    """msgspec's error with its path as OpenAI writes it; msgspec says: Expected `int`, got `str` - at `$.prompt[0]`."""
-    found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", error, re.DOTALL)
-    words, param = found.groups() if found else (error, "")
-    param = f"{place}.{param.replace('[...]', '')}".strip(".")
-    if missing := re.fullmatch("Object missing required field `(.*)`", words):
-        param = f"{param}.{missing[1]}".removeprefix(".")
-        return InvalidRequest(f"{param} is required", param)
-    efforts = dict.fromkeys(("effort", "reasoning_effort"), get_args(Effort))
-    choices = {"role": get_args(Role), "response_format.type": get_args(FormatType), **efforts}
-    known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
-    hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
-    return InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param)
-
-
-def _is_among(value: Any, values: Sequence[Any]) -> bool:
-    # JSON's true is not 1, though Python's is.
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
+    except msgspec.ValidationError as error:  # it says: Expected `int`, got `str` - at `$.prompt[0]`
+        found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", str(error), re.DOTALL)
+        words, param = found.groups() if found else (str(error), "")
+        param = f"{place}.{param.replace('[...]', '')}".strip(".")
+        if missing := re.fullmatch("Object missing required field `(.*)`", words):
+            param = f"{param}.{missing[1]}".removeprefix(".")
+            raise InvalidRequest(f"{param} is required", param) from None
+        efforts = dict.fromkeys(("effort", "reasoning_effort"), get_args(Effort))
+        choices = {"role": get_args(Role), "response_format.type": get_args(FormatType), **efforts}
+        known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
+        hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
+        raise InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param) from None
 
 
 def encode_json(value: Any) -> bytes:
@@ -164,7 +148,7 @@ def encode_event(event: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
-def join_texts(deltas: Iterable[Delta], *kinds: Written) -> str:
+def join_texts(deltas: Iterable[Delta], *kinds: type[Text | Reasoning | CallArguments]) -> str:
     """The texts of the deltas of these kinds, or of all kinds that have a text."""
     return "".join([delta.text for delta in deltas if isinstance(delta, kinds or (Text, Reasoning, CallArguments))])
 
@@ -177,7 +161,7 @@ def schema_verdict(finish: Finish) -> dict[str, Any]:
 
 
 def pick_fields(value: Any, *names: str) -> dict[str, Any]:
-    """The attributes of these names."""
+    """A value's attributes of these names, as a dict."""
     return {name: getattr(value, name) for name in names}
 
 

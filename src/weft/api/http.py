@@ -1,9 +1,4 @@
-"""HTTP itself: the guard that lets requests in, bodies bounded in bytes, seconds and depth, deadlines, and the page's files.
-
-Knows no endpoint but /health, and no field of any body. `app` puts it around and into all endpoints.
-"""
-
-from __future__ import annotations
+"""HTTP itself: the guard that lets requests in, bodies bounded in bytes, seconds and depth, deadlines, and the page's files."""
 
 import asyncio
 import hmac
@@ -17,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -32,10 +27,11 @@ from weft.errors import InvalidRequest, RequestTimedOut
 log = logging.getLogger("weft.api")
 
 MAX_DEPTH = 100  # schemas of tools nest some thirty levels; what walks over them recursively has a thousand frames
+TOO_DEEP = f"The body's JSON is nested more than {MAX_DEPTH} levels deep."
 MAX_BRACKETS = 500_000  # 16 MiB of "[]" keep the event loop busy for seconds; source code of that size has fewer
 LARGE_BYTES = 2**20
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
-PREFLIGHT_SECONDS = "600"
+STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # proxies would keep events back
 TIMEOUT_HEADER = "x-request-timeout"
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGE_HEADERS = {
@@ -53,7 +49,7 @@ Outcome = TypeVar("Outcome")
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A response with this value as its JSON body."""
+    """Make a response whose body is this value as JSON."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
@@ -64,8 +60,14 @@ class Disconnected(BorderError):
         super().__init__(499, "client_disconnected", "The client closed the connection before its request was complete.")
 
 
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
-    """The JSON object that is a request's body; of keys given twice the last one wins. Raises BorderError or InvalidRequest."""
+    """Read the JSON object of a request's body; of keys given twice the last one wins. Raises BorderError or InvalidRequest."""
     headers, body, max_bytes = request.headers, bytearray(), config.max_body_bytes
     if headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data":
         # Other types are let in: curl says "form" when it sends JSON.
@@ -98,7 +100,7 @@ def _parse(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
-        raise _too_deep() from None
+        raise InvalidRequest(TOO_DEEP) from None
     except UnicodeDecodeError:
         raise InvalidRequest("The body is not valid UTF-8.") from None
     except msgspec.DecodeError as error:
@@ -121,11 +123,7 @@ def _check_values(value: dict[str, Any]) -> None:
         level = [child for child in children if type(child) is dict or type(child) is list]
         if not level:
             return
-    raise _too_deep()
-
-
-def _too_deep() -> InvalidRequest:
-    return InvalidRequest(f"The body's JSON is nested more than {MAX_DEPTH} levels deep.")
+    raise InvalidRequest(TOO_DEEP)
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Deadline:
     begun: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, headers: Headers, longest: float | None) -> Deadline:
+    def of(cls, headers: Headers, longest: float | None) -> Self:
         """The deadline of a request that arrives now: the server's, or an earlier one of the client. Raises InvalidRequest."""
         if (given := headers.get(TIMEOUT_HEADER)) is None:
             return cls(longest)
@@ -178,7 +176,6 @@ class Guard:
         self._entrance = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in or answer it here. Every response leaves with the request's id."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         if scope["path"] != "/health":
@@ -220,7 +217,7 @@ class Guard:
         if host is None:
             raise BorderError(400, "invalid_host", "The request must have exactly one Host header of the form name:port.")
         # An address is safe: only a name can be made to resolve to us by somebody else.
-        if _address(host) is None and not _is_loopback(host) and host not in self.allowed_hosts:
+        if _kind_of(host) == "name" and host not in self.allowed_hosts:
             message = f"Host {host!r} is not a name of this server; start it with --allowed-host {host} if it should be."
             raise BorderError(403, "forbidden_host", message)
 
@@ -230,7 +227,7 @@ class Guard:
         authority = origin.lower().partition("://")[2]
         host = _host_of(authority)
         is_ours = authority == headers.get("host", "").lower()  # a page of this server, under a Host that was found good
-        is_trusted = host is not None and (is_ours or _is_loopback(host))
+        is_trusted = host is not None and (is_ours or _kind_of(host) == "loopback")
         if not is_trusted and origin.lower() not in self.allowed_origins:
             hint = "start it with --allowed-origin ORIGIN to let them"
             raise BorderError(403, "forbidden_origin", f"Web pages of origin {origin!r} may not use this server; {hint}.")
@@ -238,11 +235,8 @@ class Guard:
 
     def _check_key(self, headers: Headers, path: str) -> bytes:
         """The key that the client sent, also where none is needed; b"" without one. Raises BorderError."""
-        given = headers.getlist("x-api-key")
-        for value in headers.getlist("authorization"):
-            scheme, _, token = value.partition(" ")
-            if scheme.lower() == "bearer":
-                given.append(token.strip())
+        bearers = [value.partition(" ") for value in headers.getlist("authorization")]
+        given = headers.getlist("x-api-key") + [token.strip() for scheme, _, token in bearers if scheme.lower() == "bearer"]
         tokens = [token.encode("latin-1") for token in given if token]  # an empty key never fits
         if not self.api_keys or path in self.open_paths:
             return tokens[0] if tokens else b""
@@ -255,7 +249,7 @@ class Guard:
 
 def _preflight(headers: Headers) -> Response:
     """The answer to a browser that asks before it sends; the origin was found good, so it may send what it likes."""
-    allowed = {"access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS", "access-control-max-age": PREFLIGHT_SECONDS}
+    allowed = {"access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS", "access-control-max-age": "600"}
     if "access-control-request-headers" in headers:
         allowed["access-control-allow-headers"] = headers["access-control-request-headers"]
     return Response(status_code=204, headers=allowed)
@@ -269,23 +263,15 @@ def _host_of(authority: str) -> str | None:
     return match["host"].lower().strip("[]").removesuffix(".") or None
 
 
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _kind_of(host: str) -> Literal["loopback", "address", "name"]:
     try:
-        return ipaddress.ip_address(host)
+        return "loopback" if ipaddress.ip_address(host).is_loopback else "address"
     except ValueError:
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" or host.endswith(".localhost") if address is None else address.is_loopback
+        return "loopback" if host == "localhost" or host.endswith(".localhost") else "name"
 
 
 class Page:
-    """The files of `weft/page` by path, read once, and served with a policy that lets a browser load nothing else.
-
-    They need no API key, since a browser can not send one for them; what the page then requests does.
-    """
+    """The files of `weft/page` by path, read once, and served with a policy that lets a browser load nothing else."""
 
     def __init__(self) -> None:
         found = [each for each in (files("weft") / "page").iterdir() if PurePath(each.name).suffix in PAGE_TYPES]

@@ -1,13 +1,9 @@
-"""GET /v1/events: a stream of what changes on the server, for the page and any other watcher. Shows numbers, never text.
-
-A watcher looks a few times a second at the running requests; nothing is counted or kept while nobody watches.
-"""
-
-from __future__ import annotations
+"""GET /v1/events: a stream of what changes on the server, for the page and any other watcher. Shows numbers, never text."""
 
 import asyncio
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.admin import condition_of
 from weft.api.dialect import EVENTS
+from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
-from weft.api.sse import STREAM_HEADERS, until_gone
 from weft.serving.active_request import ActiveRequest
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
@@ -29,14 +25,13 @@ EventRow = dict[str, Any]
 GapCounts = list[tuple[float, float]]  # seconds, and how many token gaps were no longer
 
 
+@dataclass(frozen=True)
 class LiveEvents:
     """The endpoint as an ASGI application: a stream for each watcher until it leaves or the server stops."""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
+    service: Service
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send one watcher what is new, tick by tick."""
         view, left = LiveView(self.service), asyncio.create_task(until_gone(receive))
         self.service.watchers.append(view.end_request)
         try:
@@ -68,7 +63,6 @@ class LiveView:
         self._num_quiet = 0
 
     def end_request(self, request: ActiveRequest) -> None:
-        """Note that a request is over, for the next tick."""
         self._ended.append(request)
 
     def tick(self, now: float) -> EventRow | None:
@@ -123,7 +117,10 @@ class LiveView:
         if request.choices[0].timings is not None:
             row |= {"queue_seconds": round(usage.queue_seconds, 4), "prefill_seconds": round(usage.prefill_seconds, 4)}
         if is_over:
-            row |= {"decode_seconds": round(usage.decode_seconds, 4), "finish": _finish(request)}
+            ending = request.finish if request.is_done else "cancelled"
+            if request.error is not None:
+                ending = "cancelled" if status_of(request.error) == CANCELLED else "error"
+            row |= {"decode_seconds": round(usage.decode_seconds, 4), "finish": ending}
         return row
 
     def _state(self, request: ActiveRequest) -> str:
@@ -175,9 +172,3 @@ def _quantile(counts: GapCounts, wanted: float) -> float:
             return low + (bound - low) * (wanted - below) / (count - below)
         low, below = bound, count
     return low
-
-
-def _finish(request: ActiveRequest) -> str:
-    if request.error is None:
-        return request.finish if request.is_done else "cancelled"
-    return "cancelled" if status_of(request.error) == CANCELLED else "error"

@@ -1,16 +1,11 @@
-"""Ollama's dialect, as far as programs need it that know no other one: generating is translated, models are shown as Ollama does.
-
-`translate_chat` and `translate_generate` know no HTTP and no model; the endpoints of `OllamaModels` show what the service knows.
-"""
-
-from __future__ import annotations
+"""Ollama's dialect, for programs that know no other one: generating is translated, models are shown as Ollama does."""
 
 import hashlib
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -21,9 +16,9 @@ from weft import __version__
 from weft.api import dialect
 from weft.api.dialect import FieldRules, ParsedRequest, Reply, ReplyHeader, encode_json, join_texts, pick_fields
 from weft.api.http import json_response, read_json
-from weft.api.problems import ollama_body
+from weft.api.problems import message_of
 from weft.config import ServerConfig
-from weft.errors import UnsupportedParameter, WeftError
+from weft.errors import UnsupportedParameter
 from weft.ipc.messages import Ready
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
@@ -33,7 +28,6 @@ from weft.text.tools import read_tool_selection, read_tools
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Effort, Finish, Reasoning, Text, ToolCall, Usage
 
 NDJSON = "application/x-ndjson"
-NANOSECONDS = 1_000_000_000
 DIALECT_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses require this one or a later one
 NEVER = "9999-12-31T00:00:00Z"
 
@@ -44,8 +38,6 @@ RULES = FieldRules(
 )
 # Penalties look at all of prompt and answer, which is what repeat_last_n -1 asks for.
 OPTION_RULES = FieldRules({"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "repeat_last_n": (-1,)}, frozenset())
-
-OllamaBody = TypeVar("OllamaBody", bound="OllamaRequest")
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -122,15 +114,10 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     raw: bool | None = None
 
 
-class EmbedRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /api/embed and /api/embeddings, as far as it is read."""
-
-    model: str | None = None
-
-
-class ShowRequest(EmbedRequest, kw_only=True):
+class ShowRequest(msgspec.Struct, kw_only=True):
     """The body of POST /api/show; older programs say `name`."""
 
+    model: str | None = None
     name: str | None = None
 
 
@@ -157,8 +144,7 @@ def translate_generate(body: dict[str, Any]) -> ParsedRequest:
     return _parsed(request, ignored, prompts, is_chat=False, split_thinking=not request.raw)
 
 
-def _read(body: dict[str, Any], kind: type[OllamaBody]) -> tuple[OllamaBody, tuple[str, ...]]:
-    """The body as a struct, and the names of its unknown fields, also of those under `options`."""
+def _read(body: dict[str, Any], kind: type[dialect.Body]) -> tuple[dialect.Body, tuple[str, ...]]:
     options = body.get("options")
     given = options if isinstance(options, dict) else {}
     inner = {f"options.{name}": value for name, value in given.items() if name not in Options.__struct_fields__}
@@ -205,11 +191,10 @@ def _messages(given: Sequence[OllamaMessage]) -> tuple[types.Message, ...]:
             for i, call in enumerate(message.tool_calls or ())
         ]
         open_calls += calls
-        answered = _answered(message, open_calls) if message.role == "tool" else None
-        if answered in open_calls:
+        call_id, content = message.tool_call_id, _content(message.content or "", message.images)
+        if message.role == "tool" and (answered := _answered(message, open_calls)) is not None:
             open_calls.remove(answered)
-        content = _content(message.content or "", message.images)
-        call_id = message.tool_call_id or (answered.id if answered is not None else None)
+            call_id = call_id or answered.id
         messages.append(types.Message(message.role, content, message.thinking, tuple(calls), call_id, message.tool_name))
     return tuple(messages)
 
@@ -248,11 +233,10 @@ class OllamaReply(Reply):
     def frame_heartbeat(self, *_: int) -> bytes:
         return self._line(self._show([]) | {"done": False})
 
-    def frame_error(self, error: WeftError) -> bytes:
-        return encode_json(ollama_body(error)) + b"\n"
+    def frame_error(self, error: Exception) -> bytes:
+        return encode_json({"error": message_of(error)}) + b"\n"
 
     def make_body(self) -> dict[str, Any]:
-        """The body of a reply that is not streamed; where nothing was generated, it says that the model is loaded."""
         finish = next((delta for delta in self.collected[0] if isinstance(delta, Finish)), None)
         ending = {"done_reason": "load"} if finish is None else _ending(finish)
         return self._head | self._show(self.collected[0]) | {"done": True} | ending
@@ -282,8 +266,7 @@ class OllamaReply(Reply):
 def _ending(finish: Finish) -> dict[str, Any]:
     """Why an answer ended, and its counts and nanoseconds. The queueing time stands where Ollama has the loading time."""
     usage = finish.usage or Usage(0, 0)
-    seconds = (usage.queue_seconds, usage.prefill_seconds, usage.decode_seconds)
-    queue, prefill, decode = (round(each * NANOSECONDS) for each in seconds)
+    queue, prefill, decode = (round(each * 1e9) for each in (usage.queue_seconds, usage.prefill_seconds, usage.decode_seconds))
     return {
         "done_reason": "length" if finish.reason == "length" else "stop",
         "total_duration": queue + prefill + decode,
@@ -308,22 +291,27 @@ class OllamaModels:
         return json_response({"version": DIALECT_VERSION, "weft": __version__})
 
     async def tags(self, _: Request) -> Response:
-        """List the served models, those that answer first."""
         models = sorted(self.service.models, key=lambda model: not model.is_ready)
         return json_response({"models": [self._row(model) for model in models]})
 
     async def ps(self, _: Request) -> Response:
         """List the loaded models. None is ever unloaded by itself."""
-        rows = [self._row(model) | _place(*model.require()) for model in self.service.models if model.is_ready]
+        rows = []
+        for model in self.service.models:
+            if model.is_ready:
+                row, ready = self._row(model), model.require()[1]
+                size_vram = 0 if ready.device == "cpu" else row["size"]
+                more = {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
+                rows.append(row | more)
         return json_response({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        """Show what one model can, how long its context is, and its chat template."""
         given = dialect.convert(await read_json(request, self.config), ShowRequest)
         codec, ready = self.service.find(plain_name(given.model or given.name)).require()
         found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers}
-        details = _details(ready)
+        details, limits = _details(ready), ready.limits
         family = details["family"]
+        sizes = {f"{family}.context_length": limits.context_length, f"{family}.vocab_size": limits.vocab_size}
         return json_response(
             {
                 "license": "",
@@ -332,18 +320,13 @@ class OllamaModels:
                 "template": codec.writer.template.source if codec.writer is not None else "",
                 "modified_at": self.started,
                 "details": details,
-                "model_info": {
-                    "general.architecture": family,
-                    f"{family}.context_length": ready.limits.context_length,
-                    f"{family}.vocab_size": ready.limits.vocab_size,
-                },
+                "model_info": {"general.architecture": family, **sizes},
                 "capabilities": [name for name, way in found.items() if way is not None],
             }
         )
 
     async def embed(self, request: Request) -> Response:
-        """Refuse embeddings: no model has any."""
-        model = self.service.find(plain_name(dialect.convert(await read_json(request, self.config), EmbedRequest).model))
+        model = self.service.find(plain_name(dialect.convert(await read_json(request, self.config), ShowRequest).model))
         raise UnsupportedParameter(f"{model.name} writes text and has no embeddings; weft serves no model that has any", "model")
 
     def _row(self, model: ServedModel) -> dict[str, Any]:
@@ -357,21 +340,10 @@ class OllamaModels:
         }
 
 
-def _place(_codec: object, ready: Ready) -> dict[str, Any]:
-    size_vram = 0 if ready.device == "cpu" else ready.memory.get("weights", 0)
-    return {"expires_at": NEVER, "size_vram": size_vram, "context_length": ready.limits.context_length}
-
-
 def _details(ready: Ready) -> dict[str, Any]:
-    """What the model's own files say of it."""
     config: dict[str, Any] = msgspec.json.decode((Path(ready.folder) / "config.json").read_bytes())
     family = str(config.get("model_type", "unknown"))
     quantization = config.get("quantization") or {}
-    return {
-        "parent_model": "",
-        "format": "mlx",
-        "family": family,
-        "families": [family],
-        "parameter_size": "",
-        "quantization_level": f"{quantization['bits']}-bit" if "bits" in quantization else str(config.get("dtype", "")),
-    }
+    level = f"{quantization['bits']}-bit" if "bits" in quantization else str(config.get("dtype", ""))
+    details = {"parent_model": "", "format": "mlx", "family": family, "families": [family]}
+    return details | {"parameter_size": "", "quantization_level": level}

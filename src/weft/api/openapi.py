@@ -1,9 +1,4 @@
-"""The OpenAPI document of the server, served at /openapi.json.
-
-Requests are described by the structs that read them, so they can not drift; all else is written in openapi_replies.json.
-"""
-
-from __future__ import annotations
+"""The OpenAPI document: requests are described by the structs that read them, all else is written in openapi_replies.json."""
 
 from importlib.resources import files
 from typing import Any, get_args
@@ -17,9 +12,8 @@ from weft.api import admin, ollama
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import FieldRules
 from weft.api.http import json_response
-from weft.api.openai import chat, completions
+from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
-from weft.api.openai.responses import request as responses
 from weft.ipc.messages import MissCause
 from weft.serving.registry import FitVerdict
 
@@ -27,29 +21,21 @@ Schema = dict[str, Any]
 
 
 async def serve_document(_: Request) -> Response:
-    """Serve the document at /openapi.json."""
+    """Serve the OpenAPI document at /openapi.json."""
     return json_response(document(__version__))
 
 
 def document(version: str) -> Schema:
-    """The whole document, for this version of weft."""
+    """The whole OpenAPI document, for this version of weft."""
     written: Schema = msgspec.json.decode((files("weft.api") / "openapi_replies.json").read_bytes())
     replies = written["schemas"]
     replies["Timings"]["properties"]["cache"]["properties"]["cause"] = {"enum": [*get_args(MissCause)]}
     replies["AvailableModels"]["properties"]["data"]["items"]["properties"]["verdict"] = {"enum": [*get_args(FitVerdict)]}
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "weft", "version": version, "description": "OpenAI's, Anthropic's and Ollama's wires on one batch."},
-        "paths": _paths(written["operations"], written["errors"]),
-        "components": {
-            "schemas": _request_schemas() | replies,
-            "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer"},
-                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            },
-        },
-        "security": [{}, {"bearer": []}, {"key": []}],  # {}: on a loopback address no key is needed
-    }
+    whole: Schema = written["document"]  # its security begins with {}: on a loopback address no key is needed
+    whole["info"]["version"] = version
+    whole["paths"] = _paths(written["operations"], written["errors"])
+    whole["components"]["schemas"] = _request_schemas(written["requests"]) | replies
+    return whole
 
 
 def _paths(operations: list[Schema], errors: dict[str, str]) -> Schema:
@@ -80,7 +66,7 @@ def _json(name: str) -> Schema:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def _request_schemas() -> Schema:
+def _request_schemas(additions: Schema) -> Schema:
     kinds = [chat.ChatRequest, completions.CompletionRequest, responses.ResponseRequest]
     kinds += [anthropic.MessagesRequest, anthropic.CountRequest]
     kinds += [ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.ShowRequest]
@@ -92,13 +78,11 @@ def _request_schemas() -> Schema:
     for name, inert in rules.items():  # a field that acts in one dialect may be refused in another
         schemas[name]["properties"] = _inert_fields(inert) | schemas[name]["properties"]
     schemas["Options"]["properties"] |= _inert_fields(ollama.OPTION_RULES)
-    schemas["ResponseRequest"]["anyOf"] = [
-        {"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in ("input", "previous_response_id")
-    ]
+    for name, addition in additions.items():  # what a struct can not say
+        schemas[name] |= addition
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
     lists = [{"type": "array", "items": items, "minItems": 1} for items in ({"type": "string"}, ids)]
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [{"type": "string"}, ids, *lists]}
-    schemas["TokenizeRequest"]["anyOf"] = [{"required": [name]} for name in ("prompt", "content", "messages")]
     return schemas
 
 

@@ -1,9 +1,4 @@
-"""How an error is reported: its status, its headers, and its body in the dialect of the path that was requested.
-
-Errors that weft raises on purpose have a row in the table below; whatever has none is a 500 that reveals nothing of the inside.
-"""
-
-from __future__ import annotations
+"""How an error is reported: its status, its headers, and its body in the dialect of the path that was requested."""
 
 from typing import Any
 
@@ -32,7 +27,7 @@ class BorderError(WeftError):
 
 # Error, HTTP status, OpenAI's code, and the code of a failed response, on which depends what a client of Responses does next:
 # shorten its history, give up, or try again. The first row that fits is taken, so a subclass stands above its base.
-_TABLE: tuple[tuple[type[WeftError], int, str | None, str], ...] = (
+_TABLE: tuple[tuple[type[Exception], int, str | None, str], ...] = (
     (errors.UnsupportedParameter, 400, "unsupported_parameter", "invalid_prompt"),
     (errors.TemplateFailed, 400, "invalid_messages", "invalid_prompt"),
     (errors.ContextTooLong, 400, "context_length_exceeded", "context_length_exceeded"),
@@ -47,8 +42,8 @@ _TABLE: tuple[tuple[type[WeftError], int, str | None, str], ...] = (
     (errors.QueueFull, 429, "queue_full", "rate_limit_exceeded"),
     (errors.BusyError, 429, "queue_full", "server_is_overloaded"),
     (errors.EngineError, 500, "engine_error", "server_error"),
+    (Exception, 500, "internal_error", "server_error"),  # nothing of the inside is revealed
 )
-_INTERNAL = (500, "internal_error", "server_error")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -69,11 +64,10 @@ def status_of(error: Exception, path: str = "") -> int:
 
 def headers_of(error: Exception) -> dict[str, str]:
     """The headers that tell a client when to send the request again, or that it should not."""
-    match error:
-        case BorderError():
-            return error.headers
-        case BusyError():
-            return {"retry-after": str(min(max(error.retry_after, 1), MAX_RETRY_AFTER))}
+    if isinstance(error, BorderError):
+        return error.headers
+    if isinstance(error, BusyError):
+        return {"retry-after": str(min(max(error.retry_after, 1), MAX_RETRY_AFTER))}
     # Clients send any 5xx three times. What broke a row or an engine would break two more.
     return {"x-should-retry": "false"} if status_of(error) >= 500 else {}
 
@@ -83,7 +77,7 @@ def openai_body(error: Exception) -> dict[str, Any]:
     status, code, _ = _row(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     param = error.param if isinstance(error, RequestError) else None
-    return {"error": {"message": _message(error), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message_of(error), "type": kind, "param": param, "code": code}}
 
 
 def response_error(error: Exception) -> dict[str, Any]:
@@ -97,16 +91,11 @@ def response_error(error: Exception) -> dict[str, Any]:
 
 def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
     """The error as Anthropic's dialect shows it; agents know a prompt that is too long by these words, and shorten it."""
-    status, message = status_of(error, MESSAGES), _message(error)
+    status, message = status_of(error, MESSAGES), message_of(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.got} tokens > {error.limit} maximum"
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
-
-
-def ollama_body(error: Exception) -> dict[str, Any]:
-    """The error as Ollama's dialect shows it."""
-    return {"error": _message(error)}
 
 
 def problem(error: Exception, request_id: str, path: str = "") -> Response:
@@ -114,7 +103,7 @@ def problem(error: Exception, request_id: str, path: str = "") -> Response:
     if path.startswith(MESSAGES):
         body = anthropic_body(error, request_id)
     else:
-        body = ollama_body(error) if path.startswith("/api/") else openai_body(error)
+        body = {"error": message_of(error)} if path.startswith("/api/") else openai_body(error)
     headers = {"x-request-id": request_id, **headers_of(error)}
     return Response(msgspec.json.encode(body), status_of(error, path), headers, "application/json")
 
@@ -131,10 +120,11 @@ async def handle(request: Request, error: Exception) -> Response:
 def _row(error: Exception) -> tuple[int, str | None, str]:
     if isinstance(error, BorderError):
         return error.status, error.code, "server_error"
-    return next((row[1:] for row in _TABLE if isinstance(error, row[0])), _INTERNAL)
+    return next(row[1:] for row in _TABLE if isinstance(error, row[0]))
 
 
-def _message(error: Exception) -> str:
-    if _row(error) == _INTERNAL:
+def message_of(error: Exception) -> str:
+    """The words in which a client is told of an error."""
+    if _row(error)[1] == "internal_error":
         return "An internal error ended this request; the server's log has the details under the request's id."
     return str(error)

@@ -1,18 +1,13 @@
-"""Anthropic's events, or the message that a client makes of them: `make_body` makes it in the same way.
-
-Blocks follow each other: reasoning, text and each call open one and close the one before. Knows no HTTP and no model.
-"""
-
-from __future__ import annotations
+"""Anthropic's events, or the message that a client makes of them: `make_body` makes it in the same way."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from weft.api.dialect import SEAL, Reply, ReplyHeader, encode_event, encode_json, join_texts, kept_tokens, seal
 from weft.api.problems import anthropic_body
-from weft.errors import WeftError
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
 Event = dict[str, Any]
@@ -32,15 +27,8 @@ class MessagesReply(Reply):
         self.max_tokens = max_tokens
         self.hides_thinking = hides_thinking
         self._request_id = header.id
-        self._message: dict[str, Any] = {
-            "id": f"msg_{header.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": header.model,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
+        head = {"id": f"msg_{header.id}", "type": "message", "role": "assistant", "model": header.model}
+        self._message: dict[str, Any] = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
         self._kind: str | None = None  # of the open block
         self._index = -1  # of the block opened last
         self._reasoning = ""  # of that block
@@ -62,7 +50,7 @@ class MessagesReply(Reply):
     def frame_closing(self) -> bytes:
         return encode_event({"type": "message_stop"})
 
-    def frame_error(self, error: WeftError) -> bytes:
+    def frame_error(self, error: Exception) -> bytes:
         return encode_event(anthropic_body(error, self._request_id))
 
     def make_body(self) -> dict[str, Any]:
@@ -79,11 +67,11 @@ class MessagesReply(Reply):
                     end = {**delta, "usage": usage}
         for block in blocks:
             if block["type"] == "tool_use":
-                block["input"] = _object(block.pop("partial_json", ""))
+                with suppress(msgspec.DecodeError):
+                    block["input"] = msgspec.json.decode(block.pop("partial_json", ""), type=dict)
         return {**self._message, "content": blocks, **end}
 
     def _events(self, run: list[Delta]) -> Iterator[Event]:
-        """The events of a run of deltas, between the message's start and its end."""
         text = join_texts(run)
         match run[0]:
             case Text() if text:
@@ -126,13 +114,11 @@ class MessagesReply(Reply):
     def _ending(self, finish: Finish) -> dict[str, Any]:
         usage = finish.usage or Usage(0, 0)
         stop = finish.stop if isinstance(finish.stop, str) else None
-        match finish.reason:
-            case "tool_calls":
-                reason = "tool_use"
-            case "length":  # the client may have asked for more tokens than the context has
-                reason = "max_tokens" if usage.completion_tokens >= self.max_tokens else "model_context_window_exceeded"
-            case _:
-                reason = "end_turn" if stop is None else "stop_sequence"
+        reason = "end_turn" if stop is None else "stop_sequence"
+        if finish.reason == "tool_calls":
+            reason = "tool_use"
+        elif finish.reason == "length":  # the client may have asked for more tokens than the context has
+            reason = "max_tokens" if usage.completion_tokens >= self.max_tokens else "model_context_window_exceeded"
         return {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": _usage(usage)}
 
 
@@ -146,11 +132,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -1,9 +1,4 @@
-"""POST /v1/messages and its count of tokens: a body into a `GenerationRequest`; blocks become texts, calls and results.
-
-Blocks without use here are left out and reported as ignored; an image is handed on, for the model to take or to refuse.
-"""
-
-from __future__ import annotations
+"""POST /v1/messages and its count of tokens: a body into a `GenerationRequest`; blocks become texts, calls and results."""
 
 import re
 from collections.abc import Sequence
@@ -27,7 +22,8 @@ SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "seed")
 ROLES = ("user", "assistant", "system")
 # Claude Code's first line; it differs from request to request, and everything after it would have to be computed anew.
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n*")
-SKIPPED_KINDS = frozenset(
+# Blocks without use here: they are left out and reported as ignored. Images are handed on, for the model to take or to refuse.
+SKIPPED_KINDS = tuple(
     """
     redacted_thinking server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result
     bash_code_execution_tool_result text_editor_code_execution_tool_result tool_search_tool_result
@@ -90,7 +86,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class ToolParam(msgspec.Struct, kw_only=True):
-    """A tool. One of another type than custom, and without a schema, is one of Anthropic's own."""
+    """A tool. One of another type than custom, and without a schema, is one of Anthropic's own and is not complete."""
 
     name: str | None = None
     type: str | None = None
@@ -101,11 +97,9 @@ class ToolParam(msgspec.Struct, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the client sends all there is to know of the tool; Anthropic's own tools have only a name and a type."""
         return self.type in (None, "custom") or self.input_schema is not None
 
     def as_function(self, **more: Any) -> dict[str, Any]:
-        """The tool as OpenAI writes it and templates take it."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema, **more}}
 
@@ -137,7 +131,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/messages. Raises InvalidRequest that names the field."""
     request, ignored = RULES.read(body, MessagesRequest)
     generation = replace(
         _read_generation(request),
@@ -147,9 +141,10 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     )
     hides_thinking = bool(request.thinking and request.thinking.display == "omitted")
     reply = partial(MessagesReply, max_tokens=request.max_tokens, hides_thinking=hides_thinking)
-    lists = [message.content for message in request.messages if isinstance(message.content, list)]
     ignored += tuple(f"tools.{tool.type}" for tool in request.tools or () if not tool.is_complete)
-    ignored += tuple(sorted({f"messages.{block['type']}" for blocks in lists for block in blocks if _is_skipped(block)}))
+    lists = [message.content for message in request.messages if isinstance(message.content, list)]
+    skipped = {kind for blocks in lists for block in blocks if (kind := block.get("type")) in SKIPPED_KINDS}
+    ignored += tuple(f"messages.{kind}" for kind in sorted(skipped))
     return ParsedRequest(generation, bool(request.stream), ignored, reply)
 
 
@@ -205,7 +200,6 @@ def _read_grammar(request: CountRequest) -> GrammarSpec | None:
 
 
 def _read_tools(given: Sequence[ToolParam]) -> tuple[Tool, ...]:
-    """The tools that may be called. Raises InvalidRequest with the place of the first misfit."""
     complete = [index for index, tool in enumerate(given) if tool.is_complete]
     for place in (f"tools[{index}].input_schema" for index in complete if given[index].input_schema is None):
         raise InvalidRequest(f"{place} is required", place)
@@ -223,7 +217,6 @@ def _select_tools(given: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolSele
 
 
 def _read_messages(request: CountRequest) -> tuple[Message, ...]:
-    """The instructions and all messages. Raises InvalidRequest with the place of the first misfit."""
     turns = [("system", "system", _read_blocks(request.system or "", "system"))]
     for index, message in enumerate(request.messages):
         place = f"messages[{index}]"
@@ -245,13 +238,13 @@ def _read_blocks(content: str | list[dict[str, Any]], place: str) -> list[Placed
     if isinstance(content, str):
         return [(place, _text(content))]
     placed = [(f"{place}[{index}]", _check(block, dict, f"{place}[{index}]")) for index, block in enumerate(content)]
-    return [(where, block) for where, block in placed if not _is_skipped(block)]
+    return [(where, block) for where, block in placed if block.get("type") not in SKIPPED_KINDS]
 
 
 def _read_system(blocks: list[Placed], place: str) -> list[Message]:
     """A system message without the line for billing; none where there is nothing else."""
     parts, marks = _read_parts(blocks)
-    texts = [_text(BILLING.sub("", part["text"])) if _is_text(part) else part for part in parts]
+    texts = [_text(BILLING.sub("", part["text"])) if part["type"] == "text" else part for part in parts]
     kept = [index for index, part in enumerate(texts) if part != _text("")]
     breakpoints = tuple(kept.index(mark) for mark in marks if mark in kept)
     return [Message("system", _content([texts[i] for i in kept]), breakpoints=breakpoints, place=place)] if kept else []
@@ -268,7 +261,7 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
     content = "" if block.get("content") is None else _check(block["content"], str | list, f"{place}.content")
     parts, marks = _read_parts(_read_blocks(content, f"{place}.content"))
     parts = parts or [_text("")]
-    if block.get("is_error") and _is_text(parts[0]) and "error" not in parts[0]["text"][:32].lower():
+    if block.get("is_error") and parts[0]["type"] == "text" and "error" not in parts[0]["text"][:32].lower():
         parts[0] = _text(f"Error: {parts[0]['text']}")  # templates have no field for it, and the model should know
     if block.get("cache_control") is not None:
         marks = (*marks, len(parts) - 1)
@@ -277,27 +270,27 @@ def _read_result(block: dict[str, Any], place: str) -> Message:
 
 
 def _read_assistant(blocks: list[Placed], place: str) -> list[Message]:
-    reasoning: list[str] = []
+    reasoning, calls, rest = [], [], []
     for where, block in blocks:
-        if block.get("type") == "thinking":
-            shown = _check(block.get("thinking"), str, f"{where}.thinking")
-            reasoning.append(shown or unseal(_check(block.get("signature", ""), str, f"{where}.signature")))
-    calls = tuple(_read_call(block, where) for where, block in blocks if block.get("type") == "tool_use")
-    parts, marks = _read_parts([(where, block) for where, block in blocks if block.get("type") not in ("thinking", "tool_use")])
+        match block.get("type"):
+            case "thinking":
+                shown = _check(block.get("thinking"), str, f"{where}.thinking")
+                reasoning.append(shown or unseal(_check(block.get("signature", ""), str, f"{where}.signature")))
+            case "tool_use":
+                name, given = _check(block.get("name"), str, f"{where}.name"), _check(block.get("input"), dict, f"{where}.input")
+                call_id = _call_id(block.get("id"), f"{where}.id")
+                calls.append(ToolCall(name, msgspec.json.encode(given).decode(), call_id))
+            case _:
+                rest.append((where, block))
+    parts, marks = _read_parts(rest)
     content: str | list[dict[str, Any]] = parts
-    if all(map(_is_text, parts)):
+    if all(part["type"] == "text" for part in parts):
         content, marks = "".join(part["text"] for part in parts), (0,) if marks else ()
     thoughts = "\n\n".join(filter(None, reasoning)) or None
-    return [Message("assistant", content or None, thoughts, calls, breakpoints=marks, place=place)]
-
-
-def _read_call(block: dict[str, Any], place: str) -> ToolCall:
-    name, given = _check(block.get("name"), str, f"{place}.name"), _check(block.get("input"), dict, f"{place}.input")
-    return ToolCall(name, msgspec.json.encode(given).decode(), _call_id(block.get("id"), f"{place}.id"))
+    return [Message("assistant", content or None, thoughts, tuple(calls), breakpoints=marks, place=place)]
 
 
 def _call_id(given: Any, place: str) -> str:
-    """A call's id as the other dialects write it."""
     call_id: str = _check(given, str, place)
     return f"call_{call_id.removeprefix('toolu_')}" if call_id.startswith("toolu_") else call_id
 
@@ -336,26 +329,18 @@ def _read_part(block: dict[str, Any], place: str) -> dict[str, Any]:
 
 def _join_blocks(content: list[Any], place: str) -> str:
     parts, _ = _read_parts(_read_blocks(content, place))
-    if not all(map(_is_text, parts)):
+    if any(part["type"] != "text" for part in parts):
         raise UnsupportedParameter(f"{place} has other blocks than text; only text is taken here", place)
     return "\n".join(part["text"] for part in parts)
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """A single text part as a bare text, so that a prompt is the same whichever way it was sent."""
-    return parts[0]["text"] if len(parts) == 1 and _is_text(parts[0]) else parts
-
-
-def _is_skipped(block: dict[str, Any]) -> bool:
-    return isinstance(kind := block.get("type"), str) and kind in SKIPPED_KINDS
+    return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
-
-
-def _is_text(part: dict[str, Any]) -> bool:
-    return bool(part["type"] == "text")
 
 
 def _check(value: Any, kind: Any, place: str) -> Any:

@@ -1,9 +1,4 @@
-"""POST /v1/chat/completions, as two pure translators: a body into a `GenerationRequest`, deltas into a completion or its chunks.
-
-Knows no HTTP, no template and no model. `app` calls `translate` and feeds the reply; Responses and /tokenize read messages here.
-"""
-
-from __future__ import annotations
+"""POST /v1/chat/completions: a body into a `GenerationRequest`, and deltas into a completion or its chunks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +9,7 @@ from msgspec import Meta
 
 from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
 from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
-from weft.api.openai.request import RULES, ConversationRequest, Count, read_grammar
+from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, read_grammar
 from weft.errors import InvalidRequest
 from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import CallArguments, CallOpened, Conversation, Delta, Effort, Message, Reasoning, Role, Text, ToolCall
@@ -22,10 +17,8 @@ from weft.text.types import CallArguments, CallOpened, Conversation, Delta, Effo
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": {"type": ["boolean", "object", "null"]}}
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
 Named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
-ToolKinds = [
-    {"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")
-]
-SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": ToolKinds})]
+Kinds = [{"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")]
+SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds})]
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -79,7 +72,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/chat/completions. Raises InvalidRequest that names the field."""
     request, ignored = RULES.read(body, ChatRequest)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -100,7 +93,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         (conversation,),
         request.max_completion_tokens or request.max_tokens,
         logprobs,
-        grammar=read_grammar(request),
+        grammar=read_grammar(request, GRAMMAR_FIELDS),
         tool_choice=choice if tools else None,
         thinking_budget=request.thinking_budget,
         effort=request.reasoning_effort,
@@ -111,31 +104,29 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """The messages of a request. Raises InvalidRequest with the place of the first misfit."""
+    """Read the messages of a request. Raises InvalidRequest with the place of the first misfit."""
     return tuple(read_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def read_message(message: ChatMessage, place: str) -> Message:
-    """The message at this place of a request. Raises InvalidRequest."""
+    """Read the message at this place of a request. Raises InvalidRequest."""
     content: str | list[dict[str, Any]] | None = message.refusal if message.content is None else message.content
     if content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"{place}.content is missing; a {message.role} message needs one", f"{place}.content")
     marks: set[int] = set()
     if isinstance(content, list):
-        marks = {index for index, part in enumerate(content) if _is_marked(part, f"{place}.content[{index}]")}
+        for index, part in enumerate(content):
+            mark, field = part.get("prompt_cache_breakpoint"), f"{place}.content[{index}].prompt_cache_breakpoint"
+            if not isinstance(mark, bool | dict | None):
+                raise InvalidRequest(f"{field} must be true or an object", field)
+            if mark not in (None, False):
+                marks.add(index)
         content = [_part(part, f"{place}.content[{index}]") for index, part in enumerate(content)]
     if content and message.prompt_cache_breakpoint not in (None, False):
         marks.add(len(content) - 1 if isinstance(content, list) else 0)
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
     calls = [_tool_call(call, f"{place}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls or ())]
     return Message(message.role, content, reasoning, tuple(calls), message.tool_call_id, message.name, tuple(sorted(marks)))
-
-
-def _is_marked(part: dict[str, Any], place: str) -> bool:
-    mark = part.get("prompt_cache_breakpoint")
-    if not isinstance(mark, bool | dict | None):
-        raise InvalidRequest(f"{place}.prompt_cache_breakpoint must be true or an object", f"{place}.prompt_cache_breakpoint")
-    return mark not in (None, False)
 
 
 def _part(part: dict[str, Any], place: str) -> dict[str, Any]:
@@ -185,7 +176,8 @@ class ChatReply(OpenAIReply):
         text = join_texts(run)
         match run[0]:
             case Text() if text or tokens_of(run):
-                return {"delta": {"content": text}, **({"logprobs": _logprobs(run)} if self.has_logprobs else {})}
+                logprobs = {"logprobs": {"content": logprobs_of(run), "refusal": None}} if self.has_logprobs else {}
+                return {"delta": {"content": text}, **logprobs}
             case Reasoning() if text:
                 return {"delta": {"reasoning_content": text}}
             case CallOpened(index=index, name=name) as opened:
@@ -207,7 +199,8 @@ class ChatReply(OpenAIReply):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         if reasoning := join_texts(deltas, Reasoning):
             message["reasoning_content"] = reasoning
-        return {"message": message, "logprobs": _logprobs(deltas) if self.has_logprobs else None}
+        logprobs = {"content": logprobs_of(deltas), "refusal": None} if self.has_logprobs else None
+        return {"message": message, "logprobs": logprobs}
 
     def _call(self, opened: CallOpened, arguments: str) -> dict[str, Any]:
         if opened.name in self._custom:
@@ -217,7 +210,3 @@ class ChatReply(OpenAIReply):
 
 def _arguments(deltas: Sequence[Delta], index: int) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, CallArguments) and delta.index == index)
-
-
-def _logprobs(run: Sequence[Delta]) -> dict[str, Any]:
-    return {"content": logprobs_of(run), "refusal": None}

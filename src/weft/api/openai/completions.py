@@ -1,9 +1,4 @@
-"""POST /v1/completions, as two pure translators: a body into a `GenerationRequest`, deltas into a completion or its chunks.
-
-Knows no HTTP and no model. `app` calls `translate` and feeds the reply.
-"""
-
-from __future__ import annotations
+"""POST /v1/completions: a body into a `GenerationRequest`, and deltas into a completion or its chunks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +8,7 @@ from msgspec import Meta
 
 from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
 from weft.api.openai.reply import OpenAIReply, logprob_of, tokens_of
-from weft.api.openai.request import MAX_CHOICES, RULES, CommonRequest, TokenId, read_grammar
+from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, RULES, CommonRequest, TokenId, read_grammar
 from weft.errors import InvalidRequest
 from weft.text.types import Delta, Prompt, Token
 
@@ -29,7 +24,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/completions. Raises InvalidRequest that names the field."""
     request, ignored = RULES.read(body, CompletionRequest)
     prompts, n = _read_prompts(request.prompt), request.n or 1
     if len(prompts) * n > MAX_CHOICES:
@@ -37,7 +32,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("max_tokens 0 asks for nothing; only with echo is there something to tell", "max_tokens")
     # OpenAI stops after 16 tokens by default. Here, as in every dialect, the default is the rest of the context.
-    own = {"grammar": read_grammar(request), "echo": bool(request.echo), "split_thinking": False}
+    own = {"grammar": read_grammar(request, GRAMMAR_FIELDS), "echo": bool(request.echo), "split_thinking": False}
     generation = request.read_generation(prompts, request.max_tokens, request.logprobs, **own)
     return ParsedRequest(generation, bool(request.stream), ignored, partial(CompletionReply, request=request, prompts=prompts))
 

@@ -1,9 +1,4 @@
-"""Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares.
-
-Chunks and bodies are made by the same few functions, so that they agree. A dialect adds what one of its choices looks like.
-"""
-
-from __future__ import annotations
+"""Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -11,7 +6,6 @@ from typing import Any, ClassVar
 from weft.api.dialect import Reply, ReplyHeader, encode_json, reused_fields, schema_verdict
 from weft.api.openai.request import CommonRequest
 from weft.api.problems import openai_body
-from weft.errors import WeftError
 from weft.text.types import Delta, Finish, Text, Token, Usage
 
 
@@ -29,13 +23,8 @@ class OpenAIReply(Reply):
         self.choices = range(num_prompts * self.n)  # prompt × n + i
         self.has_logprobs = has_logprobs
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
-        self._head = {
-            "id": f"{self.id_prefix}-{header.id}",
-            "object": self.chunk_object,
-            "created": header.created,
-            "model": header.model,
-            "system_fingerprint": header.fingerprint,
-        }
+        head = {"id": f"{self.id_prefix}-{header.id}", "object": self.chunk_object, "created": header.created}
+        self._head = {**head, "model": header.model, "system_fingerprint": header.fingerprint}
         self._finishes: dict[int, Finish] = {}
         # Nearly every frame is a lone text, so the bytes before and after it are made only once.
         blanks = [] if has_logprobs else [self._chunk(choice, self.show_run(choice, [Text("\0")])) for choice in self.choices]
@@ -46,7 +35,6 @@ class OpenAIReply(Reply):
         raise NotImplementedError
 
     def show_choice(self, choice: int, deltas: Sequence[Delta], /) -> dict[str, Any]:
-        """A choice of a body."""
         raise NotImplementedError
 
     def frame_deltas(self, choice: int, deltas: Sequence[Delta]) -> bytes:
@@ -64,14 +52,13 @@ class OpenAIReply(Reply):
         return self._frame([{"index": choice, **self.silence, **_ending(finish)}], **timings)
 
     def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
-        """A comment for people, and a chunk without news for clients whose timers ignore comments."""
         choice = next((choice for choice in self.choices if choice not in self._finishes), 0)
         return b": prefill %d/%d\n\n" % (num_computed, num_tokens) + self._chunk(choice, self.silence)
 
     def frame_closing(self) -> bytes:
         return (self._frame([], usage=self._usage()) if self._include_usage else b"") + b"data: [DONE]\n\n"
 
-    def frame_error(self, error: WeftError) -> bytes:
+    def frame_error(self, error: Exception) -> bytes:
         return b"data: " + encode_json(openai_body(error)) + b"\n\n"
 
     def make_body(self) -> dict[str, Any]:
@@ -110,10 +97,7 @@ def _ending(finish: Finish) -> dict[str, Any]:
 
 
 def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
-    """The usage of all choices together. A prompt counts once, however many choices it has: the first of them computed it.
-
-    Choices run side by side, so the longest time counts. Of several prompts the first one's reuse is explained.
-    """
+    """The usage of all choices together. A prompt counts once; choices run side by side, so of their times the longest counts."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages[::n]),
         completion_tokens=sum(usage.completion_tokens for usage in usages),

@@ -1,9 +1,4 @@
-"""The fields that OpenAI's dialects share, as a typed struct, and the `GenerationRequest` that is made of them.
-
-`RULES` lists the fields that do not act. Knows no conversation and no reply; `chat`, `completions` and `responses` build on it.
-"""
-
-from __future__ import annotations
+"""The fields that OpenAI's dialects share, as a typed struct, and the `GenerationRequest` that is made of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -34,23 +29,17 @@ MakeGrammar = Callable[[Any, str], GrammarSpec | None]  # takes a field's value 
 
 RULES = FieldRules(
     refused={
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
-        "thinking_token_budget": (),
+        **dict.fromkeys(("tools", "functions"), ([],)),
+        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+        **dict.fromkeys(("thinking_token_budget", "guided_whitespace_pattern", "audio", "prediction", "web_search_options"), ()),
+        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode"), ()),
+        **dict.fromkeys(("xtc_probability", "dry_multiplier"), (0,)),
+        **dict.fromkeys(("return_progress", "timings_per_token"), (False,)),
         "reasoning_budget_tokens": (-1,),
-        "guided_whitespace_pattern": (),
         "include_reasoning": (True,),
         "modalities": (["text"],),
-        **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
         "suffix": ("",),
         "best_of": (1,),
-        "xtc_probability": (0,),
-        "dry_multiplier": (0,),
-        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode"), ()),
-        "return_progress": (False,),
-        "timings_per_token": (False,),
     },
     # Labels, hints, and shades of what is refused above.
     harmless=frozenset(
@@ -142,22 +131,11 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     service_tier: Any = None  # Any: values other than OpenAI's two with a priority have no effect
 
-    @property
-    def session(self) -> str:
-        """By what a client is known when it comes again; "" where it says nothing."""
-        hint = self.prompt_cache_key or self.session_id
-        return hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else ""
-
-    @property
-    def precedence(self) -> int:
-        """The priority, given by number or by tier."""
-        tier = TIERS.get(self.service_tier, 0) if isinstance(self.service_tier, str) else 0
-        return tier if self.priority is None else self.priority
-
     def read_generation(
         self, prompts: tuple[Prompt, ...], max_tokens: int | None, logprobs: int | None, **more: Any
     ) -> GenerationRequest:
-        """The generation that these fields describe, together with the dialect's own fields."""
+        hint = self.prompt_cache_key or self.session_id
+        tier = TIERS.get(self.service_tier, 0) if isinstance(self.service_tier, str) else 0
         return GenerationRequest(
             model=self.model,
             prompts=prompts,
@@ -166,13 +144,12 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             skip_special_tokens=self.skip_special_tokens is not False,
             cache_salt=self.cache_salt or "",
-            session=self.session,
-            priority=self.precedence,
+            session=hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else "",
+            priority=tier if self.priority is None else self.priority,
             **more,
         )
 
     def _read_sampling(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
-        """The fields of `Sampling` that the client gave."""
         same = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]
         fields = {name: getattr(self, name) for name in same} | {"max_tokens": max_tokens, "logprobs": logprobs}
         if self.top_k is not None:
@@ -204,14 +181,8 @@ class ConversationRequest(CommonRequest, kw_only=True):
         return next(iter(budgets - {-1}), None)
 
 
-def read_grammar(request: CommonRequest, **more: MakeGrammar) -> GrammarSpec | None:
-    """What the answer must look like, by whichever field it was given. Raises InvalidRequest where several say it."""
-    return _read_only_one(request, GRAMMAR_FIELDS | more, "")
-
-
-def _read_only_one(
-    request: CommonRequest | StructuredOutputs, makers: Mapping[str, MakeGrammar], place: str
-) -> GrammarSpec | None:
+def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "") -> GrammarSpec | None:
+    """Read what the answer must look like, by whichever of these fields says it. Raises InvalidRequest where several do."""
     given = {name: getattr(request, name) for name in makers}
     specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}
     names = [name for name, spec in specs.items() if spec is not None]
@@ -221,7 +192,7 @@ def _read_only_one(
 
 
 def read_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
-    """What an answer of this format must look like; None where anything will do. Raises InvalidRequest."""
+    """Read what an answer of this format must look like; None where anything will do. Raises InvalidRequest."""
     match form:
         case ResponseFormat(type="text"):
             return None
@@ -242,7 +213,7 @@ def _read_structured_outputs(wanted: StructuredOutputs, place: str) -> GrammarSp
     for name in ("disable_any_whitespace", "disable_additional_properties"):
         if getattr(wanted, name):
             raise UnsupportedParameter(f"{place}.{name} is not supported here; leave it out", f"{place}.{name}")
-    spec = _read_only_one(wanted, OUTPUT_FIELDS, f"{place}.")
+    spec = read_grammar(wanted, OUTPUT_FIELDS, f"{place}.")
     if spec is None:
         raise InvalidRequest(f"{place} is empty; it needs one of {', '.join(OUTPUT_FIELDS)}", place)
     return spec

@@ -1,9 +1,4 @@
-"""POST /v1/responses: what its body asks for. Items, tools and the reply have files of their own beside this one.
-
-Knows no HTTP, no template and no model. What is stored of earlier responses is given to `translate` as a `Past`.
-"""
-
-from __future__ import annotations
+"""POST /v1/responses: its body as a `GenerationRequest`. What is stored of earlier responses is given as a `Past`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,9 +11,8 @@ from msgspec import Meta
 from weft.api.dialect import FieldRules, ParsedRequest, pick_fields
 from weft.api.openai import request as openai
 from weft.api.openai.request import TIERS, ConversationRequest, Count, ResponseFormat, Schema, read_format, read_grammar
-from weft.api.openai.responses.items import Item, read_items, resolve_items, unknown_kinds
-from weft.api.openai.responses.output_tools import OutputTools
-from weft.api.openai.responses.reply import Keep, ResponseReply, ResponseShape
+from weft.api.openai.response_items import Item, OutputTools, read_items, resolve_items, unknown_kinds
+from weft.api.openai.response_reply import Keep, ResponseReply, ResponseShape
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import Conversation, Effort, Message
@@ -26,16 +20,12 @@ from weft.text.types import Conversation, Effort, Message
 LOGPROBS = "message.output_text.logprobs"
 SEALED = "reasoning.encrypted_content"
 # What may be included. All but two speak of tools and images that are not to be had here.
-INCLUDABLE = {
-    LOGPROBS,
-    SEALED,
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-}
+INCLUDABLE = {LOGPROBS, SEALED}.union(
+    """
+    file_search_call.results web_search_call.results web_search_call.action.sources code_interpreter_call.outputs
+    message.input_image.image_url computer_call_output.output.image_url
+    """.split()  # noqa: SIM905 - a list literal would fill a page
+)
 RULES = FieldRules(
     refused={
         **openai.RULES.refused,
@@ -64,10 +54,10 @@ class TextFormat(msgspec.Struct, kw_only=True):
     """What the answer must be. Name and description are not shown to the model."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema: Schema | None = None
-    strict: bool | None = None
     name: str | None = None
     description: str | None = None
+    schema: Schema | None = None
+    strict: bool | None = None
 
 
 class TextAsked(msgspec.Struct, kw_only=True):
@@ -107,7 +97,7 @@ class Past:
 
 
 def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
-    """Parse a body. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/responses. Raises InvalidRequest that names the field."""
     past = past or Past()
     request, ignored = RULES.read(body, ResponseRequest)
     if request.input is None and request.previous_response_id is None:
@@ -119,7 +109,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
         (conversation,),
         request.max_output_tokens,
         (request.top_logprobs or 0) if request.top_logprobs or LOGPROBS in includes else None,
-        grammar=read_grammar(request, text=_read_text),
+        grammar=read_grammar(request, openai.GRAMMAR_FIELDS | {"text": _read_text}),
         tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
         thinking_budget=request.thinking_budget,
         effort=thinking.effort,
@@ -134,18 +124,15 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
 
 
 def _messages(request: ResponseRequest, past: tuple[Item, ...], items: list[Item]) -> tuple[Message, ...]:
-    placed = [("previous_response_id", item) for item in past if not _is_cut(item)]
+    calls = ("function_call", "custom_tool_call")  # to one that was cut short there can be no result
+    whole = [item for item in past if item.get("status") != "incomplete" or item.get("type") not in calls]
+    placed = [("previous_response_id", item) for item in whole]
     placed += [(f"input[{index}]", item) for index, item in enumerate(items)]
     instructions = (Message("system", request.instructions, place="instructions"),) if request.instructions else ()
     messages = instructions + read_items(placed)
     if not messages:
         raise InvalidRequest("input is empty; send at least one item", "input")
     return messages
-
-
-def _is_cut(item: Item) -> bool:
-    """Whether an item is a call that was cut short, to which there can be no result."""
-    return item.get("status") == "incomplete" and item.get("type") in ("function_call", "custom_tool_call")
 
 
 def _read_text(wanted: TextAsked, place: str) -> GrammarSpec | None:
@@ -159,10 +146,9 @@ def _read_text(wanted: TextAsked, place: str) -> GrammarSpec | None:
 
 
 def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
-    """The request's fields that a response repeats, with the defaults where none was given."""
     text = request.text or TextAsked()
-    form = msgspec.to_builtins(text.format) if text.format is not None else {"type": "text"}
-    known = ("name", "description", "schema", "strict") if form["type"] == "json_schema" else ()
+    form = text.format or TextFormat(type="text")
+    shown = msgspec.to_builtins(form) if form.type == "json_schema" else {"type": form.type}
     verbosity = {"verbosity": text.verbosity} if text.verbosity is not None else {}
     tier, empty = request.service_tier, dict.fromkeys(("description", "parameters", "strict"))  # what a function may lack
     same = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
@@ -173,7 +159,7 @@ def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
         "prompt_cache_key": request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else None,
         "reasoning": {"effort": thinking.effort, "summary": thinking.summary or thinking.generate_summary},
         "service_tier": tier if isinstance(tier, str) and tier in TIERS else "default",
-        "text": {"format": {"type": form["type"], **{name: form.get(name) for name in known}}, **verbosity},
+        "text": {"format": shown, **verbosity},
         "tool_choice": request.tool_choice or "auto",
         "tools": [{**empty, **tool} if tool["type"] == "function" else tool for tool in request.tools or ()],
         "top_logprobs": request.top_logprobs or 0,

@@ -1,9 +1,4 @@
-"""The reply to a Responses request: a response as one body, or the events of its making, in their exact order.
-
-Both come out of the same steps: each output item yields events while it is made, and is part of the response when it is done.
-"""
-
-from __future__ import annotations
+"""The reply to a Responses request: a response as one body, or the events of its making, in their exact order."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,10 +10,8 @@ import msgspec
 from weft.api import dialect
 from weft.api.dialect import Reply, ReplyHeader, encode_json, join_texts
 from weft.api.openai.reply import logprobs_of, timings_of
-from weft.api.openai.responses.items import Item, complete_item
-from weft.api.openai.responses.output_tools import OutputTools
+from weft.api.openai.response_items import Item, OutputTools, complete_item
 from weft.api.problems import response_error
-from weft.errors import WeftError
 from weft.ipc.limits import Sampling
 from weft.text.tools import CustomInputReader
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
@@ -30,19 +23,13 @@ SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # by an item's type
 
 
-@dataclass(frozen=True)
-class PartNames:
-    """How a part of an output item appears in events. Each part has the item's whole text."""
-
-    kind: str  # the part's type
-    text: str  # how the events of its text begin
-    part: str = "content_part"  # how its own events begin
-    index: str = "content_index"
-
-
-OUTPUT_TEXT = PartNames("output_text", "output_text")
-REASONING_TEXT = PartNames("reasoning_text", "reasoning_text")
-SUMMARY_TEXT = PartNames("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary_index")
+CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}  # where the text of a call stands
+# By the type of a part: how the events of its text begin, how its own events begin, and the name of its index.
+PART_EVENTS = {
+    "output_text": ("output_text", "content_part", "content_index"),
+    "reasoning_text": ("reasoning_text", "content_part", "content_index"),
+    "summary_text": ("reasoning_summary_text", "reasoning_summary_part", "summary_index"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,15 +64,13 @@ class ResponseReply(Reply):
         return self._frame(self._events(run))
 
     def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
-        """A comment for people, and an event for clients whose timers ignore comments."""
         return b": prefill %d/%d\n\n" % (num_computed, num_tokens) + self._frame([_lifecycle("in_progress", self._begun)])
 
     def frame_closing(self) -> bytes:
         response = self.make_body()
         return self._frame([_lifecycle(response["status"], response)])
 
-    def frame_error(self, error: WeftError) -> bytes:
-        """The failed response, with what there is of it."""
+    def frame_error(self, error: Exception) -> bytes:
         cut = [] if self._open_item is None else [self._open_item.item("incomplete")]
         failed = self._response("failed", error=response_error(error), output=self._output + cut)
         return self._frame([_lifecycle("failed", failed)])
@@ -131,33 +116,33 @@ class ResponseReply(Reply):
     def _events(self, run: list[Delta]) -> Iterator[Event]:
         match run[0]:
             case Text():
-                yield from self._extend("message", (OUTPUT_TEXT,), run)
+                yield from self._extend("message", ("output_text",), run)
             case Reasoning():
-                parts = (SUMMARY_TEXT, REASONING_TEXT) if self.shape.has_summary else (REASONING_TEXT,)
-                yield from self._extend("reasoning", parts, run)
+                summary = ("summary_text",) if self.shape.has_summary else ()
+                yield from self._extend("reasoning", (*summary, "reasoning_text"), run)
             case CallOpened(id=call_id, name=name):
                 tool = self.shape.tools.find(name)
-                kind, text_field = ("custom_tool_call", "input") if tool.kind == "custom" else ("function_call", "arguments")
-                yield from self._open(CallOutput(kind, text_field, {"call_id": call_id, **tool.names}))
-            case CallArguments() if isinstance(self._open_item, CallOutput):
+                kind = "custom_tool_call" if tool.kind == "custom" else "function_call"
+                yield from self._open(OutputItem(kind, (), {"call_id": call_id, **tool.names}))
+            case CallArguments() if self._open_item is not None and self._open_item.field:
                 yield from self._open_item.add(run)
-            case CallClosed() if isinstance(self._open_item, CallOutput):
+            case CallClosed() if self._open_item is not None and self._open_item.field:
                 self._open_item.is_closed = True
                 yield from self._close("completed")
             case Finish() as finish:
                 yield from self._close("incomplete" if finish.reason == "length" else "completed")
                 self._finish = finish
 
-    def _extend(self, kind: str, parts: tuple[PartNames, ...], run: list[Delta]) -> Iterator[Event]:
+    def _extend(self, kind: str, parts: tuple[str, ...], run: list[Delta]) -> Iterator[Event]:
         """Add to the open item if it is of this kind, or open a new one where there is something to add."""
         if self._open_item is None or self._open_item.kind != kind:
             if not (join_texts(run) or logprobs_of(run)):
                 return
-            yield from self._open(TextOutput(kind, parts, is_sealed=self.shape.is_sealed))
+            yield from self._open(OutputItem(kind, parts, {}, is_sealed=self.shape.is_sealed))
         assert self._open_item is not None
         yield from self._open_item.add(run)
 
-    def _open(self, item: OutputItem) -> Iterator[Event]:
+    def _open(self, item: "OutputItem") -> Iterator[Event]:
         yield from self._close("completed")
         item.index = len(self._output)
         item.id = f"{ID_PREFIXES[item.kind]}_{self.header.id}_{item.index}"
@@ -193,102 +178,73 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class OutputItem:
-    """An item of the output in the making: yields events as it grows, and becomes a part of the response."""
+    """An item of the output in the making: yields events as it grows, and becomes a part of the response.
 
-    def __init__(self, kind: str) -> None:
+    The text of a message or of reasoning stands in its parts, each of which has all of it; that of a call stands in a field.
+    """
+
+    def __init__(self, kind: str, parts: tuple[str, ...], names: dict[str, str], *, is_sealed: bool = False) -> None:
         self.kind = kind
         self.id = ""
         self.index = 0  # among the output items
-        self.texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
+        self.field = CALL_FIELDS.get(kind)
+        self.is_closed = self.field is None  # a call that is cut short is never shown as done: clients would run it
+        self._parts = parts
+        self._is_sealed = is_sealed
+        self._names = names
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        # A custom tool takes a text, which the model wrote into JSON.
+        self._read = CustomInputReader().feed if kind == "custom_tool_call" else str
 
     def item(self, status: str) -> Item:
-        """The item as a part of the response."""
-        return {"id": self.id, "type": self.kind, "status": status}
+        """The item, with its parts when it is done, and sealed reasoning where the client keeps no clear text."""
+        status = status if self.is_closed or status == "in_progress" else "incomplete"
+        item, text = {"id": self.id, "type": self.kind, "status": status, **self._names}, "".join(self._texts)
+        if self.field is not None:
+            return item | {self.field: text}
+        parts = [] if status == "in_progress" else [self._part(kind) for kind in self._parts]
+        if self.kind == "message":
+            return item | {"role": "assistant", "content": parts}
+        sealed = {"encrypted_content": dialect.seal(text)} if parts and self._is_sealed else {}
+        return item | {"summary": parts[:-1], "content": parts[-1:], **sealed}
 
     def begin(self) -> Iterator[Event]:
-        """The events that announce the item."""
         yield {"type": "response.output_item.added", "output_index": self.index, "item": self.item("in_progress")}
+        for kind in self._parts:
+            _, own, index = PART_EVENTS[kind]
+            yield self._event(f"{own}.added", **{index: 0}, part=self._part(kind))
 
     def add(self, run: list[Delta]) -> Iterator[Event]:
-        """The events of more deltas of the item."""
-        raise NotImplementedError
+        text, logprobs = self._read(join_texts(run)), logprobs_of(run)
+        if not (text or logprobs):
+            return
+        self._texts.append(text)
+        self._logprobs += logprobs
+        if self.field is not None:
+            yield self._event(f"{self.kind}_{self.field}.delta", delta=text)
+        for kind in self._parts:
+            begin, _, index = PART_EVENTS[kind]
+            yield self._event(f"{begin}.delta", **{index: 0}, delta=text, **self._if_message(logprobs=logprobs))
 
     def end(self, status: str) -> Iterator[Event]:
-        """The events that repeat the finished item."""
+        if not self.is_closed:
+            return
+        text = "".join(self._texts)
+        if self.field is not None:
+            yield self._event(f"{self.kind}_{self.field}.done", **{self.field: text})
+        for kind in self._parts:
+            begin, own, index = PART_EVENTS[kind]
+            yield self._event(f"{begin}.done", **{index: 0}, text=text, **self._if_message(logprobs=self._logprobs))
+            yield self._event(f"{own}.done", **{index: 0}, part=self._part(kind))
         yield {"type": "response.output_item.done", "output_index": self.index, "item": self.item(status)}
 
     def _event(self, kind: str, **fields: Any) -> Event:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.index, **fields}
 
+    def _part(self, kind: str) -> dict[str, Any]:
+        more = self._if_message(annotations=[], logprobs=list(self._logprobs))
+        return {"type": kind, "text": "".join(self._texts), **more}
 
-class TextOutput(OutputItem):
-    """The answer's message, or the reasoning before it."""
-
-    def __init__(self, kind: str, parts: tuple[PartNames, ...], *, is_sealed: bool) -> None:
-        super().__init__(kind)
-        self._parts = parts
-        self._is_sealed = is_sealed
-        self._logprobs: list[dict[str, Any]] = []
-
-    def item(self, status: str) -> Item:
-        """The item, with its parts when it is done, and sealed reasoning where the client keeps no clear text."""
-        parts = [] if status == "in_progress" else [self._part(names) for names in self._parts]
-        if self.kind == "message":
-            return super().item(status) | {"role": "assistant", "content": parts}
-        item = super().item(status) | {"summary": parts[:-1], "content": parts[-1:]}
-        return item | {"encrypted_content": dialect.seal(self.text)} if parts and self._is_sealed else item
-
-    def begin(self) -> Iterator[Event]:
-        yield from super().begin()
-        for names in self._parts:
-            yield self._event(f"{names.part}.added", **{names.index: 0}, part=self._part(names))
-
-    def add(self, run: list[Delta]) -> Iterator[Event]:
-        text, logprobs = join_texts(run), logprobs_of(run)
-        if text or logprobs:
-            self.texts.append(text)
-            self._logprobs += logprobs
-            more = {"logprobs": logprobs} if self.kind == "message" else {}
-            for names in self._parts:
-                yield self._event(f"{names.text}.delta", **{names.index: 0}, delta=text, **more)
-
-    def end(self, status: str) -> Iterator[Event]:
-        more = {"logprobs": self._logprobs} if self.kind == "message" else {}
-        for names in self._parts:
-            yield self._event(f"{names.text}.done", **{names.index: 0}, text=self.text, **more)
-            yield self._event(f"{names.part}.done", **{names.index: 0}, part=self._part(names))
-        yield from super().end(status)
-
-    def _part(self, names: PartNames) -> dict[str, Any]:
-        more = {"annotations": [], "logprobs": list(self._logprobs)} if self.kind == "message" else {}
-        return {"type": names.kind, "text": self.text, **more}
-
-
-class CallOutput(OutputItem):
-    """A call of a tool. One that is cut short is never shown as done: clients would run it."""
-
-    def __init__(self, kind: str, text_field: str, names: dict[str, str]) -> None:
-        super().__init__(kind)
-        self.is_closed = False
-        self._field = text_field
-        self._names = names
-        # A custom tool takes a text, which the model wrote into JSON.
-        self._read = CustomInputReader().feed if kind == "custom_tool_call" else str
-
-    def item(self, status: str) -> Item:
-        status = status if self.is_closed or status == "in_progress" else "incomplete"
-        return super().item(status) | {**self._names, self._field: self.text}
-
-    def add(self, run: list[Delta]) -> Iterator[Event]:
-        if text := self._read(join_texts(run)):
-            self.texts.append(text)
-            yield self._event(f"{self.kind}_{self._field}.delta", delta=text)
-
-    def end(self, status: str) -> Iterator[Event]:
-        if self.is_closed:
-            yield self._event(f"{self.kind}_{self._field}.done", **{self._field: self.text})
-            yield from super().end(status)
+    def _if_message(self, **fields: Any) -> dict[str, Any]:
+        return fields if self.kind == "message" else {}

@@ -1,21 +1,15 @@
-"""The input items of a Responses request, read as the messages that every other dialect has.
+"""The input items of a Responses request as messages, and its tools, namespaces flattened, as Chat Completions writes them."""
 
-An answer comes as several items (its reasoning, its text, its calls) and becomes one message. Knows no HTTP and no model.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
 
 from weft.api.dialect import convert, unseal
 from weft.api.openai.chat import ChatMessage, Part, read_message
-from weft.api.openai.responses.output_tools import flat_name
 from weft.errors import InvalidRequest
-from weft.text.tools import wrap_custom_input
+from weft.text.tools import ToolSelection, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import Message, ToolCall
 
 Item = dict[str, Any]
@@ -84,6 +78,7 @@ ITEMS: dict[str, type[MessageItem | ReasoningItem | CallItem | CustomCallItem | 
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": ResultItem,
 }
+ACTING_FIELDS = ("name", "description", "parameters", "strict", "format")  # of a tool
 # Calls of OpenAI's own tools and their results: the tool's name, the field with the arguments, the field with the result.
 OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
     "local_shell_call": ("local_shell", "action", None),
@@ -102,12 +97,17 @@ OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
 
 
 def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
-    """The messages that these items, each with its place, stand for. Raises InvalidRequest with the place of a misfit."""
+    """Read items, each with its place, as messages; the items of one answer become one. Raises InvalidRequest with the place."""
     messages: list[Message] = []
     for place, item in items:
         for message in _read(item, place):
-            if messages and _is_one_answer(messages[-1], message):
-                messages[-1] = _join(messages[-1], message)
+            last = messages[-1] if messages else message
+            is_next = bool(message.tool_calls) or (last.content is None and not last.tool_calls)  # reasoning, text, calls
+            if messages and is_next and last.role == message.role == "assistant":
+                content = last.content if message.content is None else message.content
+                reasoning = "\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None
+                calls, marks = last.tool_calls + message.tool_calls, message.breakpoints or last.breakpoints
+                messages[-1] = replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=marks)
             else:
                 messages.append(replace(message, place=place))
     return tuple(message for message in messages if message.content is not None or message.tool_calls)
@@ -158,7 +158,6 @@ def _read(item: Item, place: str) -> list[Message]:
 
 
 def _read_own(item: Item, place: str, name: str, arguments: str | None, result: str | None) -> list[Message]:
-    """A call of one of OpenAI's own tools, its result, or both in one item."""
     call_id = item.get("call_id") or item.get("id") or f"call_{place}"
     messages = []
     if arguments is not None:
@@ -181,20 +180,6 @@ def _call(name: str, arguments: str, call_id: str) -> Message:
     return Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id),))
 
 
-def _is_one_answer(last: Message, message: Message) -> bool:
-    """Whether a message continues the answer before it: reasoning comes first, then a text, then calls."""
-    if last.role != "assistant" or message.role != "assistant":
-        return False
-    return bool(message.tool_calls) or (last.content is None and not last.tool_calls)
-
-
-def _join(last: Message, message: Message) -> Message:
-    content = last.content if message.content is None else message.content
-    reasoning = "\n\n".join(filter(None, (last.reasoning, message.reasoning))) or None
-    calls, breakpoints = last.tool_calls + message.tool_calls, message.breakpoints or last.breakpoints
-    return replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=breakpoints)
-
-
 def _is_reference(item: Item) -> bool:
     return item.get("type") == "item_reference" or item.keys() == {"id"}
 
@@ -205,12 +190,101 @@ def _content(content: str | list[Item]) -> str | list[Item]:
 
 
 def _part(part: Item) -> Item:
-    match part:
-        case {"type": "input_image", "image_url": str(url)}:
-            return {"type": "image_url", "image_url": {"url": url, "detail": part.get("detail")}}
-    return part
+    if part.get("type") != "input_image" or not isinstance(part.get("image_url"), str):
+        return part
+    return {"type": "image_url", "image_url": {"url": part["image_url"], "detail": part.get("detail")}}
 
 
 def _text(parts: list[Item] | None) -> str:
     texts = (part.get("text") for part in parts or ())
     return "\n\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """The one name by which a model calls a tool of a namespace."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+@dataclass(frozen=True)
+class SentTool:
+    """A tool as its client sent it."""
+
+    kind: str
+    name: str = ""
+    namespace: str | None = None
+    place: str = "tools"
+    shape: Item | None = None  # as Chat Completions writes it; None: a kind that is not done here
+
+    @property
+    def names(self) -> dict[str, str]:
+        return {"name": self.name} if self.namespace is None else {"name": self.name, "namespace": self.namespace}
+
+
+class OutputTools:
+    """The tools that an answer may call. Raises InvalidRequest with the place of the first misfit."""
+
+    def __init__(self, given: Sequence[Any] = ()) -> None:
+        sent = [one for index, tool in enumerate(given) for one in _read_tool(tool, f"tools[{index}]")]
+        self.missing = tuple(one.kind for one in sent if one.shape is None)
+        shapes = [one.shape for one in sent if one.shape is not None]
+        ours = [one for one in sent if one.shape is not None]
+        self._tools = read_tools(shapes, [one.place for one in ours])
+        self.template_tools = template_tools(shapes)
+        self._sent = {tool.name: one for tool, one in zip(self._tools, ours, strict=True)}  # by flat name
+
+    def find(self, flat: str) -> SentTool:
+        return self._sent.get(flat) or SentTool("function", flat)
+
+    def select(self, given: Any, parallel: bool | None) -> ToolSelection | None:
+        """Which tools may be called; None where there are none. Raises InvalidRequest."""
+        match given:
+            case {"type": "function" | "custom", "name": str(name)}:
+                given = {"type": "function", "name": self._find_flat(name, given.get("namespace"))}
+            case {"type": "allowed_tools", "tools": list(tools)}:
+                given = {**given, "tools": [{"name": name} for tool in tools for name in self._allowed(tool)]}
+            case {"type": str(kind)} if kind != "allowed_tools":
+                raise InvalidRequest(f"tool_choice asks for {kind}, which is not to be had here", "tool_choice")
+        selection = read_tool_selection(given, self._tools, parallel)
+        return selection if self._tools else None
+
+    def _allowed(self, tool: Any) -> list[str]:
+        match tool:
+            case {"type": "namespace", "name": str(name)}:
+                return [flat for flat, one in self._sent.items() if one.namespace == name]
+            case {"type": "function" | "custom", "name": str(name)}:
+                return [self._find_flat(name, tool.get("namespace"))]
+            case {"type": str()}:
+                return []  # a tool of a kind that is not done here
+        raise InvalidRequest("tool_choice.tools must be tools with a type and a name", "tool_choice")
+
+    def _find_flat(self, name: str, namespace: Any) -> str:
+        if isinstance(namespace, str) or name in self._sent:
+            return flat_name(name, namespace)
+        return next((flat for flat, one in self._sent.items() if one.name == name), name)
+
+
+def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[SentTool]:
+    match tool:
+        case {"type": "namespace", "name": str(name), "tools": list(tools)} if namespace is None:
+            for index, inner in enumerate(_introduce(tools, tool.get("description"))):
+                yield from _read_tool(inner, f"{place}.tools[{index}]", name)
+        case {"type": "namespace"}:
+            raise InvalidRequest(f"{place} must have a name and tools, none of which is a namespace itself", place)
+        case {"type": "function" | "custom" as kind}:
+            inner = tool[kind] if isinstance(tool.get(kind), dict) else tool  # some send it as Chat Completions has it
+            shape = {key: inner[key] for key in ACTING_FIELDS if inner.get(key) is not None}
+            if isinstance(own := shape.get("name"), str):
+                shape["name"] = flat_name(own, namespace)
+            yield SentTool(kind, str(own), namespace, place, {"type": kind, kind: shape})
+        case {"type": str(kind)}:
+            yield SentTool(kind)
+        case _:
+            raise InvalidRequest(f"{place}.type must be a string", f"{place}.type")
+
+
+def _introduce(tools: list[Any], description: Any) -> list[Any]:
+    """The tools of a namespace; the first one's description begins with the namespace's."""
+    if not (isinstance(description, str) and tools and isinstance(tools[0], dict)):
+        return tools
+    words = [text for text in (description, tools[0].get("description")) if isinstance(text, str) and text]
+    return [{**tools[0], "description": "\n\n".join(words)}, *tools[1:]]

@@ -1,1 +1,0 @@
-"""The Responses dialect: bodies into generations, deltas into responses and their events, and the store of responses."""
