@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 from weft.grammar.compiler import DEEP_STACK_BYTES
@@ -17,6 +18,9 @@ from weft.kernels import blas
 if TYPE_CHECKING:
     from weft.model.adapter import Adapter
 
+# Nothing is decided by the clock: a busy machine is slow.
+hypothesis.settings.register_profile("weft", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("weft")
 # As the engine's process does: grammars are compiled recursively.
 threading.stack_size(DEEP_STACK_BYTES)
 # Compiled functions would call the C++ compiler for every new shape.

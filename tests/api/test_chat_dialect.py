@@ -339,7 +339,7 @@ def _assembled(stream: bytes, n: int) -> list[dict[str, Any]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data(), st.integers(1, 3), st.booleans(), st.booleans())
 def test_streamed_is_whole(data: st.DataObject, n: int, logprobs: bool, include_usage: bool) -> None:
     calls = data.draw(_calls(n, _with_tokens if logprobs else _plain)) + data.draw(_called(n))

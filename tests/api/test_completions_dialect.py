@@ -157,7 +157,7 @@ def _calls(draw: st.DrawFn, choices: int, deltas: st.SearchStrategy[Delta]) -> l
     return calls + [(choice, [draw(_finishes)]) for choice in draw(st.permutations(range(choices)))]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.data(), st.integers(1, 2), st.integers(1, 2), st.booleans())
 def test_streamed_is_whole(data: st.DataObject, prompts: int, n: int, logprobs: bool) -> None:
     deltas = st.lists(_texts, max_size=3).map(_spoken) if logprobs else st.builds(Text, _texts)

@@ -319,7 +319,7 @@ def answers(draw: st.DrawFn) -> list[Sequence[Delta]]:
     return cut_at([*draw(st.sets(st.integers(1, len(deltas)), max_size=5))], deltas)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(answers())
 def test_streamed_is_whole_and_the_pieces_are_the_items(runs: list[Sequence[Delta]]) -> None:
     request = asked(tools=[ADD, FILES], reasoning={"summary": "auto"})
@@ -341,7 +341,7 @@ def test_streamed_is_whole_and_the_pieces_are_the_items(runs: list[Sequence[Delt
         assert pieces == item.get("arguments", item.get("input", (item.get("content") or [{}])[0].get("text")))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(), st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_any_split_of_a_custom_call_gives_the_same_text(text: str, places: list[int], is_ascii: bool) -> None:
     arguments = json.dumps({"input": text}, ensure_ascii=is_ascii)

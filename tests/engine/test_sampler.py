@@ -156,7 +156,7 @@ SAMPLINGS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(SAMPLINGS, min_size=2, max_size=6), st.integers(0, 2**32 - 1))
 def test_no_mix_of_neighbours_changes_a_choice(samplings: list[dict[str, Any]], seed: int) -> None:
     logits = (np.random.default_rng(seed).normal(size=(len(samplings), VOCAB)) * 2).astype(np.float32)

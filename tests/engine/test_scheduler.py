@@ -115,7 +115,7 @@ def test_a_sequence_whose_last_token_is_in_flight_is_not_asked_again() -> None:
     assert plan_of(scheduler).steps == ()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 45), st.integers(1, 6)), min_size=1, max_size=12))
 def test_everybody_ends_in_order_of_admission_and_nobody_is_computed_twice(asked: list[tuple[int, int]]) -> None:
     scheduler = scheduler_of()

@@ -73,7 +73,7 @@ def walk(one: Constraint, rng: np.random.Generator, steps: int) -> list[int]:
 
 
 @given(st.lists(st.sampled_from(range(len(GRAMMARS))), min_size=2, max_size=4), st.integers(0, 10_000), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_interleaved_constraints_have_exactly_the_masks_they_have_alone(kinds: list[int], seed: int, data: st.DataObject) -> None:
     rng = np.random.default_rng(seed)
     together = [constraint(GRAMMARS[kind]) for kind in kinds]
@@ -95,7 +95,7 @@ def test_interleaved_constraints_have_exactly_the_masks_they_have_alone(kinds: l
 
 
 @given(st.sampled_from(GRAMMARS), st.sampled_from([None, 0, 2, 5]), st.integers(0, 10_000), st.integers(1, 6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_taking_tokens_back_restores_the_mask(grammar: GrammarSpec, budget: int | None, seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     one = constraint(grammar, thinking(budget=budget) if budget is not None else None)
@@ -112,7 +112,7 @@ def test_taking_tokens_back_restores_the_mask(grammar: GrammarSpec, budget: int 
 
 
 @given(st.sampled_from(GRAMMARS), st.integers(0, 10_000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_was_accepted_is_accepted_by_a_fresh_one(grammar: GrammarSpec, seed: int) -> None:
     one = constraint(grammar, thinking(budget=4))
     taken = walk(one, np.random.default_rng(seed), 40)

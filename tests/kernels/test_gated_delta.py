@@ -165,7 +165,7 @@ def test_equal_gates_over_the_key_are_one_gate_for_the_head() -> None:
     assert worst_error(gated_delta_rule(*tokens._replace(gate=spread)), right) < ORDINARY
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cuts=st.lists(st.integers(1, 199), max_size=6, unique=True).map(sorted), vector=st.booleans())
 def test_a_prompt_in_pieces_gives_what_the_whole_gives(cuts: list[int], vector: bool) -> None:
     tokens = make_tokens(200, vector=vector)

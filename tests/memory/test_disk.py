@@ -244,7 +244,7 @@ def test_prompts_are_for_their_owner_only(house: House) -> None:
 # --- damage ---
 
 
-@settings(deadline=None, max_examples=400)
+@settings(max_examples=400)
 @given(data=st.data(), mask=st.integers(1, 255))
 def test_a_flip_anywhere_in_a_file_is_seen(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, mask: int) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"

@@ -182,7 +182,7 @@ def test_a_row_nobody_gave_a_state_never_reaches_the_batch() -> None:
         table.arrange([RowState()])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.one_of(st.integers(1, 90), st.tuples(st.just("leave"), st.integers(0, 9)), st.just("grow")), max_size=25))
 def test_no_order_of_joining_growing_and_leaving_mixes_rows_up(events: list[int | tuple[str, int] | str]) -> None:
     rows = pool()

@@ -120,7 +120,7 @@ def test_every_type_and_shape_comes_back(tmp_path: Path, name: str, shape: tuple
         assert same(back.layers, [cache])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(numbers=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=64), name=st.sampled_from(["BF16", "F16", "U16"]))
 def test_any_sixteen_bits_come_back(numbers: list[int], name: str) -> None:
     """Payloads of NaN too, which arithmetic would not keep."""

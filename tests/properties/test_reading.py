@@ -120,7 +120,7 @@ def told(deltas: list[Delta], kind: type[Text] | type[Reasoning]) -> str:
     return "".join(delta.text for delta in deltas if isinstance(delta, kind))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(ANY, max_size=14).map(joined), st.booleans(), STOPS, st.booleans())
 @example(joined([encode("</th"), encode("<think>"), encode("ink>")]), True, (), False)
 @example(joined([encode("</think>\n"), encode("</think>\n"), encode("a")]), True, (), True)
@@ -136,7 +136,7 @@ def test_any_ids_give_what_a_plain_reading_of_the_whole_gives(
     assert Reasoning("") not in deltas
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(WRITTEN, max_size=14).map(joined), st.integers(0, 3), st.booleans(), STOPS)
 def test_no_piece_has_half_a_character_also_where_the_answer_is_cut(
     ids: list[int], num_cut: int, opened: bool, stops: tuple[str, ...]
@@ -151,7 +151,7 @@ def test_no_piece_has_half_a_character_also_where_the_answer_is_cut(
         delta.text.encode()  # a lone surrogate would raise
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(WRITTEN, max_size=14).map(joined), STOPS)
 def test_the_tokens_told_are_those_that_end_in_the_answer_told(ids: list[int], stops: tuple[str, ...]) -> None:
     deltas = fed(reader_of(TOKENIZER, stops=stops, logprobs=True), ids)
@@ -164,7 +164,7 @@ def test_the_tokens_told_are_those_that_end_in_the_answer_told(ids: list[int], s
     assert answer.startswith(b"".join(token.bytes for token in told_tokens))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(WRITTEN, max_size=5).map(joined), st.lists(WRITTEN, max_size=8).map(joined), st.booleans())
 def test_the_tokens_told_after_thinking_are_the_answers(thought: list[int], answer: list[int], opens: bool) -> None:
     thought = [token for token in thought if token not in MARKS]

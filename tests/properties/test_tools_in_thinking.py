@@ -48,7 +48,7 @@ def completing(said: bytes, trigger: str) -> set[int]:
 
 
 @given(st.sampled_from(TRIGGERS), st.booleans(), st.integers(0, 10_000), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_exactly_the_tokens_that_would_complete_the_trigger_are_gone(
     trigger: str, is_shaped: bool, seed: int, data: st.DataObject
 ) -> None:

@@ -238,7 +238,7 @@ def test_requests_made_from_the_openapi_document_never_break_the_server(server: 
     for operation in schema.get_all_operations():
 
         @given(case=operation.ok().as_strategy())
-        @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+        @settings(max_examples=30, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
         def fuzz(case: schemathesis.Case) -> None:
             nonlocal count
             count += 1

@@ -187,7 +187,7 @@ _turns = st.tuples(_asked, _words.map(lambda text: Message("assistant", text)))
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(instructions=st.sampled_from(["", "x", RULES]), talk=st.lists(_turns, min_size=2, max_size=4))
 def test_what_was_a_place_is_one_still_when_the_conversation_has_grown(
     name: str, instructions: str, talk: list[tuple[Message, Message]]

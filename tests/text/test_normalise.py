@@ -563,7 +563,7 @@ def conversations(draw: st.DrawFn) -> Conversation:
 
 @pytest.mark.parametrize("late_system", ["fold", "hoist"])
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(conversation=conversations())
 def test_any_conversation_is_written_whole_or_refused(name: str, late_system: LateSystem, conversation: Conversation) -> None:
     try:
@@ -578,7 +578,7 @@ def test_any_conversation_is_written_whole_or_refused(name: str, late_system: La
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(conversation=conversations())
 def test_any_prompt_is_the_beginning_of_the_next(name: str, conversation: Conversation) -> None:
     if conversation.messages[-1].role == "assistant":

@@ -33,13 +33,13 @@ def first_complete(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(STOPS, st.lists(LETTERS, max_size=8))
 def test_however_the_text_is_cut_the_stop_that_is_complete_first_is_found(stops: list[str], pieces: list[str]) -> None:
     assert read(stops, pieces) == first_complete("".join(pieces), stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STOPS, LETTERS)
 def test_nothing_is_held_back_but_the_beginning_of_a_stop(stops: list[str], text: str) -> None:
     finder = StopFinder(tuple(stops))

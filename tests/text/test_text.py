@@ -17,7 +17,7 @@ from weft.text.tokenizer import Detokenizer, Tokenizer
 TOKENIZER = Tokenizer(TINY_HYBRID)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(max_size=60))
 def test_streamed_pieces_are_the_whole_text_and_never_half_a_character(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)

@@ -59,7 +59,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = T
     return pieces
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, BYTE_LEVEL.inner.get_vocab_size() + 2), max_size=30), st.booleans())
 def test_any_byte_level_ids_come_out_as_the_library_decodes_them_up_to_an_unfinished_end(ids: list[int], skip: bool) -> None:
     text = "".join(streamed(BYTE_LEVEL, ids, skip))
@@ -68,7 +68,7 @@ def test_any_byte_level_ids_come_out_as_the_library_decodes_them_up_to_an_unfini
     assert BYTE_LEVEL.inner.decode(ids, skip_special_tokens=skip) in [text + end for end in UNFINISHED]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from([0x00, 0x41, 0x80, 0xA0, 0xBF, 0xC2, 0xE2, 0x82, 0xED, 0xF0, 0x9F, 0xF4, 0xFF]), max_size=12))
 def test_broken_bytes_come_out_as_the_library_decodes_them_up_to_an_unfinished_end(data: list[int]) -> None:
     ids = [spelled(byte) for byte in data]
@@ -78,7 +78,7 @@ def test_broken_bytes_come_out_as_the_library_decodes_them_up_to_an_unfinished_e
     assert BYTE_LEVEL.inner.decode(ids) in [text + end for end in UNFINISHED]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.sampled_from([SPACED, UNSPACED]),
     st.lists(st.sampled_from([*WORDS, "<s>", "▁▁▁", "</s>"]), max_size=12),
@@ -95,7 +95,7 @@ def test_sentencepiece_pieces_are_what_the_library_decodes_also_at_the_first_spa
     assert text == tokenizer.inner.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=12), st.sampled_from([SPACED, UNSPACED]))
 def test_characters_spelled_in_byte_tokens_are_whole(text: str, decoder: Any) -> None:
     tokenizer = sentencepiece(decoder)
@@ -107,7 +107,7 @@ def test_characters_spelled_in_byte_tokens_are_whole(text: str, decoder: Any) ->
     assert "\ufffd" in text or "\ufffd" not in "".join(pieces)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 300), max_size=20), st.sampled_from([SPACED, UNSPACED, METASPACE]))
 def test_any_sentencepiece_ids_come_out_the_same_in_pieces_and_whole(ids: list[int], decoder: Any) -> None:
     tokenizer = sentencepiece(decoder)
@@ -220,7 +220,7 @@ def test_a_limit_in_the_tokenizers_file_does_not_cut_a_prompt(tmp_path: Path) ->
     assert len(ids) > 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("ab é🙂字\n.<|im_end|>", max_size=40), st.data())
 def test_an_offset_becomes_the_number_of_tokens_that_end_there_or_before(text: str, data: st.DataObject) -> None:
     offsets = data.draw(st.lists(st.integers(0, len(text)), max_size=4))

@@ -239,7 +239,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 
 @given(st.text(), CUTS, st.booleans(), st.sampled_from(["", " ", "\n  "]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_text_comes_out_of_its_json_however_that_is_cut(text: str, places: list[int], is_ascii: bool, blank: str) -> None:
     arguments = f'{blank}{{{blank}"input"{blank}:{blank}{json.dumps(text, ensure_ascii=is_ascii)}{blank}}}'
     bounds = [0, *sorted(place % (len(arguments) + 1) for place in places), len(arguments)]

@@ -275,7 +275,7 @@ JUNK = st.recursive(
 
 @pytest.mark.parametrize("name", ["hermes", "qwen-xml", "kimi-k3", "lfm2", "gemma4"])
 @given(schema=st.dictionaries(WORDS, JUNK, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_schema_is_too_odd_for_a_tool_that_is_not_strict(name: str, schema: dict[str, Any]) -> None:
     compiler = vocabulary("tokens")
     try:

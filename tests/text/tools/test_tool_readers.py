@@ -88,7 +88,7 @@ def is_writable(name: str, arguments: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("name", FAMILY)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_arguments_come_back_from_any_cutting(name: str, data: st.DataObject) -> None:
     arguments = data.draw(ARGUMENTS.filter(lambda one: is_writable(name, one)))
     called = [("get_weather", arguments), *([ALL] if FAMILY[name].between is not None else [])]
@@ -101,7 +101,7 @@ def test_any_arguments_come_back_from_any_cutting(name: str, data: st.DataObject
 
 @pytest.mark.parametrize("name", FAMILY)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_whatever_a_model_writes_is_read_the_same_in_any_cutting(name: str, data: st.DataObject) -> None:
     family = FAMILY[name]
     example = EXAMPLES[name][0]
@@ -153,7 +153,7 @@ def talk(name: str, words: list[str], called: list[tuple[str, Any]]) -> tuple[st
 
 @pytest.mark.parametrize("name", FAMILY)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_of_words_and_calls_in_turn_nothing_is_lost_and_no_markup_is_told(name: str, data: st.DataObject) -> None:
     called = data.draw(st.lists(ARGUMENTS.filter(lambda one: is_writable(name, one)), min_size=1, max_size=3))
     words = data.draw(st.lists(st.text(WORDS, max_size=12), min_size=len(called) + 1, max_size=len(called) + 1))
