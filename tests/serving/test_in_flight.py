@@ -10,7 +10,7 @@ ROWS = 16
 
 
 def add(in_flight: InFlight, submit: Submit) -> None:
-    in_flight.add(submit, Subscription([submit], lambda _: None))
+    in_flight.add(Subscription([submit], lambda _: None))
 
 
 def in_flight_of(*sizes: int, sampling: Sampling | None = None) -> InFlight:

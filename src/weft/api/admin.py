@@ -28,7 +28,7 @@ from weft.ipc.messages import Prefixes, PrefixNode
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
 from weft.serving.model import ServedModel
-from weft.serving.registry import ModelOption, ModelRegistry
+from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
@@ -102,7 +102,12 @@ class Admin:
 
     async def list_available(self, _: Request) -> Response:
         """List the models on this machine, and whether each would fit beside those that are loaded."""
-        rows = [_option(option) for option in await self.registry.options()]
+        rows = [
+            {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
+            | {"is_here": model.folder is not None, "is_loaded": is_loaded}
+            | pick_fields(fit, "needed_bytes", "verdict")
+            for model, fit, is_loaded in await self.registry.options()
+        ]
         return json_response({"object": "list", "data": rows, "free_bytes": self.registry.free_bytes})
 
     async def load(self, request: Request) -> Response:
@@ -256,13 +261,6 @@ def condition_of(model: ServedModel) -> dict[str, Any]:
     loading = condition.loading
     progress = {"what": "reading the tokenizer"} if loading is None else pick_fields(loading, "what", "done", "total")
     return {"status": "loading", "progress": progress}
-
-
-def _option(option: ModelOption) -> dict[str, Any]:
-    model = option.model
-    where = {"is_here": model.folder is not None, "is_loaded": option.is_loaded}
-    row = {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
-    return row | where | pick_fields(option.fit, "needed_bytes", "verdict")
 
 
 def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:

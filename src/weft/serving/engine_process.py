@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from weft.config import EngineSettings, ServerConfig
+from weft.config import EngineSettings
 from weft.errors import EngineDied
 from weft.ipc.channel import FRONT_PID, FrontEnd
 from weft.ipc.messages import Beat, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
@@ -73,11 +73,9 @@ class Watchdog:
 
     @property
     def is_sick(self) -> bool:
-        """Whether a message is overdue."""
         return self._silence_seconds >= SICK_SECONDS
 
     def reason_to_kill(self, *, is_ready: bool) -> str | None:
-        """Why the engine should be killed, if it should."""
         patience = min(SILENCE_SECONDS, self.hang_seconds) if is_ready else LOADING_SECONDS
         if self._silence_seconds >= patience:
             return f"gave no sign of life for {self._silence_seconds:g} s"
@@ -89,12 +87,10 @@ class Watchdog:
 class Supervisor:
     """Owns one model's engine across all its processes."""
 
-    def __init__(
-        self, settings: EngineSettings, hang_seconds: float = ServerConfig.hang_seconds, command: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, settings: EngineSettings, hang_seconds: float, command: Sequence[str] = COMMAND) -> None:
         self.settings = settings
         self.hang_seconds = hang_seconds
-        self.command = command or COMMAND
+        self.command = command
         self.client = EngineClient()
         self.condition = EngineCondition(loading=Loading("starting"))
         self.status = EngineStatus()
@@ -172,12 +168,11 @@ class Supervisor:
                 await _drain(receiving, watchdog)
                 log.warning("engine %d ended with status %s", process.pid, process.returncode)
             finally:
-                receiving.cancel()
-                watching.cancel()
+                for task in (receiving, watching, ended):
+                    task.cancel()
                 if process.returncode is None:
                     channel.send(Shutdown())
                     await _end(process, END_SECONDS)
-                ended.cancel()
                 self.pid, self.status = None, EngineStatus()
 
     async def _receive(self, channel: FrontEnd, watchdog: Watchdog) -> None:

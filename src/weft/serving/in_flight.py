@@ -27,12 +27,13 @@ Event = PromptEvent | TokenEvent
 
 
 class Subscription:
-    """The events of one request's sequences, each with its choice index; read by one task."""
+    """One request's prompts, and the events of its sequences, each with its choice index; read by one task."""
 
     def __init__(self, submits: Sequence[Submit], cancel: Callable[[tuple[int, ...]], None]) -> None:
         numbers = [number for submit in submits for number in submit.numbers]
+        self.submits = list(submits)  # one for each prompt, as an engine would get it to begin anew
         self.open = {number: index for index, number in enumerate(numbers)}  # choices of the sequences that have not ended
-        self.unaccepted = {submit.numbers[0] for submit in submits if submit.constraint is not None}  # others are never refused
+        self.unaccepted = {index for index, submit in enumerate(submits) if submit.constraint is not None}  # prompts to be judged
         self.num_resumed = 0  # engines that died under it
         self._cancel = cancel
         self._pending: list[tuple[int, Event]] = []
@@ -61,8 +62,8 @@ class Subscription:
             self._news.clear()
             await self._news.wait()
 
-    def accept(self, submit: Submit) -> None:
-        self.unaccepted.discard(submit.numbers[0])
+    def accept(self, prompt_index: int) -> None:
+        self.unaccepted.discard(prompt_index)
         self._news.set()
 
     def cancel(self, index: int | None = None) -> None:
@@ -83,20 +84,13 @@ class Subscription:
 
 
 @dataclass(eq=False)
-class InFlightRequest:
-    """A prompt as the next engine would get it from its beginning, and who waits for its answers."""
-
-    submit: Submit
-    subscription: Subscription
-
-
-@dataclass(eq=False)
 class InFlightSequence:
     """One sequence that has not ended."""
 
     number: int
-    index: int  # among the answers to its prompt
-    request: InFlightRequest
+    subscription: Subscription
+    prompt_index: int  # among the request's prompts
+    sampling_index: int  # among the samplings for that prompt
     emitted: list[int] = field(default_factory=list)
     num_before: int = 0  # tokens emitted by engines before the last one that had it
     deaths: int = 0  # of engines that had it, since it last proved itself
@@ -117,14 +111,10 @@ class InFlightSequence:
     def take_prompt(self, event: PromptEvent) -> bool:
         """Note a prompt's progress; whether that is news to the client, which it is not for a resumed answer."""
         if event.logprobs is not None:  # no later engine need compute them again
-            submit = self.request.submit
+            submit = self.subscription.submits[self.prompt_index]
             samplings = tuple(msgspec.structs.replace(sampling, prompt_logprobs=None) for sampling in submit.samplings)
-            self.request.submit = msgspec.structs.replace(submit, samplings=samplings)
+            self.subscription.submits[self.prompt_index] = msgspec.structs.replace(submit, samplings=samplings)
         return not self.emitted
-
-    def note_death(self) -> None:
-        self.deaths = 1 if self.has_proved else self.deaths + 1
-        self.num_before = len(self.emitted)
 
 
 class InFlight:
@@ -138,9 +128,10 @@ class InFlight:
     def __len__(self) -> int:
         return len(self.inside) + len(self.waiting)
 
-    def add(self, submit: Submit, subscription: Subscription) -> None:
-        request = InFlightRequest(submit, subscription)
-        self.waiting |= {number: InFlightSequence(number, index, request) for index, number in enumerate(submit.numbers)}
+    def add(self, subscription: Subscription) -> None:
+        for prompt_index, submit in enumerate(subscription.submits):
+            for sampling_index, number in enumerate(submit.numbers):
+                self.waiting[number] = InFlightSequence(number, subscription, prompt_index, sampling_index)
 
     def drop(self, number: int) -> InFlightSequence | None:
         """Remove a sequence that has ended or that nobody waits for."""
@@ -156,18 +147,19 @@ class InFlight:
         self.suspect, due = suspect, list(self.waiting.values()) if suspect is None else [suspect]
         for one in due:
             self.inside[one.number] = self.waiting.pop(one.number)
-        return [_resubmit(list(group)) for _, group in itertools.groupby(due, lambda one: id(one.request))]
+        groups = itertools.groupby(due, lambda one: (id(one.subscription), one.prompt_index))
+        return [_resubmit(list(group)) for _, group in groups]
 
     def take_dead(self) -> InFlightSequence | None:
         """Let all sequences wait for the next engine after a death; removes and returns the culprit, if there is one."""
         culprit = self.suspect if self._is_trial_open else None
         self.suspect = None
-        for subscription in {one.request.subscription for one in self.inside.values()}:
+        for subscription in {one.subscription for one in self.inside.values()}:
             subscription.num_resumed += 1
         for one in self.inside.values():
-            one.note_death()
-        self.waiting = dict(sorted((self.inside | self.waiting).items()))
-        self.inside = {}
+            one.deaths = 1 if one.has_proved else one.deaths + 1
+            one.num_before = len(one.emitted)
+        self.waiting, self.inside = dict(sorted((self.inside | self.waiting).items())), {}
         if culprit is not None:
             del self.waiting[culprit.number]
         return culprit
@@ -180,11 +172,12 @@ class InFlight:
 
 def _resubmit(siblings: list[InFlightSequence]) -> Submit:
     """The message for these answers to one prompt: as first submitted, and for a resume with what each has emitted."""
-    request, emitted = siblings[0].request, tuple(tuple(one.emitted) for one in siblings)
+    first, emitted = siblings[0], tuple(tuple(one.emitted) for one in siblings)
+    submit = first.subscription.submits[first.prompt_index]
     return msgspec.structs.replace(
-        request.submit,
+        submit,
         numbers=tuple(one.number for one in siblings),
-        samplings=tuple(request.submit.samplings[one.index] for one in siblings),
+        samplings=tuple(submit.samplings[one.sampling_index] for one in siblings),
         emitted=emitted if any(emitted) else (),
     )
 
@@ -206,8 +199,7 @@ class EngineClient:
     def submit(self, submits: Sequence[Submit]) -> Subscription:
         """Submit the prompts of one request; their answers are counted through as its choices."""
         subscription = Subscription(submits, self.cancel)
-        for submit in submits:
-            self.live.add(submit, subscription)
+        self.live.add(subscription)
         self._send_due()
         return subscription
 
@@ -227,14 +219,14 @@ class EngineClient:
         self._fail_asked(lambda: EngineDied("the engine's process ended before it said what it keeps; try again in a moment"))
         if culprit is not None:
             message = f"the engine died {culprit.deaths} times with this request in it; it is not tried again"
-            self._end(culprit.request.subscription, EngineDied(message))
+            self._end(culprit.subscription, EngineDied(message))
         return was_of_use or culprit is not None
 
     def cancel(self, numbers: tuple[int, ...]) -> None:
         """Drop sequences that nobody waits for, here and in the engine."""
         for number in numbers:
             if (one := self.live.drop(number)) is not None:
-                one.request.subscription.open.pop(number, None)
+                one.subscription.open.pop(number, None)
         if numbers and self.send is not None:
             self.send(Cancel(numbers))
             self._send_due()  # others may have waited for one of them to prove itself
@@ -266,16 +258,16 @@ class EngineClient:
             if (one := self.live.inside.get(outcome.sequence)) is None:
                 continue
             if outcome.refusal is None:
-                one.request.subscription.accept(one.request.submit)
+                one.subscription.accept(one.prompt_index)
             else:
-                self._end(one.request.subscription, GrammarRejected(outcome.refusal, outcome.param))
+                self._end(one.subscription, GrammarRejected(outcome.refusal, outcome.param))
         for prompt in events.prompts:
             if (one := self.live.inside.get(prompt.sequence)) is not None and one.take_prompt(prompt):
-                one.request.subscription.put(one.number, prompt)
+                one.subscription.put(one.number, prompt)
         for token in events.tokens:
             if (one := self.live.inside.get(token.sequence)) is None:
                 continue
-            one.request.subscription.put(one.number, one.take_token(token))
+            one.subscription.put(one.number, one.take_token(token))
             if token.finish is not None:
                 self.live.drop(one.number)
                 self._num_ended += 1
@@ -284,7 +276,7 @@ class EngineClient:
     def fail_all(self, error: Callable[[], WeftError]) -> None:
         """End every request with an error of its own: there will be no engine."""
         given_up, self.live, self.send = self.live.inside | self.live.waiting, InFlight(), None
-        for subscription in {one.request.subscription for one in given_up.values()}:
+        for subscription in {one.subscription for one in given_up.values()}:
             subscription.fail(error())
         self._fail_asked(error)
 
