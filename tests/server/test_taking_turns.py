@@ -22,7 +22,7 @@ def submitted(server: Front, *asked: tuple[dict[str, str], dict[str, Any]]) -> l
             body = {"prompt": "hi", "max_tokens": 50_000, "stream": True, **fields}
             stack.enter_context(httpx2.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=10))
         inside = server.service.models[0].supervisor.client.live.inside
-        return [live.request.submit for live in list(inside.values())]
+        return [live.subscription.submits[live.prompt_index] for live in list(inside.values())]
 
 
 def clients(server: Front, *asked: tuple[dict[str, str], dict[str, Any]]) -> list[str]:
