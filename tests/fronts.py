@@ -42,9 +42,9 @@ class Quiet:
         self.told.append(("failed", *what))
 
 
-def fake_supervisor(name: str, *words: str, **more: Any) -> Supervisor:
+def fake_supervisor(name: str, *words: str, hang_seconds: float = ServerConfig.hang_seconds) -> Supervisor:
     """A supervisor of the fake engine, which is told these words."""
-    return Supervisor(EngineSettings(model=name), command=(sys.executable, str(FAKE_ENGINE), *words, name), **more)
+    return Supervisor(EngineSettings(model=name), hang_seconds, (sys.executable, str(FAKE_ENGINE), *words, name))
 
 
 @dataclass

@@ -79,7 +79,7 @@ def test_what_has_not_changed_is_not_told_again(server: Front) -> None:
 
 def test_who_was_asking_before_is_told_at_once(server: Front) -> None:
     (thread,) = asking(server, "before", max_tokens=60)
-    until(lambda: "before" in server.service.active)
+    until(lambda: "before" in [request.id for request in server.service.active])
     events = watched(server)
     first = next(events)
     events.close()  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ SHORT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
 def wait_idle(server: Front) -> None:
     """Return when nothing is left behind, in the front or with the engine; answers would take many minutes to end."""
     client = server.service.models[0].supervisor.client
-    until(lambda: not len(client.live) and not server.get("/v1/status").json()["rows_running"] and server.service.is_idle)
+    until(lambda: not len(client.live) and not server.get("/v1/status").json()["rows_running"] and not server.service.active)
 
 
 def test_an_answer_that_takes_too_long_is_a_504() -> None:

@@ -21,7 +21,7 @@ def submitted(server: Front, *asked: tuple[dict[str, str], dict[str, Any]]) -> l
             body = {"prompt": "hi", "max_tokens": 50_000, "stream": True, **fields}
             stack.enter_context(server.stream("/v1/completions", body, headers=headers))
         inside = server.service.models[0].supervisor.client.live.inside
-        return [live.request.submit for live in list(inside.values())]
+        return [live.subscription.submits[live.prompt_index] for live in list(inside.values())]
 
 
 def clients(server: Front, *asked: tuple[dict[str, str], dict[str, Any]]) -> list[str]:

@@ -9,16 +9,17 @@ from weft.serving.in_flight import PROOF_TOKENS, InFlight, Subscription
 ROWS = 16
 
 
+def add(in_flight: InFlight, submit: Submit) -> None:
+    in_flight.add(Subscription([submit], lambda _: None))
+
+
 def in_flight_of(*sizes: int, sampling: Sampling | None = None) -> InFlight:
     """Requests with so many answers each; numbers are counted through from 0, prompts are [100], [101], …"""
     in_flight, number = InFlight(), 0
     for place, size in enumerate(sizes):
         numbers = tuple(range(number, number + size))
         number += size
-        in_flight.add(
-            Submit(numbers, [100 + place], (sampling or Sampling(temperature=0.0, seed=1),) * size),
-            Subscription(size, lambda _: None),
-        )
+        add(in_flight, Submit(numbers, [100 + place], (sampling or Sampling(temperature=0.0, seed=1),) * size))
     return in_flight
 
 
@@ -52,7 +53,7 @@ def test_a_sequence_goes_on_with_what_it_was_given() -> None:
 def test_all_but_answers_and_samplings_is_asked_for_as_before() -> None:
     in_flight = InFlight()
     asked = Submit((7,), [1, 2, 3], (Sampling(temperature=0.0, seed=1),), boundaries=(2,), salt="salt", is_retained=True)
-    in_flight.add(asked, Subscription(1, lambda _: None))
+    add(in_flight, asked)
     in_flight.take_due(ROWS)
     in_flight.take_dead()
 
@@ -156,7 +157,7 @@ def test_new_requests_wait_until_every_suspect_was_tried() -> None:
         in_flight.take_dead()
     assert enter(in_flight) == [0]
 
-    in_flight.add(Submit((2,), [9], (Sampling(temperature=0.0, seed=1),)), Subscription(1, lambda _: None))
+    add(in_flight, Submit((2,), [9], (Sampling(temperature=0.0, seed=1),)))
     order = enter(in_flight)
     for suspect in (0, 1):
         say(in_flight, suspect, PROOF_TOKENS)
@@ -171,7 +172,7 @@ def test_a_new_request_that_kills_is_not_blamed_on_the_one_on_trial() -> None:
         enter(in_flight)
         in_flight.take_dead()
     enter(in_flight)
-    in_flight.add(Submit((1,), [9], (Sampling(temperature=0.0, seed=1),)), Subscription(1, lambda _: None))
+    add(in_flight, Submit((1,), [9], (Sampling(temperature=0.0, seed=1),)))
     say(in_flight, 0, PROOF_TOKENS)
     enter(in_flight)
 

@@ -27,7 +27,7 @@ def asked(line: Line) -> list[AskPrefixes]:
 
 def connected() -> tuple[EngineClient, Line]:
     client, line = EngineClient(), Line()
-    client.attach(line, max_rows=4)
+    client.attach(line.send, max_rows=4)
     return client, line
 
 

@@ -59,7 +59,7 @@ async def answer(subscription: Subscription) -> list[int]:
     """All tokens of its one sequence, to the end."""
     events: list[TokenEvent] = []
     while not events or events[-1].finish is None:
-        events += [event for _, event in await subscription.take() if isinstance(event, TokenEvent)]
+        events += [event for _, event in await subscription.take(HANG_SECONDS) if isinstance(event, TokenEvent)]
     return [event.token for event in events if event.token is not None]
 
 
@@ -127,7 +127,7 @@ def test_a_stopped_engine_is_sick_and_well_again_when_it_goes_on() -> None:
         await ready(supervisor)
         assert supervisor.pid is not None
         subscription = ask(supervisor, [1, 2], 2000)
-        await subscription.take()
+        await subscription.take(HANG_SECONDS)
         os.kill(supervisor.pid, signal.SIGSTOP)
         await until(supervisor, lambda condition: condition.is_sick)
         assert supervisor.condition.ready is not None
@@ -145,7 +145,7 @@ def test_a_stopped_engine_that_stays_silent_is_replaced() -> None:
         await ready(supervisor)
         assert supervisor.pid is not None
         subscription = ask(supervisor, [1, 2, 3], 300)
-        first = [event.token for _, event in await subscription.take() if isinstance(event, TokenEvent)]
+        first = [event.token for _, event in await subscription.take(HANG_SECONDS) if isinstance(event, TokenEvent)]
         os.kill(supervisor.pid, signal.SIGSTOP)
         rest = await answer(subscription)
 

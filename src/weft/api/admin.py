@@ -96,12 +96,12 @@ class Admin:
         return json_response(self._model(self.service.find(request.path_params["id"])))
 
     async def list_available(self, _: Request) -> Response:
-        rows = []
-        for option in await self.registry.options():
-            model = option.model
-            row = {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
-            row |= {"is_here": model.folder is not None, "is_loaded": option.is_loaded}
-            rows.append(row | pick_fields(option.fit, "needed_bytes", "verdict"))
+        rows = [
+            {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
+            | {"is_here": model.folder is not None, "is_loaded": is_loaded}
+            | pick_fields(fit, "needed_bytes", "verdict")
+            for model, fit, is_loaded in await self.registry.options()
+        ]
         return json_response({"object": "list", "data": rows, "free_bytes": self.registry.free_bytes})
 
     async def load(self, request: Request) -> Response:

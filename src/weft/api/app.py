@@ -130,7 +130,7 @@ class GeneratingEndpoint:
                 return parsed.reply(ReplyHeader(request_id, int(time.time()), model.name, fingerprint, sampling))
 
             if not parsed.generation.prompts:  # the client wants the model loaded and nothing else
-                await deadline.hold(model.until_settled())
+                await deadline.hold(model.settled.wait())
                 model.require()
                 account.close(None)
                 return json_response(make_reply().make_body(), headers=headers)

@@ -1,13 +1,8 @@
-"""One request while it is answered: its prompts, and a stream of deltas for each of its choices.
-
-Knows the engine's events and a codec, no channel and no HTTP. `Service.generate` drives it, the API and the live page read it.
-"""
-
-from __future__ import annotations
+"""One request while it is answered: its prompts, and a stream of deltas for each of its choices."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import RowFailed, WeftError
@@ -76,8 +71,7 @@ class ChoiceStream:
         self.finish: Finish | None = None
         self._is_echo_due = generation.echo
         grammar = generation.grammar
-        is_lenient = grammar is not None and grammar.kind == "json_schema" and grammar.lenient
-        self._check = SchemaCheck(grammar) if grammar is not None and is_lenient else None
+        self._check = SchemaCheck(grammar) if grammar and grammar.kind == "json_schema" and grammar.lenient else None
         self._answer: list[str] = []  # the answer's texts so far, where it will be checked
         self._reuse: ReuseExplanation | None = None
 
@@ -105,7 +99,6 @@ class ChoiceStream:
         return new
 
     def _echo(self) -> Delta:
-        """The prompt as the first piece of the answer."""
         ids = self.prompt.encoded.ids
         text = self.codec.tokenizer.decode(ids, skip_special_tokens=False)  # what was sent, to the letter
         if self.generation.sampling.get("logprobs") is None:
@@ -164,8 +157,7 @@ class ActiveRequest:
     def start(self, codec: Codec, encoded: Sequence[EncodedPrompt], subscription: Subscription) -> None:
         """Begin to read the events of its sequences."""
         self.prompts = [PromptState(prompt) for prompt in encoded]
-        pairs = [prompt for prompt in self.prompts for _ in range(self.generation.n)]
-        self.choices = [ChoiceStream(codec, prompt, self.generation) for prompt in pairs]
+        self.choices = [ChoiceStream(codec, prompt, self.generation) for prompt in self.prompts for _ in range(self.generation.n)]
         self.subscription = subscription
 
     @property
@@ -205,9 +197,9 @@ class ActiveRequest:
             self.subscription.cancel()
             self.subscription.fail(error)
 
-    async def wait_for(self, event: Awaitable[None], seconds: float) -> None:
+    async def wait_for(self, event: asyncio.Event, seconds: float) -> None:
         """Wait for an event, at most so many seconds. Raises what ended the request meanwhile."""
-        tasks = [asyncio.ensure_future(event), asyncio.ensure_future(self._abandoned.wait())]
+        tasks = [asyncio.ensure_future(one.wait()) for one in (event, self._abandoned)]
         try:
             await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -1,12 +1,9 @@
 """One model's engine process: started, watched, replaced when it dies or hangs, and its condition told truthfully.
 
-Knows a command line, settings and a channel, no model and no text. Requests of a dead engine go on in the next one
-(`in_flight.py`). Before each new engine there is a pause, and there is an end to trying: an engine was of no use when it was
-never ready, or died soon after and no request ended or got on in it. After `MAX_FAILURES` such engines in a row the model is
-given up and every request gets an error.
+Before each new engine there is a pause, and there is an end to trying: an engine was of no use when it was never ready, or
+died soon after and no request ended or got on in it. After `MAX_FAILURES` such engines in a row the model is given up and
+every request gets an error.
 """
-
-from __future__ import annotations
 
 import asyncio
 import contextlib
@@ -17,11 +14,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import zmq
 
-from weft.config import EngineSettings, ServerConfig
+from weft.config import EngineSettings
 from weft.errors import EngineDied
 from weft.ipc.channel import FRONT_PID, FrontEnd
 from weft.ipc.messages import Beat, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
@@ -77,11 +73,9 @@ class Watchdog:
 
     @property
     def is_sick(self) -> bool:
-        """Whether a message is overdue."""
         return self._silence_seconds >= SICK_SECONDS
 
     def reason_to_kill(self, *, is_ready: bool) -> str | None:
-        """Why the engine should be killed, if it should."""
         patience = min(SILENCE_SECONDS, self.hang_seconds) if is_ready else LOADING_SECONDS
         if self._silence_seconds >= patience:
             return f"gave no sign of life for {self._silence_seconds:g} s"
@@ -93,12 +87,10 @@ class Watchdog:
 class Supervisor:
     """Owns one model's engine across all its processes."""
 
-    def __init__(
-        self, settings: EngineSettings, hang_seconds: float = ServerConfig.hang_seconds, command: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, settings: EngineSettings, hang_seconds: float, command: Sequence[str] = COMMAND) -> None:
         self.settings = settings
         self.hang_seconds = hang_seconds
-        self.command = command or COMMAND
+        self.command = command
         self.client = EngineClient()
         self.condition = EngineCondition(loading=Loading("starting"))
         self.status = EngineStatus()
@@ -153,39 +145,35 @@ class Supervisor:
         return "its process ended soon after it was ready; the log above has its words" if is_short else None
 
     async def _run_process(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="weft-") as folder:  # mode 0700: nobody else may talk to the engine
-            address = f"ipc://{Path(folder) / 'engine'}"
-            channel, watchdog = FrontEnd(address), Watchdog(self.hang_seconds)
-            try:
-                environment = os.environ | {FRONT_PID: str(os.getpid())}
-                process = await asyncio.create_subprocess_exec(*self.command, address, env=environment)
-            except BaseException:
-                channel.close()
-                raise
+        folder = tempfile.TemporaryDirectory(prefix="weft-")  # mode 0700: nobody else may talk to the engine
+        address, environment = f"ipc://{folder.name}/engine", os.environ | {FRONT_PID: str(os.getpid())}
+        with folder, contextlib.closing(FrontEnd(address)) as channel:
+            process = await asyncio.create_subprocess_exec(*self.command, address, env=environment)
             channel.send(self.settings)
-            self.pid = process.pid
+            self.pid, watchdog = process.pid, Watchdog(self.hang_seconds)
             receiving = asyncio.create_task(self._receive(channel, watchdog))
             watching = asyncio.create_task(self._watch(watchdog))
             ended = asyncio.create_task(process.wait())
             try:
                 await asyncio.wait({ended, receiving, watching}, return_when=asyncio.FIRST_COMPLETED)
-                self.client.sender = None  # new requests wait for the next engine
+                self.client.send = None  # new requests wait for the next engine
                 if receiving.done():  # it can only have failed: a message of this engine could not be decoded
                     log.error("engine %d is given up", process.pid, exc_info=receiving.exception())
                     return
                 if watching.done():
                     log.error("engine %d %s: it is killed", process.pid, watching.result())
-                    await _kill(process)
+                    with contextlib.suppress(ProcessLookupError):
+                        process.send_signal(signal.SIGUSR1)  # if it can, it writes its stack
+                    await _end(process, STACK_SECONDS)
                 await _drain(receiving, watchdog)
                 log.warning("engine %d ended with status %s", process.pid, process.returncode)
             finally:
-                receiving.cancel()
-                watching.cancel()
-                await _end(process, channel)
-                ended.cancel()
-                self.pid = None
-                self.status = EngineStatus()
-                channel.close()
+                for task in (receiving, watching, ended):
+                    task.cancel()
+                if process.returncode is None:
+                    channel.send(Shutdown())
+                    await _end(process, END_SECONDS)
+                self.pid, self.status = None, EngineStatus()
 
     async def _receive(self, channel: FrontEnd, watchdog: Watchdog) -> None:
         while True:
@@ -220,7 +208,7 @@ class Supervisor:
         if self._folder not in (None, ready.folder):  # this time the fallback is served, or no longer
             self.client.fail_all(lambda: EngineDied(f"the engine ended, and {ready.model} is served now: ask again"))
         self._folder, self._ready_at = ready.folder, asyncio.get_running_loop().time()
-        self.client.attach(channel, ready.max_rows)
+        self.client.attach(channel.send, ready.max_rows)
         self._change(EngineCondition(ready=ready))
 
     def _change(self, condition: EngineCondition) -> None:
@@ -237,22 +225,10 @@ async def _drain(receiving: asyncio.Task[None], watchdog: Watchdog) -> None:
         await asyncio.wait({receiving}, timeout=DRAIN_SECONDS)
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill an engine that does not react; if it can, it writes its stack first."""
-    with contextlib.suppress(ProcessLookupError, TimeoutError):
-        process.send_signal(signal.SIGUSR1)
-        await asyncio.wait_for(process.wait(), STACK_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
+async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:
+    """Wait so long for an engine to end by itself, then kill it."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), seconds)
+    with contextlib.suppress(ProcessLookupError):  # it has ended
         process.kill()
     await process.wait()
-
-
-async def _end(process: asyncio.subprocess.Process, channel: FrontEnd) -> None:
-    if process.returncode is not None:
-        return
-    channel.send(Shutdown())
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(process.wait(), END_SECONDS)
-    if process.returncode is None:
-        process.send_signal(signal.SIGKILL)
-        await process.wait()

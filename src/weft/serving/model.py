@@ -1,10 +1,4 @@
-"""A served model: its engine, its codec once the engine is up, and the places in its queue.
-
-Says whether it answers, refuses requests that are too many (429 with a Retry-After that fits), and follows its engine's
-condition. Knows neither HTTP nor other models.
-"""
-
-from __future__ import annotations
+"""A served model: its engine, its codec once the engine is up, and the places in its queue (429, Retry-After)."""
 
 import asyncio
 import logging
@@ -29,8 +23,10 @@ KNOWN_FINISHES = 8  # finished answers from which a rate can be told
 UNKNOWN_SECONDS = 5  # the Retry-After until then
 
 
-class LoadScreen(Protocol):
-    """Shows how models are loaded."""
+class ServerScreen(Protocol):
+    """Shows where the server listens, and how its models are loaded."""
+
+    def serving(self, url: str) -> None: ...
 
     def loading(self, model: str, what: str, done: int, total: int) -> None: ...
 
@@ -55,7 +51,6 @@ class FinishRate:
         self._last = now
 
     def seconds_for(self, count: int, now: float) -> int:
-        """In how many seconds so many answers will have finished at this rate."""
         if len(self._gaps) < KNOWN_FINISHES:
             return UNKNOWN_SECONDS
         return math.ceil(count * (sum(self._gaps) + now - self._last) / len(self._gaps))
@@ -72,13 +67,14 @@ class ServedModel:
         self.is_stopping = False
         self.is_guest = False  # loaded on request: its failure is not the server's
         self.is_leaving = False  # being unloaded
+        self.needed_bytes = 0  # to load it, where that was computed
         self.finish_rate = FinishRate()
         self._late_system = late_system
         self._folder: str | None = None  # of which the codec was made
         self._num_encoding = 0  # answers whose prompts are being encoded
-        self._settled = asyncio.Event()  # it answers, or never will
+        self.settled = asyncio.Event()  # it answers, or never will
 
-    async def run(self, screen: LoadScreen) -> None:
+    async def run(self, screen: ServerScreen) -> None:
         """Start the engine and follow its condition until it fails for good."""
         self.supervisor.start()
         while self.failed is None:
@@ -101,7 +97,7 @@ class ServedModel:
             log.exception("the files of %s can not be read", self.name)
             self.failed = str(error)
 
-    def _show(self, screen: LoadScreen) -> None:
+    def _show(self, screen: ServerScreen) -> None:
         ready, loading = self.ready, self.supervisor.condition.loading
         if self.failed is not None:
             screen.failed(self.name, self.failed)
@@ -110,13 +106,12 @@ class ServedModel:
         elif loading is not None:
             screen.loading(self.name, loading.what, loading.done, loading.total)
         if self.is_ready or self.failed is not None or self.is_leaving:
-            self._settled.set()
+            self.settled.set()
         else:
-            self._settled.clear()
+            self.settled.clear()
 
     @property
     def ready(self) -> Ready | None:
-        """The facts of its engine; None while that is not up."""
         return self.supervisor.condition.ready
 
     @property
@@ -131,24 +126,17 @@ class ServedModel:
 
     @property
     def notice(self) -> str | None:
-        """What the operator should know about it."""
-        calls = self.codec.calls if self.codec is not None else None
-        notices = [self.ready.notice if self.ready is not None else None, calls.notice if calls is not None else None]
-        return "; ".join(filter(None, notices)) or None
+        sources = (self.ready, self.codec.calls if self.codec is not None else None)
+        return "; ".join(one.notice for one in sources if one is not None and one.notice) or None
 
     @property
     def memory(self) -> dict[str, int]:
-        """The engine's bytes by kind, as last reported."""
         return self.supervisor.status.memory or (self.ready.memory if self.ready is not None else {})
-
-    async def until_settled(self) -> None:
-        """Return when it answers, or never will."""
-        await self._settled.wait()
 
     def leave(self) -> None:
         """Take no new requests from now on; who waits for it to be ready waits no longer."""
         self.is_leaving = True
-        self._settled.set()
+        self.settled.set()
 
     def require(self) -> tuple[Codec, Ready]:
         """What is needed to answer. Raises EngineStarting, or an error that says why it never will be ready."""

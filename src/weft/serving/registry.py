@@ -1,7 +1,7 @@
 """The models on this machine: whether one more fits into memory, and loading and unloading while the server runs.
 
 What an engine needs is computed from a model's files as the engine's memory budget does it: weights and a row within its
-budget, a share of which is kept free. Imports no mlx. The API and `weft ls` use it.
+budget, a share of which is kept free.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from weakref import WeakKeyDictionary
 
 from weft.config import RESERVE_SHARE, SAFE_SHARE, available_memory_bytes
 from weft.errors import BadModel, ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
@@ -92,15 +91,6 @@ def _weights_bytes(file: Path) -> int:
     return file.stat().st_size + sum(2 * math.prod(shape) for shape in halves)
 
 
-@dataclass(frozen=True)
-class ModelOption:
-    """A model that may be loaded."""
-
-    model: LocalModel
-    fit: Fit
-    is_loaded: bool
-
-
 class ModelRegistry:
     """Loads and unloads models in a running server. `limit_bytes` bounds each engine; None: what is there."""
 
@@ -109,18 +99,18 @@ class ModelRegistry:
         self.limit_bytes = limit_bytes
         self.drain_seconds = drain_seconds
         self._unloading: dict[ServedModel, asyncio.Task[None]] = {}
-        self._needed = WeakKeyDictionary[ServedModel, int]()  # bytes, by model that was loaded here
         self._names = {model.name for model in service.models}  # folders and files that were served are found again
 
-    async def options(self) -> list[ModelOption]:
+    async def options(self) -> list[tuple[LocalModel, Fit, bool]]:
+        """The models that may be loaded, whether each fits, and whether it is loaded already."""
         free, names = self.free_bytes, {model.name for model in self.service.models}
         found = await asyncio.to_thread(_find_models, self._names | names)
-        return [ModelOption(model, Fit(needed, free), model.name in names) for model, needed in found]
+        return [(model, Fit(needed, free), model.name in names) for model, needed in found]
 
     @property
     def free_bytes(self) -> int | None:
         models = self.service.models
-        upcoming = sum(self._needed.get(model, 0) for model in models if model.is_loading)
+        upcoming = sum(model.needed_bytes for model in models if model.is_loading)
         return free_bytes(self.limit_bytes, [model.memory for model in models], upcoming)
 
     async def load(self, name: str, *, fetch: bool = False, force: bool = False) -> tuple[ServedModel, bool]:
@@ -149,8 +139,7 @@ class ModelRegistry:
 
     async def _add(self, name: str, needed: int) -> ServedModel:
         model = self.service.make(name)
-        model.is_guest = True
-        self._needed[model] = needed
+        model.is_guest, model.needed_bytes = True, needed
         self._names.add(name)
         failed = [one for one in self.service.models if one.name == name]
         self.service.add(model)

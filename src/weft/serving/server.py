@@ -1,9 +1,4 @@
-"""The server's process: takes the port, handles signals, runs the models and the HTTP application until it is stopped.
-
-The HTTP application is given as a factory, because it stands above this room. This process never imports mlx.
-"""
-
-from __future__ import annotations
+"""The server's process: takes the port, handles signals, runs the models and the HTTP application until it is stopped."""
 
 import asyncio
 import resource
@@ -11,7 +6,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import uvicorn
 import uvloop
@@ -22,26 +16,19 @@ from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.metrics import Metrics
 from weft.serving.engine_process import Supervisor
-from weft.serving.model import LoadScreen, ServedModel
+from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.service import Service
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
 GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end what did not finish in time
+KEEP_ALIVE_SECONDS = 75
 DRAIN_TICK_SECONDS = 0.05
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 
-MakeApp = Callable[[Service, ServerConfig], ASGIApp]
 
-
-class ServerScreen(LoadScreen, Protocol):
-    """Shows how the server starts."""
-
-    def serving(self, url: str) -> None: ...
-
-
-def serve(config: ServerConfig, screen: ServerScreen, make_app: MakeApp) -> int:
-    """Start everything and serve until a signal ends it; returns the exit status."""
+def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Service, ServerConfig], ASGIApp]) -> int:
+    """Start everything and serve until a signal ends it; returns the exit status. `make_app` is of the room above."""
     config.check()
     log.setup(config.log_format)
     _raise_file_limit()
@@ -55,24 +42,14 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: MakeApp) -> int:
 
 
 async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket, app: ASGIApp) -> None:
-    server = Uvicorn(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=GOODBYE_SECONDS,
-            timeout_keep_alive=75,
-            server_header=False,
-            ws="none",
-        )
-    )
+    server = Uvicorn(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False))
+    server.config.timeout_graceful_shutdown, server.config.timeout_keep_alive = GOODBYE_SECONDS, KEEP_ALIVE_SECONDS
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
 
     async def drain() -> None:
         deadline = loop.time() + config.drain_seconds
-        while not service.is_idle and loop.time() < deadline:  # new requests are refused meanwhile
+        while service.active and loop.time() < deadline:  # new requests are refused meanwhile
             await asyncio.sleep(DRAIN_TICK_SECONDS)
         service.abandon_all()
         server.should_exit = True
@@ -123,14 +100,12 @@ def _raise_file_limit() -> None:
 
 def _listen(config: ServerConfig) -> socket.socket:
     """Take the port before anything is loaded, so that a port in use is known at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host.strip("[]"), config.port))
     except OSError as error:
-        raise WeftError(
-            f"port {config.port} of {config.host} can not be taken ({error.strerror}); choose another with --port"
-        ) from error
+        message = f"port {config.port} of {config.host} can not be taken ({error.strerror}); choose another with --port"
+        raise WeftError(message) from error
     listener.listen(2048)
     return listener

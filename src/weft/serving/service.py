@@ -1,14 +1,9 @@
-"""Everything that is served: the models, the requests being answered, and a request's life as one generator.
-
-HTTP stands above it, engine processes beyond it. `generate` is the place to start reading.
-"""
-
-from __future__ import annotations
+"""Everything that is served: the models, and the requests being answered; `generate` is a request's life as one generator."""
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
@@ -17,11 +12,10 @@ from weft.ipc.limits import Limits, Sampling
 from weft.ipc.messages import Submit
 from weft.metrics import Metrics
 from weft.serving.active_request import ActiveRequest, Parts, Reports, RequestReport
-from weft.serving.model import LOAD_HINT, LoadScreen, ServedModel
+from weft.serving.model import LOAD_HINT, ServedModel, ServerScreen
 from weft.text.codec import Codec, EncodedPrompt
 from weft.text.types import GenerationRequest
 
-STOPPED = "the server was stopped before this answer was complete; come again"
 LONG_TEXT = 4096  # characters from which a prompt is encoded in a thread, so that streams do not wait for it
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
 
@@ -29,19 +23,17 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
 class Service:
     """The served models and the requests being answered."""
 
-    def __init__(
-        self, models: Sequence[ServedModel], metrics: Metrics, max_queue: int, make: Callable[[str], ServedModel]
-    ) -> None:
-        self.models = list(models)
+    def __init__(self, models: list[ServedModel], metrics: Metrics, max_queue: int, make: Callable[[str], ServedModel]) -> None:
+        self.models = models
         self.make = make  # makes one more model of this name, not yet started
         self.is_stopping = False
         self.metrics = metrics
         self.max_queue = max_queue
-        self.active: dict[str, list[ActiveRequest]] = {}  # by request id
+        self.active: list[ActiveRequest] = []  # several may have the same id
         self.watchers: list[Callable[[ActiveRequest], None]] = []  # called with every request that is over
         self.reports = Reports()
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
-        self._screen: LoadScreen | None = None
+        self._screen: ServerScreen | None = None
 
     async def generate(self, request: ActiveRequest, silence: float) -> AsyncGenerator[Parts]:
         """A request's life: find its model, take a place, encode, submit, read, close.
@@ -51,7 +43,7 @@ class Service:
         cancels the request.
         """
         model, generation = self.find(request.generation.model), request.generation
-        self.active.setdefault(request.id, []).append(request)
+        self.active.append(request)
         try:
             if request.may_wait and model.is_loading:
                 async for _ in self._until_loaded(request, model, silence):
@@ -86,13 +78,13 @@ class Service:
 
     async def _until_loaded(self, request: ActiveRequest, model: ServedModel, silence: float) -> AsyncGenerator[None]:
         """Wait for a model that is being loaded; yields at once, and whenever `silence` seconds have passed."""
-        if sum(one.is_waiting for one in self._requests()) >= self.max_queue:
+        if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{self.max_queue} requests wait for a model to be loaded; come again", retry_after=5)
         request.is_waiting = True
         try:
             while model.is_loading:
                 yield
-                await request.wait_for(model.until_settled(), silence)
+                await request.wait_for(model.settled, silence)
         finally:
             request.is_waiting = False
 
@@ -106,9 +98,7 @@ class Service:
                 self.reports.add(report)
             for watcher in self.watchers:
                 watcher(request)
-        self.active[request.id].remove(request)
-        if not self.active[request.id]:
-            del self.active[request.id]
+        self.active.remove(request)
 
     async def count_tokens(self, generation: GenerationRequest) -> int:
         """How many tokens the prompts of a request have. Raises what is wrong with them."""
@@ -130,36 +120,26 @@ class Service:
 
     def cancel(self, request_id: str) -> bool:
         """End the requests with this id; whether there was one."""
-        found = list(self.active.get(request_id, ()))
+        found = [request for request in self.active if request.id == request_id]
         for request in found:
             request.abandon(RequestCancelled("the request was cancelled before its answer was complete"))
         return bool(found)
 
     def report(self, request_id: str) -> RequestReport | None:
         """What is known of a request that runs or has ended; None for one too long ago, or without a first token yet."""
-        running = (request.report for request in self.active.get(request_id, ()))
-        return next((report for report in running if report is not None), self.reports.find(request_id))
+        running = (request.report for request in self.active if request.id == request_id)
+        return next(filter(None, running), self.reports.find(request_id))
 
     def submitted(self, model: ServedModel | None = None) -> list[ActiveRequest]:
         """The requests that engines have: all of them, or those of one model."""
-        return [one for one in self._requests() if one.is_submitted and (model is None or one.model == model.name)]
+        return [one for one in self.active if one.is_submitted and (model is None or one.model == model.name)]
 
     @property
     def waiting(self) -> list[ActiveRequest]:
         """The requests that wait for their model to be loaded."""
-        return [one for one in self._requests() if one.is_waiting]
+        return [one for one in self.active if one.is_waiting]
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is being answered or waits to be."""
-        return not self.active
-
-    def _requests(self) -> Iterator[ActiveRequest]:
-        return (one for requests in self.active.values() for one in requests)
-
-    # The models, and the end of it all.
-
-    async def start(self, screen: LoadScreen, on_failure: Callable[[], None]) -> None:
+    async def start(self, screen: ServerScreen, on_failure: Callable[[], None]) -> None:
         """Load all models in the background; `on_failure` is called when none can be served."""
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -175,7 +155,6 @@ class Service:
         self._run(model)
 
     async def remove(self, model: ServedModel) -> None:
-        """End a model's engine and forget the model."""
         if (task := self._tasks.pop(model, None)) is None:  # somebody else is about it
             return
         task.cancel()
@@ -207,8 +186,8 @@ class Service:
     def abandon_all(self) -> None:
         """End every request with an error, because the server stops."""
         self.take_nothing_new()
-        for request in list(self._requests()):
-            request.abandon(ServerStopping(STOPPED))
+        for request in self.active:
+            request.abandon(ServerStopping("the server was stopped before this answer was complete; come again"))
 
 
 async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPrompt]:
@@ -219,9 +198,7 @@ async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPr
     return await asyncio.to_thread(codec.encode_request, generation)
 
 
-def _samplings(
-    codec: Codec, generation: GenerationRequest, limits: Limits, encoded: Sequence[EncodedPrompt]
-) -> tuple[Sampling, ...]:
+def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, encoded: list[EncodedPrompt]) -> tuple[Sampling, ...]:
     """The sampling of each of a prompt's answers. Raises RequestError where a prompt or a parameter does not fit the limits."""
     sampling = codec.sampling(generation.sampling)
     if generation.echo:
