@@ -1,7 +1,4 @@
-"""Settings of server and engine, resolved once at start and never changed afterwards.
-
-Numbers here are either choices a user may make or facts measured on a device; the log (docs/log.md) has the measurements.
-"""
+"""Settings of server and engine, resolved once at start; docs/log.md has the measurements behind the defaults."""
 
 import ipaddress
 import math
@@ -35,10 +32,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_folder_bytes: int = 10 << 30
     cache_canary: bool = False
     log_format: Literal["text", "json"] = "text"
-
-    def with_model(self, model: str) -> Self:
-        """The same settings for another model, without a fallback."""
-        return msgspec.structs.replace(self, model=model, fallback=None)
 
 
 @dataclass(frozen=True, kw_only=True)

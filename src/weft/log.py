@@ -10,10 +10,6 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-LogFormat = Literal["text", "json"]
-
-_requests = logging.getLogger("weft.request")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
@@ -36,7 +32,7 @@ class RequestRecord:
     miss_cause: str | None = None  # what ended the cached part of its prompt
 
 
-def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
+def setup(format: Literal["text", "json"] = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
     """Send the whole process's log to stderr; of other libraries only warnings are shown."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
@@ -63,7 +59,7 @@ def log_request(record: RequestRecord) -> None:
             " prompt={prompt_tokens} cached={cached_tokens} new={new_tokens} queue={queue_ms}ms prefill={prefill_ms}ms "
             "decode={decode_ms}ms {tokens_per_second} tok/s"
         ).format(**fields)
-    _requests.info("%s", text, extra={"fields": fields})
+    logging.getLogger("weft.request").info("%s", text, extra={"fields": fields})
 
 
 class TextLines(logging.Formatter):
