@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -149,7 +150,10 @@ class ServerConfig:
     def check(self) -> None:
         if not 0 <= self.port <= 65535:
             raise WeftError(f"port {self.port} must be between 0 and 65535")
-        if not self.is_loopback and not self.api_keys and not self.insecure:
+        is_loopback = self.host == "localhost"
+        with suppress(ValueError):  # it is a name; others than this one may lead anywhere
+            is_loopback = ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        if not is_loopback and not self.api_keys and not self.insecure:
             raise WeftError(
                 f"host {self.host} can be reached from other machines and there is no API key: set one with --api-key or "
                 "WEFT_API_KEY, or say --insecure if everybody there may use the server"
@@ -168,13 +172,6 @@ class ServerConfig:
         for name in ("cache_dir", "cache_canary"):
             if getattr(self, name) and not self.cache_megabytes:
                 raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")
-
-    @property
-    def is_loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:  # a name; others than this one may lead anywhere
-            return self.host == "localhost"
 
 
 def cache_folder() -> Path:

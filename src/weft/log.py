@@ -1,7 +1,4 @@
-"""The log on stderr, as text for people or as one JSON object a line, and the record that every finished request leaves.
-
-What clients send is never trusted to be printable, and what they ask the model is never logged.
-"""
+"""The log on stderr, as text or JSON lines. What clients send is escaped before it is printed; prompts are never logged."""
 
 import json
 import logging
