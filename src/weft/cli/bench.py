@@ -137,8 +137,7 @@ def _agent_clients(options: BenchOptions, model: str) -> list[Bodies]:
         rng, words = random.Random(agent), WORDS.split()
         tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
         for turn in range(1, turns + 1):
-            more = {"messages": list(messages), "tools": tools, "tool_choice": "none"}
-            yield "/v1/chat/completions", options.body(model) | more
+            yield "/v1/chat/completions", options.body(model) | {"messages": [*messages], "tools": tools, "tool_choice": "none"}
             content = " ".join(rng.choices(words, k=40))
             if turn % 2:
                 call = {"name": "read", "arguments": json.dumps({"file": turn})}

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -59,8 +59,7 @@ class ServerClient:
 
     def fetch_field(self, path: str, field: str, kind: type[T], seconds: float, body: dict[str, Any] | None = None) -> T:
         """One field of the server's answer; the others are not looked at."""
-        value: T = getattr(self.fetch(path, msgspec.defstruct("Answer", [(field, kind)]), seconds, body), field)
-        return value
+        return cast(T, getattr(self.fetch(path, msgspec.defstruct("Answer", [(field, kind)]), seconds, body), field))
 
     def models(self, seconds: float = PROBE_SECONDS) -> list[ListedModel]:
         return self.fetch_field("/v1/models", "data", list[ListedModel], seconds)

@@ -117,8 +117,7 @@ def _check_settings() -> Finding:
 
 
 def _dump_config() -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft", "serve", "--dump-config"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "weft", "serve", "--dump-config"], capture_output=True, text=True, check=False)
 
 
 def _check_disk(folder: Path) -> Finding:
@@ -239,8 +238,7 @@ def own_server(log: Path) -> Iterator[tuple[ServerClient, float]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name == "WEFT_CACHE"}
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as errors:
         Path(folder, "empty.toml").touch()
-        options = ["--port", "0", "--store-responses", "0", "--config", "empty.toml"]
-        command = [sys.executable, "-m", "weft", "serve", MODEL, *options]
+        command = [sys.executable, "-m", "weft", "serve", MODEL, "--port=0", "--store-responses=0", "--config=empty.toml"]
         start = time.monotonic()
         with subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, cwd=folder) as process:
             try:

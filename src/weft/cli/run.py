@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -214,7 +213,6 @@ class TerminalChat:
                     self.notes.print(f"weft: {error}", style="red")
 
     def answer(self, text: str) -> None:
-        """Stream one answer to stdout and add it to the conversation."""
         self.messages.append(Message("user", text))
         answer, has_reasoned, summary, first, start = "", False, "", 0.0, time.perf_counter()
         try:
@@ -260,7 +258,7 @@ def interrupts(then: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Collect Ctrl-C in the returned list instead of raising KeyboardInterrupt; each one calls `then` as well."""
     seen: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal protocol
+    def note(number: int, *_: object) -> None:
         seen.append(number)
         then()
 

@@ -188,7 +188,6 @@ def _quote_for_unit(word: str) -> str:
 
 
 def _call_manager(*command: str, may_fail: bool = False) -> str:
-    """Run a command of the service manager and return its output. Raises WeftError with its words where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MANAGER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
