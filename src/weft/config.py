@@ -1,13 +1,11 @@
-"""Settings of server and engine, resolved once at start and never changed afterwards.
-
-Numbers here are either choices a user may make or facts measured on a device; the log (docs/log.md) has the measurements.
-"""
+"""Settings of server and engine, resolved once at start; docs/log.md has the measurements behind the defaults."""
 
 import ipaddress
 import math
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
@@ -35,10 +33,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_folder_bytes: int = 10 << 30
     cache_canary: bool = False
     log_format: Literal["text", "json"] = "text"
-
-    def with_model(self, model: str) -> Self:
-        """The same settings for another model, without a fallback."""
-        return msgspec.structs.replace(self, model=model, fallback=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +150,10 @@ class ServerConfig:
     def check(self) -> None:
         if not 0 <= self.port <= 65535:
             raise WeftError(f"port {self.port} must be between 0 and 65535")
-        if not self.is_loopback and not self.api_keys and not self.insecure:
+        is_loopback = self.host == "localhost"
+        with suppress(ValueError):  # it is a name; others than this one may lead anywhere
+            is_loopback = ipaddress.ip_address(self.host.strip("[]")).is_loopback
+        if not is_loopback and not self.api_keys and not self.insecure:
             raise WeftError(
                 f"host {self.host} can be reached from other machines and there is no API key: set one with --api-key or "
                 "WEFT_API_KEY, or say --insecure if everybody there may use the server"
@@ -175,13 +172,6 @@ class ServerConfig:
         for name in ("cache_dir", "cache_canary"):
             if getattr(self, name) and not self.cache_megabytes:
                 raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")
-
-    @property
-    def is_loopback(self) -> bool:
-        try:
-            return ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        except ValueError:  # a name; others than this one may lead anywhere
-            return self.host == "localhost"
 
 
 def cache_folder() -> Path:

@@ -1,7 +1,4 @@
-"""Every error that weft raises on purpose, in one tree under WeftError.
-
-A message is one sentence that names the thing, the value, the limit, and what to do.
-"""
+"""Errors that weft raises on purpose, in one tree. A message is one sentence: the thing, the value, the limit, what to do."""
 
 
 class WeftError(Exception):

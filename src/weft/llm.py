@@ -1,7 +1,6 @@
 """A model in your own process: `LLM("smollm2").generate(["Hello"], Sampling(max_tokens=20))`.
 
-Everything runs in the thread that made the object, because MLX arrays belong to their thread. Importing this module binds the
-matrix product, which must come before mlx is imported anywhere.
+An LLM works in the thread that made it. Importing this module binds the matrix product, which must come before importing mlx.
 """
 
 import threading
@@ -74,7 +73,12 @@ class LLM:
         samplings = [sampling] * len(listed) if isinstance(sampling, Sampling) else sampling
         if len(samplings) != len(listed):
             raise ValueError(f"{len(samplings)} samplings were given for {len(listed)} prompts; give one, or one for each")
-        sequences = [self._try_submit(prompt, one) for prompt, one in zip(listed, samplings, strict=True)]
+        sequences: list[EngineSequence | RequestError] = []
+        for prompt, one in zip(listed, samplings, strict=True):
+            try:
+                sequences.append(self.submit(prompt, one))
+            except RequestError as error:
+                sequences.append(error)
         waiting = [sequence for sequence in sequences if isinstance(sequence, EngineSequence)]
         try:
             while not all(sequence.is_finished for sequence in waiting):
@@ -118,9 +122,8 @@ class LLM:
     def result(self, sequence: EngineSequence | RequestError) -> Result:
         if isinstance(sequence, RequestError):
             return Result([], "", "error", error=str(sequence))
-        text = self.tokenizer.decode(sequence.output)
-        finish = sequence.finish or "cancelled"
-        return Result(list(sequence.output), text, finish, sequence.logprobs, sequence.timings, sequence.error)
+        ids, finish = list(sequence.output), sequence.finish or "cancelled"
+        return Result(ids, self.tokenizer.decode(ids), finish, sequence.logprobs, sequence.timings, sequence.error)
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
@@ -130,12 +133,6 @@ class LLM:
         if self.template is None:
             return self.encode("\n".join(str(message["content"]) for message in messages))
         return self.tokenizer.encode(self.template.render(messages, **template), add_special_tokens=False)
-
-    def _try_submit(self, prompt: Prompt, sampling: Sampling) -> EngineSequence | RequestError:
-        try:
-            return self.submit(prompt, sampling)
-        except RequestError as error:
-            return error
 
     def _drain(self) -> None:
         """Let finished rows leave, unless others are still at work."""

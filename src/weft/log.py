@@ -1,7 +1,4 @@
-"""The log on stderr, as text for people or as one JSON object a line, and the record that every finished request leaves.
-
-What clients send is never trusted to be printable, and what they ask the model is never logged.
-"""
+"""The log on stderr, as text or JSON lines. What clients send is escaped before it is printed; prompts are never logged."""
 
 import json
 import logging
@@ -9,10 +6,6 @@ import textwrap
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
-
-LogFormat = Literal["text", "json"]
-
-_requests = logging.getLogger("weft.request")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +29,7 @@ class RequestRecord:
     miss_cause: str | None = None  # what ended the cached part of its prompt
 
 
-def setup(format: LogFormat = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
+def setup(format: Literal["text", "json"] = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
     """Send the whole process's log to stderr; of other libraries only warnings are shown."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
@@ -63,7 +56,7 @@ def log_request(record: RequestRecord) -> None:
             " prompt={prompt_tokens} cached={cached_tokens} new={new_tokens} queue={queue_ms}ms prefill={prefill_ms}ms "
             "decode={decode_ms}ms {tokens_per_second} tok/s"
         ).format(**fields)
-    _requests.info("%s", text, extra={"fields": fields})
+    logging.getLogger("weft.request").info("%s", text, extra={"fields": fields})
 
 
 class TextLines(logging.Formatter):

@@ -1,24 +1,19 @@
-"""All metrics, on prometheus_client, in a registry of its own.
-
-Each is kept once; those that vLLM has too are exported a second time under vLLM's name, so that its dashboards work here.
-"""
+"""All metrics of the server; those that vLLM has too are exported under its names as well, so that its dashboards work here."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from weft.log import RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-
 _WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _WHOLES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
-
 _VLLM_LABELS = {"model": "model_name", "finish": "finished_reason"}
 
 Instrument = TypeVar("Instrument", bound=Collector)
@@ -30,8 +25,6 @@ class Metrics(Collector):
     def __init__(self) -> None:
         self._shown: list[tuple[Collector, tuple[str, ...]]] = []
         self._gaps: dict[str, Histogram] = {}
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
         add, waits = self._add, partial(Histogram, buckets=_WAITS)
         ended = ("model", "wire", "finish")
         self._requests = add(Counter, "weft_requests_total", "Answers by why they ended.", "request_success", labels=ended)
@@ -116,8 +109,7 @@ class Metrics(Collector):
         self._http.labels(str(status)).inc()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format, whose media type is CONTENT_TYPE."""
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         for instrument, names in self._shown:
@@ -136,7 +128,6 @@ class Metrics(Collector):
 
 
 def _as_vllm(metric: Metric, name: str) -> Metric:
-    """A metric with its samples under vLLM's name and labels."""
     renamed = Metric(f"vllm:{name}", metric.documentation, metric.type)
     for sample in metric.samples:
         labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}

@@ -137,8 +137,7 @@ def _agent_clients(options: BenchOptions, model: str) -> list[Bodies]:
         rng, words = random.Random(agent), WORDS.split()
         tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
         for turn in range(1, turns + 1):
-            more = {"messages": list(messages), "tools": tools, "tool_choice": "none"}
-            yield "/v1/chat/completions", options.body(model) | more
+            yield "/v1/chat/completions", options.body(model) | {"messages": [*messages], "tools": tools, "tool_choice": "none"}
             content = " ".join(rng.choices(words, k=40))
             if turn % 2:
                 call = {"name": "read", "arguments": json.dumps({"file": turn})}
@@ -173,8 +172,7 @@ def _run_load(options: BenchOptions, clients: list[Bodies]) -> tuple[list[Reques
                 if trace.error is not None and options.replay:
                     return  # the next turn would repeat this one's messages
 
-        for done in [pool.submit(run, number, bodies) for number, bodies in enumerate(clients)]:
-            done.result()
+        list(pool.map(run, itertools.count(), clients))  # raises what a client raised
     return traces, time.perf_counter() - start
 
 
@@ -202,22 +200,15 @@ def _run_request(stream: Generator[dict[str, Any]], trace: RequestTrace, start: 
 def summarize(traces: list[RequestTrace], model: str, clients: int, seconds: float) -> dict[str, Any]:
     """The figures of a load: those of the requests that succeeded, and the errors of the others."""
     good = [trace for trace in traces if trace.error is None]
-    prompt_tokens, cached_tokens = sum(trace.prompt_tokens for trace in good), sum(trace.cached_tokens for trace in good)
-    tokens = sum(trace.tokens for trace in good)
+    counts = {name: sum(getattr(trace, name) for trace in good) for name in ("prompt_tokens", "cached_tokens", "tokens")}
     waits = [(trace.start, trace.first) for trace in good if trace.first is not None]
     prefills = [(one.prompt_tokens - one.cached_tokens) / one.prefill_seconds for one in good if one.prefill_seconds]
     decodes = [(one.tokens - 1) / one.decode_seconds for one in good if one.decode_seconds]
-    return {
-        "model": model,
-        "clients": clients,
-        "requests": len(traces),
-        "seconds": seconds,
-        "prompt_tokens": prompt_tokens,
-        "cached_tokens": cached_tokens,
-        "tokens": tokens,
+    load = {"model": model, "clients": clients, "requests": len(traces), "seconds": seconds} | counts
+    return load | {
         # Prompt tokens computed, over the seconds in which some request was before its first token.
-        "prefill_per_second": (prompt_tokens - cached_tokens) / (_covered_seconds(waits) or math.inf),
-        "decode_per_second": tokens / seconds,  # over the whole time
+        "prefill_per_second": (counts["prompt_tokens"] - counts["cached_tokens"]) / (_covered_seconds(waits) or math.inf),
+        "decode_per_second": counts["tokens"] / seconds,  # over the whole time
         "request_prefill_per_second": _spread(prefills or [0.0])["p50"],  # of single requests, by the server's own clock
         "request_decode_per_second": _spread(decodes or [0.0])["p50"],
         "first_token": _spread([first - start for start, first in waits]) if waits else None,  # seconds

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,10 +37,6 @@ class ListedModel(msgspec.Struct):
     condition: dict[str, Any] = {}
 
 
-class _ModelList(msgspec.Struct):
-    data: list[ListedModel]
-
-
 class ServerClient:
     """A connection to one server for one request at a time; defaults: WEFT_URL or port 8400 here, the first of WEFT_API_KEY."""
 
@@ -61,8 +57,12 @@ class ServerClient:
         finally:
             connection.close()
 
+    def fetch_field(self, path: str, field: str, kind: type[T], seconds: float, body: dict[str, Any] | None = None) -> T:
+        """One field of the server's answer; the others are not looked at."""
+        return cast(T, getattr(self.fetch(path, msgspec.defstruct("Answer", [(field, kind)]), seconds, body), field))
+
     def models(self, seconds: float = PROBE_SECONDS) -> list[ListedModel]:
-        return self.fetch("/v1/models", _ModelList, seconds).data
+        return self.fetch_field("/v1/models", "data", list[ListedModel], seconds)
 
     def stream(self, path: str, body: dict[str, Any] | None) -> Generator[dict[str, Any]]:
         """The events of a streamed answer, until its end or until `hang_up`. Without a body it is a GET."""
@@ -97,12 +97,11 @@ class ServerClient:
             parts = urlsplit(self.url)
             is_secure = {"http": False, "https": True}[parts.scheme]
             connection = (HTTPSConnection if is_secure else HTTPConnection)(parts.hostname or "", parts.port, timeout=seconds)
-        except (KeyError, ValueError, HTTPException) as error:
-            raise WeftError(f"{self.url!r} is no server's address; give one like {DEFAULT_URL}") from error
-        try:
             connection.connect()
         except OSError as error:
             raise WeftError(f"no server answers at {self.url} ({_reason(error)}); start one with `weft serve`") from error
+        except (KeyError, ValueError, HTTPException) as error:
+            raise WeftError(f"{self.url!r} is no server's address; give one like {DEFAULT_URL}") from error
         self._socket = connection.sock
         return connection
 

@@ -1,10 +1,4 @@
-"""`weft doctor`: one line with a verdict for each thing that must be well, and a file with all of it for a report.
-
-Facts of the machine are read in this process, which loads mlx for that. What a server does is tried on a `weft serve` of its
-own, with the model that comes with the package.
-"""
-
-from __future__ import annotations
+"""`weft doctor`: a verdict on each thing that must be well. Facts are read in this process, serving is tried on an own server."""
 
 import importlib.metadata
 import json
@@ -20,9 +14,8 @@ import tomllib
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
@@ -53,8 +46,7 @@ RUN_AGAIN = "run again; if it stays, report it with the file of --bundle"
 BUNDLE_HELP = "Write report, settings, versions and the end of the logs to this zip, without keys or prompts."
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The verdict on one thing, and what to do where it is not well. As a string: one line of the report."""
 
     grade: Literal["ok", "slow", "wrong"]
@@ -125,8 +117,7 @@ def _check_settings() -> Finding:
 
 
 def _dump_config() -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft", "serve", "--dump-config"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-m", "weft", "serve", "--dump-config"], capture_output=True, text=True, check=False)
 
 
 def _check_disk(folder: Path) -> Finding:
@@ -175,14 +166,13 @@ def _check_device() -> Iterator[Finding]:
 
 
 def _judge_products(name: str, threads: int | None, warning: str | None) -> Finding:
-    match name:
-        case "none":
-            return Finding("ok", "products", "MLX's own on this device")
-        case "weft+openblas":
-            return Finding("ok", "products", f"weft's sgemm in front of OpenBLAS, {threads} threads")
-        case "openblas":
-            advice = "reinstall weft with a C compiler present: small batches would be faster, and exact"
-            return Finding("slow", "products", f"OpenBLAS alone, {threads} threads", advice)
+    if name == "none":
+        return Finding("ok", "products", "MLX's own on this device")
+    if name == "weft+openblas":
+        return Finding("ok", "products", f"weft's sgemm in front of OpenBLAS, {threads} threads")
+    if name == "openblas":
+        advice = "reinstall weft with a C compiler present: small batches would be faster, and exact"
+        return Finding("slow", "products", f"OpenBLAS alone, {threads} threads", advice)
     return Finding("slow", "products", warning or "MLX's reference BLAS", "" if warning else "reinstall weft")
 
 
@@ -194,16 +184,16 @@ def _judge_gated_delta(device: str, modules: list[str]) -> Finding:
     return Finding("slow", "gated delta", "mlx-lm's loop over tokens", "install the mlx-lm that weft names")
 
 
-def _judge_memory(budget: MemoryBudget, context: int, max_rows: int) -> Finding:
+def _judge_memory(budget: "MemoryBudget", context: int, max_rows: int) -> Finding:
     row = budget.bytes_of(context)
     words = f"{MODEL}: weights {decimal(budget.weights_bytes)}, a row of {context:,} tokens {decimal(row)}"
     if budget.budget_bytes is None or budget.room_bytes is None:
         return Finding("ok", "memory", f"{words}; how much there is is not known here", "set --memory")
     fitting = budget.room_bytes // row
     words = f"--memory would be {budget.budget_bytes >> 20:,} (MiB); {words}, {fitting:,} fit, {max_rows} run together"
-    if not fitting:
-        return Finding("wrong", "memory", words, "end other programs: not even this model has room")
-    return Finding("ok", "memory", words)
+    if fitting:
+        return Finding("ok", "memory", words)
+    return Finding("wrong", "memory", words, "end other programs: not even this model has room")
 
 
 def write_bundle(file: Path, findings: list[Finding], log: Path) -> None:
@@ -248,19 +238,16 @@ def own_server(log: Path) -> Iterator[tuple[ServerClient, float]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name == "WEFT_CACHE"}
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as errors:
         Path(folder, "empty.toml").touch()
-        options = ["--port", "0", "--store-responses", "0", "--config", "empty.toml"]
-        command = [sys.executable, "-m", "weft", "serve", MODEL, *options]
+        command = [sys.executable, "-m", "weft", "serve", MODEL, "--port=0", "--store-responses=0", "--config=empty.toml"]
         start = time.monotonic()
         with subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, cwd=folder) as process:
             try:
-                client = _until_ready(process, log, start + START_SECONDS)
-                yield client, time.monotonic() - start
+                yield _until_ready(process, log, start + START_SECONDS), time.monotonic() - start
             finally:
                 process.terminate()
-                try:
+                with suppress(subprocess.TimeoutExpired):
                     process.wait(15)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+                process.kill()  # where it has not ended by itself
 
 
 def _until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> ServerClient:
@@ -314,9 +301,8 @@ def _check_cache(client: ServerClient) -> Finding:
     first, second = (_chat(client, question, max_tokens=1)["usage"] for _ in range(2))
     cached = second["prompt_tokens_details"]["cached_tokens"]
     found = f"{cached} of {second['prompt_tokens']} prompt tokens were known the second time"
-    if first["prompt_tokens"] != second["prompt_tokens"] or not cached:
-        return Finding("wrong", "cache", found, RUN_AGAIN)
-    return Finding("ok", "cache", found)
+    is_known = first["prompt_tokens"] == second["prompt_tokens"] and cached
+    return Finding("ok", "cache", found) if is_known else Finding("wrong", "cache", found, RUN_AGAIN)
 
 
 def _check_tool_call(client: ServerClient) -> Finding:

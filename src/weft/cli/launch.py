@@ -7,9 +7,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 from cyclopts import Parameter
@@ -32,8 +31,7 @@ SHOWN = "Print environment, files and command as lines for a shell, without the 
 Dry = Annotated[Show, Parameter(help=SHOWN)]
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """What an agent must know of its server."""
 
     url: str  # without /v1
@@ -60,7 +58,12 @@ class Agent(msgspec.Struct, frozen=True):
 
     def pointed_at(self, target: Target) -> Self:
         """The agent with variables and files as texts for this server, and its settings among its arguments."""
-        values = {**vars(target), "folder": str(target.folder), "output": target.output, "input": target.context - target.output}
+        values = {
+            **target._asdict(),
+            "folder": str(target.folder),
+            "output": target.output,
+            "input": target.context - target.output,
+        }
 
         def value_of(found: re.Match[str]) -> str:  # all of a JSON string, or a part of one
             return json.dumps(values[found[1]]) if found[1] else json.dumps(str(values[found[2]]))[1:-1]
@@ -103,8 +106,7 @@ def launch_command(
     if show:
         sys.stdout.write(f"# {name} speaks {agent.endpoint}\n" + shell_script(agent, target, command))
         return
-    path = shutil.which(name)
-    if path is None:
+    if (path := shutil.which(name)) is None:
         raise WeftError(f"{name} is not installed, or not in PATH; install it with `{agent.install}`")
     if "tools" not in found.capabilities:
         sys.stderr.write(f"weft: the chat template of {found.id} has no place for tools, and agents live by them\n")

@@ -67,14 +67,6 @@ class CachedModel(msgspec.Struct):
     nodes: list[CachedChunk]
 
 
-class _CacheListing(msgspec.Struct):
-    models: list[CachedModel]
-
-
-class _CacheCleared(msgspec.Struct):
-    cleared: dict[str, int]
-
-
 class CacheReport(msgspec.Struct):
     """What GET /v1/cache/requests/ID says."""
 
@@ -217,7 +209,7 @@ def list_cache(*, url: Url = None, as_json: Annotated[AsJson, Parameter(help=CHU
     if as_json:
         write_json(client.fetch("/v1/cache", dict[str, Any], CACHE_SECONDS))
         return
-    for kept in client.fetch("/v1/cache", _CacheListing, CACHE_SECONDS).models:
+    for kept in client.fetch_field("/v1/cache", "models", list[CachedModel], CACHE_SECONDS):
         disk = f", {decimal(kept.disk_bytes)} on disk" if kept.disk_bytes else ""
         held = f"{decimal(kept.held_bytes)} of {decimal(kept.budget_bytes)} in memory{disk}"
         sys.stdout.write(f"{kept.model}: {kept.num_nodes} chunks, {held}\n")
@@ -234,7 +226,8 @@ def clear_cache(model: OnlyModel = None, /, *, url: Url = None) -> None:
       weft cache clear smollm2
     """
     body = {"model": model} if model else {}
-    for name, count in ServerClient(url).fetch("/v1/cache/clear", _CacheCleared, CACHE_SECONDS, body).cleared.items():
+    cleared = ServerClient(url).fetch_field("/v1/cache/clear", "cleared", dict[str, int], CACHE_SECONDS, body)
+    for name, count in cleared.items():
         sys.stdout.write(f"{name}: {count} chunks forgotten\n")
 
 

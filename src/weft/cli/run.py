@@ -1,7 +1,5 @@
 """`weft run`: one answer, or a chat, from a running server or a model loaded here; answers go to stdout, the rest to stderr."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time
@@ -9,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -100,6 +97,96 @@ def _append_piped(prompt: str | None) -> str | None:
 
 
 @dataclass
+class RemoteModel:
+    """A model on a running server, used over OpenAI's dialect."""
+
+    client: ServerClient
+    model: str
+    options: RunOptions
+    has_template: bool = True  # the server says so when there is none
+
+    def stream(self, prompt: ModelInput) -> Iterator[Delta]:
+        """The answer delta by delta, and last its Finish; Ctrl-C hangs up, which cancels the request."""
+        finish = Finish("cancelled")
+        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **self.options.sampling}
+        if isinstance(prompt, str):
+            path, body["prompt"] = "/v1/completions", prompt
+        else:
+            path, body["chat_template_kwargs"] = "/v1/chat/completions", self.options.template_kwargs
+            body["messages"] = [{"role": message.role, "content": message.content} for message in prompt]
+        with interrupts(self.client.hang_up), closing(self.client.stream(path, body)) as events:
+            for event in events:
+                for choice in event.get("choices", ()):
+                    reasoning, text = read_delta(choice)
+                    if reasoning:
+                        yield Reasoning(reasoning)
+                    if text:
+                        yield Text(text)
+                    finish = replace(finish, reason=choice.get("finish_reason") or finish.reason)
+                if usage := event.get("usage"):
+                    finish = replace(finish, usage=Usage(usage["prompt_tokens"], usage["completion_tokens"]))
+        yield finish
+
+
+class InProcessModel:
+    """A model loaded in this process."""
+
+    def __init__(self, model: str, options: RunOptions, notes: Console) -> None:
+        from weft.llm import BLAS, LLM
+        from weft.text.codec import Codec
+
+        if BLAS.warning:
+            notes.print(f"weft: {BLAS.warning}", style="yellow")
+        self.options = options
+        self.llm = LLM(model, progress=True)
+        self.codec = Codec(self.llm.loaded.folder)
+        self.has_template = self.codec.writer is not None
+
+    def stream(self, prompt: ModelInput) -> Iterator[Delta]:
+        """The answer delta by delta, and last its Finish; each step of the iteration runs the engine."""
+        kwargs = self.options.template_kwargs
+        content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=kwargs)
+        generation = GenerationRequest(model=None, prompts=(content,), sampling=self.options.sampling)
+        encoded = self.codec.encode(content)
+        reader, num_read = self.codec.reader(generation, encoded), 0
+        sequence = self.llm.submit(encoded.ids, self.codec.sampling(generation.sampling))
+        # A KeyboardInterrupt inside a step would leave the engine between two states.
+        with interrupts() as interrupted:
+            while not sequence.is_finished:
+                self.llm.turn()
+                if interrupted:
+                    self.llm.engine.cancel(sequence)
+                for token in sequence.output[num_read:]:
+                    yield from reader.feed(token)
+                num_read = len(sequence.output)
+        if sequence.error:
+            raise WeftError(sequence.error)
+        yield from reader.finish()
+        yield Finish(sequence.finish or "cancelled", usage=Usage(len(encoded.ids), num_read))
+
+
+def find_server(model: str, options: RunOptions, notes: Console) -> RemoteModel | None:
+    """The model on the server that runs; None where no server is ready to serve it."""
+    client = ServerClient()
+    names = {model, str(Path(model).expanduser().absolute())}
+    try:
+        client.fetch("/health", msgspec.Raw)  # says 503 while it loads
+        listed = client.models()
+    except RequestError as error:  # it is there and does not want us, for the lack of a key, say
+        notes.print(f"[{client.url}: {error}]", style="yellow")
+        return None
+    except WeftError:
+        listed = []
+    for one in listed:
+        if names & {one.id, one.root}:
+            notes.print(f"[answered by {client.url}]", style="dim")
+            return RemoteModel(client, one.id, options)
+    if client.url != DEFAULT_URL:
+        notes.print(f"[no server at {client.url} is ready to serve {model}: loading it here]", style="dim")
+    return None
+
+
+@dataclass
 class TerminalChat:
     """A conversation in the terminal."""
 
@@ -126,7 +213,6 @@ class TerminalChat:
                     self.notes.print(f"weft: {error}", style="red")
 
     def answer(self, text: str) -> None:
-        """Stream one answer to stdout and add it to the conversation."""
         self.messages.append(Message("user", text))
         answer, has_reasoned, summary, first, start = "", False, "", 0.0, time.perf_counter()
         try:
@@ -167,103 +253,12 @@ def _summary(finish: Finish, start: float, first: float) -> str:
     return f"[{tokens} tokens, {finish.reason}{rest}]"
 
 
-def find_server(model: str, options: RunOptions, notes: Console) -> RemoteModel | None:
-    """The model on the server that runs; None where no server is ready to serve it."""
-    client = ServerClient()
-    names = {model, str(Path(model).expanduser().absolute())}
-    try:
-        client.fetch("/health", msgspec.Raw)  # says 503 while it loads
-        listed = client.models()
-    except RequestError as error:  # it is there and does not want us, for the lack of a key, say
-        notes.print(f"[{client.url}: {error}]", style="yellow")
-        return None
-    except WeftError:
-        listed = []
-    for one in listed:
-        if names & {one.id, one.root}:
-            notes.print(f"[answered by {client.url}]", style="dim")
-            return RemoteModel(client, one.id, options)
-    if client.url != DEFAULT_URL:
-        notes.print(f"[no server at {client.url} is ready to serve {model}: loading it here]", style="dim")
-    return None
-
-
-@dataclass
-class RemoteModel:
-    """A model on a running server, used over OpenAI's dialect."""
-
-    client: ServerClient
-    model: str
-    options: RunOptions
-    has_template: bool = True  # the server says so when there is none
-
-    def stream(self, prompt: ModelInput) -> Iterator[Delta]:
-        """The answer delta by delta, and last its Finish; Ctrl-C hangs up, which cancels the request."""
-        finish = Finish("cancelled")
-        with interrupts(self.client.hang_up), closing(self.client.stream(*self._request(prompt))) as events:
-            for event in events:
-                for choice in event.get("choices", ()):
-                    reasoning, text = read_delta(choice)
-                    if reasoning:
-                        yield Reasoning(reasoning)
-                    if text:
-                        yield Text(text)
-                    finish = replace(finish, reason=choice.get("finish_reason") or finish.reason)
-                if usage := event.get("usage"):
-                    finish = replace(finish, usage=Usage(usage["prompt_tokens"], usage["completion_tokens"]))
-        yield finish
-
-    def _request(self, prompt: ModelInput) -> tuple[str, dict[str, Any]]:
-        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **self.options.sampling}
-        if isinstance(prompt, str):
-            return "/v1/completions", {**body, "prompt": prompt}
-        messages = [{"role": message.role, "content": message.content} for message in prompt]
-        return "/v1/chat/completions", {**body, "messages": messages, "chat_template_kwargs": self.options.template_kwargs}
-
-
-class InProcessModel:
-    """A model loaded in this process."""
-
-    def __init__(self, model: str, options: RunOptions, notes: Console) -> None:
-        from weft.llm import BLAS, LLM
-        from weft.text.codec import Codec
-
-        if BLAS.warning:
-            notes.print(f"weft: {BLAS.warning}", style="yellow")
-        self.options = options
-        self.llm = LLM(model, progress=True)
-        self.codec = Codec(self.llm.loaded.folder)
-        self.has_template = self.codec.writer is not None
-
-    def stream(self, prompt: ModelInput) -> Iterator[Delta]:
-        """The answer delta by delta, and last its Finish; each step of the iteration runs the engine."""
-        kwargs = self.options.template_kwargs
-        content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=kwargs)
-        generation = GenerationRequest(model=None, prompts=(content,), sampling=self.options.sampling)
-        encoded = self.codec.encode(content)
-        reader, num_read = self.codec.reader(generation, encoded), 0
-        sequence = self.llm.submit(encoded.ids, self.codec.sampling(generation.sampling))
-        # A KeyboardInterrupt inside a step would leave the engine between two states.
-        with interrupts() as interrupted:
-            while not sequence.is_finished:
-                self.llm.turn()
-                if interrupted:
-                    self.llm.engine.cancel(sequence)
-                for token in sequence.output[num_read:]:
-                    yield from reader.feed(token)
-                num_read = len(sequence.output)
-        if sequence.error:
-            raise WeftError(sequence.error)
-        yield from reader.finish()
-        yield Finish(sequence.finish or "cancelled", usage=Usage(len(encoded.ids), num_read))
-
-
 @contextmanager
 def interrupts(then: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
     """Collect Ctrl-C in the returned list instead of raising KeyboardInterrupt; each one calls `then` as well."""
     seen: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signal protocol
+    def note(number: int, *_: object) -> None:
         seen.append(number)
         then()
 

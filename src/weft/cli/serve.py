@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 import tomllib
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, get_origin
@@ -104,24 +104,21 @@ def start_server(settings: Settings = ServerConfig(), *, config: SettingsFile = 
         return serve(settings, screen, make_app)
 
 
-class Terminal(AbstractContextManager["Terminal"]):
+class Terminal(ExitStack):
     """The terminal of a server that starts: bars while models load, a line for each one, three lines to copy."""
 
     def __init__(self, *, has_key: bool = False) -> None:
+        super().__init__()
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._has_key = has_key
-        self._bars = ExitStack()
         self._report: Progress | None = None
         self._url: str | None = None  # None again once the lines to copy are printed
         self._model: str | None = None
 
-    def __exit__(self, *_: object) -> None:
-        self._bars.close()
-
     def loading(self, model: str, what: str, done: int, total: int) -> None:
         """Show that `done` bytes of `total` (0: unknown) are fetched, converted or read."""
         if self._report is None:
-            self._report = self._bars.enter_context(shown(None))
+            self._report = self.enter_context(shown(None))
         self._report(what if model in what else f"{model}: {what}", done, total or None)
 
     def ready(self, model: str, context: int, device: str, memory: dict[str, int], notice: str | None = None) -> None:
@@ -144,7 +141,7 @@ class Terminal(AbstractContextManager["Terminal"]):
         self._invite()
 
     def _end_bars(self) -> None:
-        self._bars.close()
+        self.close()
         self._report = None
 
     def _invite(self) -> None:

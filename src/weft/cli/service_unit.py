@@ -1,7 +1,4 @@
-"""`weft service`: the server as a service of the user's own session manager: launchd on macOS, systemd on Linux.
-
-Writes one file and has the manager start it; never as root. The server's arguments stand in that file, its secrets do not.
-"""
+"""`weft service`: the server under the user's own launchd or systemd, never as root; no secrets stand in the service's file."""
 
 import os
 import plistlib
@@ -33,8 +30,7 @@ class Systemd:
 
     @property
     def file(self) -> Path:
-        base = os.environ.get("XDG_CONFIG_HOME")
-        return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"{NAME}.service"
+        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config", "systemd", "user", f"{NAME}.service")
 
     def text(self, command: list[str], environment: dict[str, str]) -> str:
         words = " ".join(_quote_for_unit(word).replace("$", "$$") for word in command)
@@ -65,17 +61,10 @@ class Launchd:
         return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
 
     def text(self, command: list[str], environment: dict[str, str]) -> str:
-        facts = {
-            "Label": LABEL,
-            "ProgramArguments": command,
-            "EnvironmentVariables": environment,
-            "WorkingDirectory": str(Path.home()),
-            "RunAtLoad": True,
-            "KeepAlive": {"SuccessfulExit": False},
-            "ProcessType": "Interactive",  # others are slowed down when the machine is busy
-            "ExitTimeOut": 30,
-            "StandardErrorPath": str(LAUNCHD_LOG.expanduser()),
-        }
+        facts: dict[str, object] = {"Label": LABEL, "ProgramArguments": command, "EnvironmentVariables": environment}
+        facts |= {"WorkingDirectory": str(Path.home()), "RunAtLoad": True, "KeepAlive": {"SuccessfulExit": False}}
+        facts |= {"ProcessType": "Interactive"}  # others are slowed down when the machine is busy
+        facts |= {"ExitTimeOut": 30, "StandardErrorPath": str(LAUNCHD_LOG.expanduser())}
         return plistlib.dumps(facts, sort_keys=False).decode()
 
     def start(self) -> None:
@@ -185,10 +174,8 @@ def _serve_command(arguments: tuple[str, ...]) -> list[str]:
     if any(argument.split("=")[0] == "--api-key" for argument in arguments):
         raise WeftError("--api-key would stand in a file that others may read; put api_key into ~/.config/weft/config.toml")
     command = [sys.executable, "-m", "weft", "serve", *arguments]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name in HANDED_ON}
-    done = subprocess.run(
-        [*command, "--dump-config"], capture_output=True, text=True, check=False, env=variables, cwd=Path.home()
-    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name in HANDED_ON}
+    done = subprocess.run([*command, "--dump-config"], capture_output=True, text=True, check=False, env=env, cwd=Path.home())
     if done.returncode:
         raise WeftError(done.stderr.strip().removeprefix("weft: "))
     return command
@@ -201,7 +188,6 @@ def _quote_for_unit(word: str) -> str:
 
 
 def _call_manager(*command: str, may_fail: bool = False) -> str:
-    """Run a command of the service manager and return its output. Raises WeftError with its words where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MANAGER_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:

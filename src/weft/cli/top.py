@@ -1,7 +1,7 @@
 """`weft top`: what a running server does, drawn anew with every event it sends; without a terminal one picture is printed."""
 
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import msgspec
@@ -72,18 +72,15 @@ def top_command(*, url: Url = None, api_key: ApiKey = None) -> None:
       weft top --url http://127.0.0.1:9000
     """
     client, console, board = ServerClient(url, api_key), Console(), Board()
-    try:
-        with closing(client.stream("/v1/events", None)) as events:
-            if not console.is_terminal:
-                board.update(read_event(next(events)))
-                console.print(board.render(client.url))
-                return
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                for event in events:
-                    board.update(read_event(event))
-                    live.update(board.render(client.url), refresh=True)
-    except KeyboardInterrupt:
-        return
+    with suppress(KeyboardInterrupt), closing(client.stream("/v1/events", None)) as events:
+        if not console.is_terminal:
+            board.update(read_event(next(events)))
+            console.print(board.render(client.url))
+            return
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for event in events:
+                board.update(read_event(event))
+                live.update(board.render(client.url), refresh=True)
 
 
 def read_event(event: dict[str, Any]) -> TopEvent:
@@ -104,15 +101,13 @@ class Board:
         self._time = 0.0
 
     def update(self, event: TopEvent) -> None:
-        """Take in an event, and drop the requests that ended some seconds ago."""
         self._time, self.models = event.time, event.models
         for request in event.requests:
             self.requests[request.id] = request
             if request.state == "finished":
                 self._ended[request.id] = event.time
         for name in [name for name, ended in self._ended.items() if event.time - ended > LINGER_SECONDS]:
-            self.requests.pop(name, None)
-            del self._ended[name]
+            del self.requests[name], self._ended[name]
 
     def render(self, url: str) -> RenderableType:
         clock = time.strftime("%H:%M:%S", time.localtime(self._time))

@@ -80,7 +80,7 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
             raise
         notices.append(f"{name} could not be had, so {settings.fallback} is served instead: {error}")
         name = settings.fallback
-        engine, loaded = bring_up(settings.with_model(name), report, progress)
+        engine, loaded = bring_up(msgspec.structs.replace(settings, model=name, fallback=None), report, progress)
     compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
     channel.send(Loading("reading the vocabulary"))
     assert compiler.tokenizer  # built now: building it holds the interpreter, and streams would feel it
