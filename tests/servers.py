@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,6 +18,10 @@ import openai
 
 from asking import Asked
 from waiting import HANG_SECONDS, until
+
+# With this word in its prompt an answer takes minutes: a row that is free soon was freed, it did not end by itself.
+ENDLESS_WORD, ENDLESS_TOKEN = " crocodile", 2999
+ENDLESS_RULES = json.dumps([{"point": "turn", "token": ENDLESS_TOKEN, "do": "slow"}])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
-from conftest import Server
+from servers import Server
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from conftest import Server, running
+from servers import Server, running
 from waiting import until
 
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}

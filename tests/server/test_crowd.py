@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from conftest import Server
+from servers import Server
 
 WORDS = ["dog", "red ball", "little girl", "old tree", "blue bird", "big house", "small boat", "green frog"]
 

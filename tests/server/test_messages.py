@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from test_transcripts import FOLDER, merged
 
-from conftest import ENDLESS_WORD, Server, running
+from servers import ENDLESS_WORD, Server, running
 
 TASK: Any = [{"role": "user", "content": "Reply with JSON. The marker is 7."}]
 QUESTION: Any = {"role": "user", "content": "What is the weather in Paris?"}

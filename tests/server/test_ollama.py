@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from conftest import Server
 from fronts import front
+from servers import Server
 
 TASK = [{"role": "user", "content": "Reply with JSON. The marker is 7."}]
 WEATHER = {

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from conftest import ENDLESS_WORD, Server
+from servers import ENDLESS_WORD, Server
 from waiting import until
 
 STORY = "Once upon a time"

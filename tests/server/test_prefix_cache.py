@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Server, running
+from servers import Server, running
 from waiting import until
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))

@@ -18,7 +18,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from conftest import ENDLESS_WORD, Server, running
+from servers import ENDLESS_WORD, Server, running
 from waiting import until
 
 FOLDER = Path(__file__).parent / "transcripts"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Server, running
+from servers import Server, running
 from waiting import HANG_SECONDS, until
 
 

@@ -13,8 +13,8 @@ import jsonschema_rs
 import openai
 import pytest
 
-from conftest import Server
 from fronts import front
+from servers import Server
 from weft.api.openai.chat import translate
 from weft.model.resolve import TINY_HYBRID
 from weft.text.codec import Codec

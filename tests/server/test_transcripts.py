@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Server, running
+from servers import Server, running
 
 FOLDER = Path(__file__).parent / "transcripts"
 TASK = [{"role": "user", "content": "Reply with JSON. The marker is 7."}]

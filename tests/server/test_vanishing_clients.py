@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from conftest import ENDLESS_WORD, Server
+from servers import ENDLESS_WORD, Server
 from waiting import until
 
 LONG = "The little dog ran to the big house. " * 180 + ENDLESS_WORD  # some 1,600 tokens: many chunks of prefill

@@ -72,8 +72,8 @@ class DiskTier:
         self._loader.submit(self._verify_next)
         with self._lock:
             self._is_open = True
-            for key in self._queue:
-                self._writer.submit(self._write, key)
+            for entry in self._queue.values():
+                self._writer.submit(self._write, entry)
 
     def has(self, key: bytes) -> bool:
         return key in self._queue or key in self._index  # in this order: a written entry goes from one to the other
@@ -98,7 +98,7 @@ class DiskTier:
             self._queue[entry.key] = entry
             self._children.setdefault(entry.parent, {})[entry.key] = len(entry.tokens)
             if self._is_open:
-                self._writer.submit(self._write, entry.key)
+                self._writer.submit(self._write, entry)
         return True
 
     def load(self, keys: Sequence[bytes]) -> Future[list[Entry]]:
@@ -144,9 +144,8 @@ class DiskTier:
         self._folder.remove([key for key, _ in self._folder.entries()] if keys is None else keys)
         self._make_room(0)
 
-    def _write(self, key: bytes) -> None:
-        entry = self._queue.get(key)
-        if entry is None:  # forgotten, or written together with its checkpoint
+    def _write(self, entry: Entry) -> None:
+        if self._queue.get(entry.key) is not entry:  # forgotten, or queued again with its checkpoint or after a clear
             return
         nbytes = 0
         try:
@@ -158,10 +157,10 @@ class DiskTier:
         with self._lock:
             self.num_written += nbytes > 0
             self.num_skipped += nbytes == 0
-            if self._queue.get(key) is entry:  # else it was forgotten, or its checkpoint has come meanwhile
+            if self._queue.get(entry.key) is entry:  # else it was forgotten, or its checkpoint has come meanwhile
                 if nbytes:
-                    self._index[key] = _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
-                del self._queue[key]
+                    self._index[entry.key] = _IndexedEntry(entry.parent, entry.checkpoint is not None, nbytes)
+                del self._queue[entry.key]
 
     def _write_file(self, entry: Entry) -> int:
         pieces = disk_files.encode_entry(entry, self.identity)
