@@ -110,21 +110,15 @@ def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec
     return GrammarSpec("structural_tag", _encode(_with_examined_schemas(value, place), place))
 
 
-class SchemaCheck:
-    """Finds where answers violate a schema that was not strict."""
-
-    def __init__(self, spec: GrammarSpec) -> None:
-        self._validator = _validator(spec.text)
-
-    def errors(self, text: str) -> tuple[str, ...]:
-        """Up to five places and what is wrong there; none for an answer that fits."""
-        try:
-            answer = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            is_cut = "truncated" in str(error)
-            return ("the answer was cut before it was complete" if is_cut else f"the answer is not valid JSON: {error}",)
-        found = islice(self._validator.iter_errors(answer), MAX_ERRORS)
-        return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
+def find_schema_errors(spec: GrammarSpec, text: str) -> tuple[str, ...]:
+    """Up to five places where an answer violates a schema that was not strict, and what is wrong there."""
+    try:
+        answer = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        is_cut = "truncated" in str(error)
+        return ("the answer was cut before it was complete" if is_cut else f"the answer is not valid JSON: {error}",)
+    found = islice(_validator(spec.text).iter_errors(answer), MAX_ERRORS)
+    return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
 
 
 @lru_cache(maxsize=32)
