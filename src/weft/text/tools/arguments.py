@@ -25,11 +25,6 @@ PLACE_LETTERS = {"⟨name⟩": "[A-Za-z0-9_.-]", "⟨id⟩": "[A-Za-z0-9_-]", "�
 
 
 @dataclass(frozen=True)
-class Json:
-    """Arguments as JSON: {"a": "x", "b": 1}."""
-
-
-@dataclass(frozen=True)
 class Tags:
     """Each argument in tags of its own, texts as they are, other values as JSON."""
 
@@ -48,7 +43,7 @@ class Pairs:
     is_sorted: bool = False
 
 
-Notation = Json | Tags | Pairs
+Notation = Tags | Pairs | None  # None: arguments are JSON
 
 
 class Piece:

@@ -10,18 +10,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from weft.text.stop_strings import split_at
-from weft.text.tools.arguments import (
-    Arguments,
-    Json,
-    JsonArguments,
-    PairArguments,
-    Pairs,
-    Piece,
-    TagArguments,
-    Tags,
-    decode_json,
-    piece,
-)
+from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Piece, TagArguments, Tags, decode_json, piece
 from weft.text.tools.families import Family
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
@@ -89,7 +78,7 @@ class CallReader(_Reader):
     def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
         super().__init__(tools, make_id)
         self._family = family
-        self._brace = "{" if isinstance(family.notation, Json) else ""  # the first letter of arguments, where that is known
+        self._brace = "{" if family.notation is None else ""  # the first letter of arguments, where that is known
         self._opening = piece((family.begin + family.head).lstrip() + self._brace)
         self._following = piece((family.between or "") + family.head + self._brace)
         self._tail, self._end = piece(family.tail), piece(family.end)
@@ -143,7 +132,7 @@ class CallReader(_Reader):
         arguments: Arguments = JsonArguments()
         if isinstance(family.notation, Tags):
             arguments = TagArguments(family.notation, self._tools[words["name"]], family.tail)
-        elif isinstance(family.notation, Pairs):
+        elif family.notation is not None:
             arguments = PairArguments(family.notation.quotes, family.tail[0])
         self._open_call(words["name"], arguments, family.id_form.format(**words))
         self.held = self.held[match.end() - len(self._brace) :]

@@ -14,7 +14,7 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
-from weft.text.tools.arguments import PLACES, Json, Pairs, Tags
+from weft.text.tools.arguments import PLACES, Pairs, Tags
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
@@ -120,9 +120,9 @@ class _Grammar:
                 body = self.tagged(tool, tags)
             case Pairs() as pairs:
                 body = self.paired(tool, tool, pairs, tool.place)
-            case Json() if tool.grammar is not None:
+            case None if tool.grammar is not None:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
-            case Json():
+            case None:
                 body = _json_value(tool, tool.parameters, tool.place)
         name = self.by_tool[tool.name] = self.rule("arguments", body)
         return name
