@@ -1,7 +1,4 @@
-"""The default sampling: what a request gets where it says nothing, on the server, in `weft run` and in `weft.LLM`.
-
-What the model's makers recommend (generation_config.json) comes first, then the defaults of `ipc.limits.Sampling`.
-"""
+"""The sampling that a model's makers recommend: it fills what a request leaves out, before the defaults of `Sampling` do."""
 
 import logging
 from pathlib import Path
@@ -14,11 +11,6 @@ from weft.text.template import read_json_object
 log = logging.getLogger("weft.text")
 
 RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def sampling_for(given: dict[str, Any], recommended: dict[str, Any]) -> Sampling:
-    """The sampling of a request: its own fields, then the model's recommendation, then the defaults of `Sampling`."""
-    return Sampling(**{**recommended, **given})
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:

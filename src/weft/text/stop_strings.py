@@ -21,12 +21,9 @@ class StopFinder:
             start = text.find(stop, 0, end - 1)
             if start >= 0:
                 end, found = start + len(stop), stop
-        if found is not None:
-            self._held = ""
-            return text[: end - len(found)], found
-        certain = len(text) - max(overlap(text, stop) for stop in self._stops)
-        self._held = text[certain:]
-        return text[:certain], None
+        certain = end - len(found) if found else len(text) - max(overlap(text, stop) for stop in self._stops)
+        self._held = "" if found else text[certain:]
+        return text[:certain], found
 
     def finish(self) -> str:
         rest, self._held = self._held, ""

@@ -105,26 +105,22 @@ class TokenBytes(dict[int, bytes]):
                 self._replaced.append((mark, " "))
                 self.drops_first_space = scheme != "never"
             case _:
-                message = (
-                    f"{path} turns tokens into text by the decoder {step}; weft knows those of byte-level and sentencepiece "
-                )
-                raise UnsupportedModel(message + "vocabularies, so serve another build of this model")
+                advice = "weft knows those of byte-level and sentencepiece vocabularies, so serve another build of this model"
+                raise UnsupportedModel(f"{path} turns tokens into text by the decoder {step}; {advice}")
 
     def __missing__(self, token: int) -> bytes:
         text = self._inner.id_to_token(token) if 0 <= token < 1 << 32 else None
         if text is None:
             return b""  # not stored: clients may send any number of unknown ids
-        self[token] = found = self._spell(text, token in self._added)
-        return found
-
-    def _spell(self, text: str, is_added: bool) -> bytes:
         for old, new in self._replaced:
             text = text.replace(old, new)
-        if self._is_byte_level and not is_added and all(letter in BYTE_OF for letter in text):
-            return bytes(BYTE_OF[letter] for letter in text)
-        if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(text)):
-            return bytes.fromhex(byte[1])
-        return text.encode()
+        data = text.encode()
+        if self._is_byte_level and token not in self._added and BYTE_OF.keys() >= set(text):
+            data = bytes(BYTE_OF[letter] for letter in text)
+        elif self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(text)):
+            data = bytes.fromhex(byte[1])
+        self[token] = data
+        return data
 
 
 class Detokenizer:
