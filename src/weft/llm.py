@@ -20,7 +20,7 @@ from weft.errors import RequestError, WeftError  # noqa: E402
 from weft.ipc.limits import Sampling  # noqa: E402
 from weft.ipc.messages import FinishReason, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.download import shown  # noqa: E402
-from weft.text.sampling import recommended_sampling  # noqa: E402
+from weft.text.codec import recommended_sampling  # noqa: E402
 from weft.text.template import ChatTemplate  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 

@@ -1,24 +1,27 @@
 """A model's text codec: conversations become encoded prompts with their constraints, token ids become deltas."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.errors import InvalidRequest, RequestError, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
 from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
-from weft.text.sampling import recommended_sampling
 from weft.text.stream import StreamReader, token_of
-from weft.text.template import ChatTemplate
+from weft.text.template import ChatTemplate, read_json_object
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
 from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, ReuseExplanation, Token
 
+log = logging.getLogger("weft.text")
+
+RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of `Sampling`
 CONTEXT = 40  # characters shown in front of the first token that was not cached; so many tokens surely have as many
 MISS_CAUSES = {
     "whole": "that is all that can be taken over",
@@ -140,6 +143,21 @@ class Codec:
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprob | None]) -> tuple[Token, ...]:
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))
+
+
+def recommended_sampling(folder: Path) -> dict[str, Any]:
+    """The sampling fields that a model's generation_config.json recommends; {} where they can not be honoured."""
+    path = folder / "generation_config.json"
+    settings = read_json_object(path)
+    found = {name: settings[name] for name in RECOMMENDABLE if isinstance(settings.get(name), int | float)}
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))  # some say 50.0, or -1 for all
+    try:
+        Sampling(**found).check(1)
+    except RequestError as error:
+        log.warning("%s recommends sampling that can not be honoured, so none of it is used: %s", path, error)
+        return {}
+    return found
 
 
 def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:

@@ -41,10 +41,8 @@ class PromptWriter:
         turns = normalise(conversation, capabilities, self.late_system)
         if conversation.continue_final_message:
             last = turns[-1]
-            if isinstance(last["content"], str):
-                last["content"] += CUT
-            else:
-                last["content"][-1]["text"] += CUT
+            holder, key = (last, "content") if isinstance(last["content"], str) else (last["content"][-1], "text")
+            holder[key] += CUT
         options = {"add_generation_prompt": conversation.add_generation_prompt, **conversation.template_kwargs}
         prompt = self.template.render(turns, tools=_tools(conversation, capabilities), **options)
         if conversation.continue_final_message:

@@ -76,8 +76,7 @@ def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
         raise InvalidRequest(f"{place} is false, which no answer fits", place)
     enforced, problem = examine_schema(_encode({} if schema is True else schema, place), strict)
     if problem is not None:
-        path, words = problem
-        raise InvalidRequest(f"{place}{path}: {words}", place + path)
+        raise InvalidRequest(f"{place}{problem[0]}: {problem[1]}", place + problem[0])
     return GrammarSpec("json_schema", enforced, lenient=not strict)
 
 
@@ -401,18 +400,14 @@ def _is_closed(node: Node) -> bool:
     return node.get("additionalProperties") is False and not node.get("patternProperties")
 
 
-def _with_examined_schemas(value: Any, place: str) -> Any:
+def _with_examined_schemas(value: Any, place: str, key: str = "") -> Any:
     """A part of a structural tag in which each schema is replaced by the one that llguidance should get."""
-    match value:
-        case list():
-            return [_with_examined_schemas(item, f"{place}[{index}]") for index, item in enumerate(value)]
-        case dict():
-            return {
-                name: msgspec.Raw(json_schema_grammar(item, True, f"{place}.{name}").text)
-                if name in ("schema", "json_schema")
-                else _with_examined_schemas(item, f"{place}.{name}")
-                for name, item in value.items()
-            }
+    if key in ("schema", "json_schema"):
+        return msgspec.Raw(json_schema_grammar(value, True, place).text)
+    if isinstance(value, list):
+        return [_with_examined_schemas(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _with_examined_schemas(item, f"{place}.{name}", name) for name, item in value.items()}
     return value
 
 

@@ -2,10 +2,7 @@
 
 
 class StopFinder:
-    """Finds the stop string that is complete first; of several that end at the same place, the longest.
-
-    That rule needs no look ahead, so the answer ends as early as it can, and the same way however the text is cut.
-    """
+    """Finds the stop string that is complete first, the longest of several: a rule without look ahead, however text is cut."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)  # an empty one stops nothing

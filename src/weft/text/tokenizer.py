@@ -6,7 +6,7 @@ broken runs of byte tokens, while `Detokenizer` never holds back more than one c
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,14 +50,8 @@ class Tokenizer:
         if not offsets:
             return self.encode(text, add_special_tokens=False), []
         encoding = self.inner.encode_batch([text], add_special_tokens=False)[0]  # half as slow again: it keeps offsets
-        starts, ends = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
-        counts = []
-        for offset in offsets:
-            count = bisect_left(starts, offset)
-            while count and ends[count - 1] > offset:  # this token reaches beyond the offset
-                count -= 1
-            counts.append(count)
-        return encoding.ids, counts
+        ends = [end for _, end in encoding.offsets]
+        return encoding.ids, [bisect_right(ends, offset) for offset in offsets]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(Detokenizer(self, skip_special_tokens).feed, ids))
@@ -124,10 +118,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Detokenizer:
-    """Turns ids into pieces of text; at most three bytes of an unfinished character are held back.
-
-    Bytes that can not be part of any character come out as U+FFFD: that is what the model wrote.
-    """
+    """Turns ids into pieces of text; at most three bytes of an unfinished character are held back."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self.tokenizer = tokenizer
@@ -140,7 +131,7 @@ class Detokenizer:
         if token in self.skipped:
             return ""
         data = self.unfinished + self._bytes_of[token]
-        piece, used = utf_8_decode(data, "replace")
+        piece, used = utf_8_decode(data, "replace")  # bytes of no character are U+FFFD: that is what the model wrote
         self.unfinished = data[used:]
         if self._drops_space and piece:
             piece = piece.removeprefix(" ")

@@ -97,8 +97,7 @@ class _Grammar:
 
     def calls(self, num_read: int = 0) -> str:
         """One call or several; `num_read` letters of the first were already read."""
-        before_name = self.family.head.partition("⟨name⟩")[0]
-        begun = self.literal((self.family.begin + before_name).lstrip()[num_read:])
+        begun = self.literal((self.family.begin + self.family.head.partition("⟨name⟩")[0]).lstrip()[num_read:])
         # Behind free text a further call is announced like the first, unless the calls are in a frame.
         return f"{begun} {self.call()} {self.more_calls(is_framed=bool(self.family.end) or not num_read)}"
 
