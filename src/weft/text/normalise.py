@@ -182,8 +182,7 @@ def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Tur
     for turn in turns:
         last = merged[-1] if merged else {}
         alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
-        is_refused = turn["role"] in {"user", "assistant"} - capabilities.repeats
-        if alike and is_refused and "tool_calls" not in last:
+        if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
             merged[-1] = _merge(last, turn)
         else:
             merged.append(turn)

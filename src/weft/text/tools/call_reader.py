@@ -17,7 +17,6 @@ from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta,
 
 MESSAGE, END = "<|message|>", "<|end|>"
 RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
-HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
 
 
 def new_id() -> str:
@@ -198,7 +197,7 @@ class HarmonyReader(_Reader):
 
     def _read_header(self) -> bool:
         start = self.held.lstrip()
-        if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
+        if not any(start.startswith(one) or one.startswith(start) for one in ("<|channel|>", "<|start|>", "to=")):
             self._state = self._read_body
             return True
         header, found, rest = self.held.partition(MESSAGE)

@@ -51,8 +51,7 @@ class _Grammar:
         self.is_parallel = selection.is_parallel and family.between is not None
         self.tokens = tokens
         self.rules = {"start": "", "TEXT": f"/{ANY_TEXT}/"}  # capitals: terminals
-        self.by_tool: dict[str, str] = {}  # rules for arguments by the tools' names
-        self.by_schema: dict[str, str] = {}  # rules for values by their schemas
+        self.known: dict[str, str] = {}  # rules for arguments by a tool's name, for values by that and their schema
 
     def write(self, answer: GrammarSpec | None) -> str:
         free = "TEXT" if answer is None else _json(answer.text, answer.lenient)
@@ -112,7 +111,7 @@ class _Grammar:
         return f"{more} {self.literal(self.family.end)}"
 
     def arguments(self, tool: Tool) -> str:
-        if name := self.by_tool.get(tool.name):
+        if name := self.known.get(tool.name):
             return name
         match self.family.notation:
             case Tags() as tags:
@@ -123,7 +122,7 @@ class _Grammar:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
             case None:
                 body = _json_value(tool, tool.parameters, tool.place)
-        name = self.by_tool[tool.name] = self.rule("arguments", body)
+        name = self.known[tool.name] = self.rule("arguments", body)
         return name
 
     def tagged(self, tool: Tool, tags: Tags) -> str:
@@ -189,10 +188,10 @@ class _Grammar:
         if pairs.is_json:
             return self.loose_json(tool, schema, place)
         known_as = tool.name + msgspec.json.encode(schema).decode()
-        if known_as in self.by_schema:
-            return self.by_schema[known_as]
+        if known_as in self.known:
+            return self.known[known_as]
         node = tool.resolve(schema)
-        name = self.by_schema[known_as] = self.rule("value", "")  # before its body: it may refer to itself
+        name = self.known[known_as] = self.rule("value", "")  # before its body: it may refer to itself
         _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
         if choices := tool.choices(node):
             quote = self.literal(pairs.quotes[0])
