@@ -223,7 +223,6 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _covered_seconds(spans: list[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the spans."""
     seconds, reached = 0.0, 0.0
     for start, end in sorted(spans):
         seconds += max(0.0, end - max(start, reached))

@@ -24,7 +24,6 @@ TABLE = "serve"
 
 
 def _key(field: str) -> str:
-    """The name of a field of ServerConfig in files."""
     return "api_key" if field == "api_keys" else field
 
 
@@ -145,7 +144,6 @@ class Terminal(ExitStack):
         self._report = None
 
     def _invite(self) -> None:
-        """Print three lines to copy, once there is an address and a model."""
         if self._url is None or self._model is None:
             return
         url, model, self._url = self._url, json.dumps(self._model), None

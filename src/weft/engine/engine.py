@@ -262,7 +262,6 @@ class Engine:
     # Endings and failures.
 
     def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None, last: Emitted = (None, None)) -> None:
-        """End a sequence and emit its last event, with the last token where there is one."""
         ending = sequence.end(reason, error, self.clock())
         if sequence.is_abandoned:  # else a fork takes its place, and what it holds
             self._release_prefix(sequence)

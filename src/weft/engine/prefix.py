@@ -249,7 +249,6 @@ class PrefixSharing:
             node.keep = node.keep or checkpoint is not None
 
     def _store(self, leaf: Node) -> None:
-        """Queue the chunks up to `leaf` that are not on disk yet for writing."""
         if self.disk is None:
             return
         for node in leaf.path():

@@ -193,7 +193,6 @@ class Runner:
             memory.own = None
 
     def _restored_caches(self, sequence: Sequence) -> LayerCaches:
-        """New caches for a sequence, filled with the prefix it is pinned to."""
         node, caches = sequence.prefix.node, self.adapter.new_caches(len(sequence.prefill_ids))
         if node is None:
             return caches
@@ -216,7 +215,6 @@ class Runner:
             yield [row for row in rows if row is not None], logits if len(live) == len(rows) else logits[mx.array(live)]
 
     def _decode_alone(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
-        """Build the forwards of the rows on caches of their own, one each."""
         for sequence in sequences:
             if (own := _memory(sequence).own) is not None:
                 yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)

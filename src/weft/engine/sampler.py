@@ -83,7 +83,6 @@ def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = No
 
 
 def _draw(logits: mx.array, rows: Rows[Sequence], greedy: mx.array) -> mx.array:
-    """Sample the rows with a temperature; the others keep their greedy token."""
     kinds: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         if row.sampling.temperature > 0.0:

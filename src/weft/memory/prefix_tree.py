@@ -255,7 +255,6 @@ class PrefixTree:
             self._protected_bytes += num_bytes * node.is_protected
 
     def _move(self, node: Node, *, is_protected: bool) -> None:
-        """Put a node at the end of one of the two rows."""
         del self._row(node)[node]
         if is_protected != node.is_protected:
             self._protected_bytes += node.nbytes if is_protected else -node.nbytes

@@ -11,7 +11,7 @@ from weft.ipc.messages import FinishReason, PromptEvent, Timings, TokenEvent, To
 from weft.metrics import Metrics
 from weft.serving.in_flight import Event, Subscription
 from weft.text.codec import Codec, EncodedPrompt, explain_reuse
-from weft.text.schema import SchemaCheck
+from weft.text.schema import find_schema_errors
 from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, ReuseExplanation, Text, Usage
 
 MAX_REPORTS = 1000
@@ -71,7 +71,8 @@ class ChoiceStream:
         self.finish: Finish | None = None
         self._is_echo_due = generation.echo
         grammar = generation.grammar
-        self._check = SchemaCheck(grammar) if grammar and grammar.kind == "json_schema" and grammar.lenient else None
+        is_lenient = grammar is not None and grammar.kind == "json_schema" and grammar.lenient
+        self._checked = grammar if is_lenient else None  # the form that the answer is checked against at its end
         self._answer: list[str] = []  # the answer's texts so far, where it will be checked
         self._reuse: ReuseExplanation | None = None
 
@@ -88,7 +89,7 @@ class ChoiceStream:
         if event.finish is not None:
             new += self.reader.finish()
         self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in new)
-        if self._check is not None:
+        if self._checked is not None:
             self._answer += [delta.text for delta in new if isinstance(delta, Text)]
         if event.finish is not None or self.reader.stopped is not None:
             self.finish = self._finish(event)
@@ -112,7 +113,8 @@ class ChoiceStream:
             self._reuse = explain_reuse(timings.reuse, self.prompt.encoded.ids, self.codec.tokenizer, is_salted=is_salted)
 
     def _finish(self, event: TokenEvent) -> Finish:
-        errors = None if self._check is None or self.has_calls else self._check.errors("".join(self._answer))
+        checked = None if self.has_calls else self._checked
+        errors = None if checked is None else find_schema_errors(checked, "".join(self._answer))
         stopped: Ending = "tool_calls" if self.has_calls else "stop"
         if self.reader.stopped is not None or event.finish is None:
             return Finish(stopped, self.reader.stopped, self.usage, errors)

@@ -111,7 +111,6 @@ class Supervisor:
                 await self._task
 
     async def _keep_alive(self) -> None:
-        """Run one engine after the other until the model is given up."""
         failures = 0  # engines in a row that were of no use
         try:
             while True:

@@ -1,7 +1,4 @@
-"""Positions in a prompt where later prompts may diverge from it; the engine ends its chunks there.
-
-They are where turns begin, where the instructions end, and where the client says so; all are searched in the written prompt.
-"""
+"""Positions where later prompts may diverge: where turns begin, instructions end or the client says so. Chunks end there."""
 
 from collections.abc import Iterator
 from contextlib import suppress

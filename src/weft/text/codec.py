@@ -12,7 +12,7 @@ from weft.log import escape_unprintable
 from weft.text.boundaries import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
-from weft.text.sampling import recommended_sampling, sampling_for
+from weft.text.sampling import recommended_sampling
 from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Detokenizer, Tokenizer
@@ -124,7 +124,7 @@ class Codec:
         return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
     def sampling(self, given: dict[str, Any]) -> Sampling:
-        return sampling_for(given, self.recommended)
+        return Sampling(**{**self.recommended, **given})
 
     def reader(self, generation: GenerationRequest, prompt: EncodedPrompt) -> StreamReader:
         selection = generation.tool_choice

@@ -41,10 +41,8 @@ class PromptWriter:
         turns = normalise(conversation, capabilities, self.late_system)
         if conversation.continue_final_message:
             last = turns[-1]
-            if isinstance(last["content"], str):
-                last["content"] += CUT
-            else:
-                last["content"][-1]["text"] += CUT
+            holder, key = (last, "content") if isinstance(last["content"], str) else (last["content"][-1], "text")
+            holder[key] += CUT
         options = {"add_generation_prompt": conversation.add_generation_prompt, **conversation.template_kwargs}
         prompt = self.template.render(turns, tools=_tools(conversation, capabilities), **options)
         if conversation.continue_final_message:
@@ -184,8 +182,7 @@ def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Tur
     for turn in turns:
         last = merged[-1] if merged else {}
         alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
-        is_refused = turn["role"] in {"user", "assistant"} - capabilities.repeats
-        if alike and is_refused and "tool_calls" not in last:
+        if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
             merged[-1] = _merge(last, turn)
         else:
             merged.append(turn)
@@ -264,5 +261,4 @@ def _texts_to_show(message: Message) -> list[str]:
 
 
 def _comparable(text: str) -> bytes:
-    """The part of a text that every template keeps."""
     return _LOST.sub(b"", text.strip().encode()).translate(None, _LOST_BYTES)

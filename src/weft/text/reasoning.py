@@ -1,7 +1,4 @@
-"""Reasoning before the answer: the markers that a model writes around it, and splitting it off from pieces of text.
-
-The budget of reasoning tokens is enforced in the engine (`grammar/constraint.py`).
-"""
+"""Reasoning before the answer: the markers that a model writes around it, and splitting it off from pieces of text."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -12,7 +9,7 @@ from weft.text.types import Delta, Effort, Reasoning, Text
 
 MAX_BLANKS = 32  # more white space than this before an open marker, and it is an answer
 
-# Reasoning tokens by effort, where the template has no words of its own for it. None: no limit.
+# Reasoning tokens by effort, where the template has no words for it; the engine enforces them. None: no limit.
 BUDGETS: dict[Effort, int | None] = {"none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384}
 BUDGETS |= {"xhigh": None, "max": None}
 # gpt-oss and its kin read `reasoning_effort` and know three words.
@@ -43,8 +40,7 @@ KNOWN = (
 def find_markers(template_source: str, tokenizer: Tokenizer) -> Markers | None:
     """The markers the chat template mentions, else those the vocabulary has a token for; None for a model without."""
     mentioned = (markers for markers in KNOWN if any(mark in template_source for mark in markers))
-    has_token = (markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None)
-    return next(chain(mentioned, has_token), None)
+    return next(chain(mentioned, (markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None)), None)
 
 
 def opens_in(prompt_text: str, markers: Markers) -> bool:

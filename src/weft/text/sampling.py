@@ -1,7 +1,4 @@
-"""The default sampling: what a request gets where it says nothing, on the server, in `weft run` and in `weft.LLM`.
-
-What the model's makers recommend (generation_config.json) comes first, then the defaults of `ipc.limits.Sampling`.
-"""
+"""The default sampling of a request: what the makers recommend in generation_config.json, then the defaults of `Sampling`."""
 
 import logging
 from pathlib import Path
@@ -13,12 +10,7 @@ from weft.text.template import read_json_object
 
 log = logging.getLogger("weft.text")
 
-RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def sampling_for(given: dict[str, Any], recommended: dict[str, Any]) -> Sampling:
-    """The sampling of a request: its own fields, then the model's recommendation, then the defaults of `Sampling`."""
-    return Sampling(**{**recommended, **given})
+RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of `Sampling`
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:

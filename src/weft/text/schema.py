@@ -76,8 +76,7 @@ def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
         raise InvalidRequest(f"{place} is false, which no answer fits", place)
     enforced, problem = examine_schema(_encode({} if schema is True else schema, place), strict)
     if problem is not None:
-        path, words = problem
-        raise InvalidRequest(f"{place}{path}: {words}", place + path)
+        raise InvalidRequest(f"{place}{problem[0]}: {problem[1]}", place + problem[0])
     return GrammarSpec("json_schema", enforced, lenient=not strict)
 
 
@@ -110,21 +109,15 @@ def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec
     return GrammarSpec("structural_tag", _encode(_with_examined_schemas(value, place), place))
 
 
-class SchemaCheck:
-    """Finds where answers violate a schema that was not strict."""
-
-    def __init__(self, spec: GrammarSpec) -> None:
-        self._validator = _validator(spec.text)
-
-    def errors(self, text: str) -> tuple[str, ...]:
-        """Up to five places and what is wrong there; none for an answer that fits."""
-        try:
-            answer = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
-            is_cut = "truncated" in str(error)
-            return ("the answer was cut before it was complete" if is_cut else f"the answer is not valid JSON: {error}",)
-        found = islice(self._validator.iter_errors(answer), MAX_ERRORS)
-        return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
+def find_schema_errors(spec: GrammarSpec, text: str) -> tuple[str, ...]:
+    """Up to five places where an answer violates a schema that was not strict, and what is wrong there."""
+    try:
+        answer = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        is_cut = "truncated" in str(error)
+        return ("the answer was cut before it was complete" if is_cut else f"the answer is not valid JSON: {error}",)
+    found = islice(_validator(spec.text).iter_errors(answer), MAX_ERRORS)
+    return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
 
 
 @lru_cache(maxsize=32)
@@ -161,7 +154,6 @@ def _validator(text: str) -> jsonschema_rs.Validator:
 
 
 def _path(steps: list[str | int]) -> str:
-    """A place as it is written: .properties.x.anyOf[0]."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
 
 
@@ -407,18 +399,14 @@ def _is_closed(node: Node) -> bool:
     return node.get("additionalProperties") is False and not node.get("patternProperties")
 
 
-def _with_examined_schemas(value: Any, place: str) -> Any:
+def _with_examined_schemas(value: Any, place: str, key: str = "") -> Any:
     """A part of a structural tag in which each schema is replaced by the one that llguidance should get."""
-    match value:
-        case list():
-            return [_with_examined_schemas(item, f"{place}[{index}]") for index, item in enumerate(value)]
-        case dict():
-            return {
-                name: msgspec.Raw(json_schema_grammar(item, True, f"{place}.{name}").text)
-                if name in ("schema", "json_schema")
-                else _with_examined_schemas(item, f"{place}.{name}")
-                for name, item in value.items()
-            }
+    if key in ("schema", "json_schema"):
+        return msgspec.Raw(json_schema_grammar(value, True, place).text)
+    if isinstance(value, list):
+        return [_with_examined_schemas(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _with_examined_schemas(item, f"{place}.{name}", name) for name, item in value.items()}
     return value
 
 

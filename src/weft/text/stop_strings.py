@@ -2,10 +2,7 @@
 
 
 class StopFinder:
-    """Finds the stop string that is complete first; of several that end at the same place, the longest.
-
-    That rule needs no look ahead, so the answer ends as early as it can, and the same way however the text is cut.
-    """
+    """Finds the stop string that is complete first, the longest of several: a rule without look ahead, however text is cut."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)  # an empty one stops nothing
@@ -21,12 +18,9 @@ class StopFinder:
             start = text.find(stop, 0, end - 1)
             if start >= 0:
                 end, found = start + len(stop), stop
-        if found is not None:
-            self._held = ""
-            return text[: end - len(found)], found
-        certain = len(text) - max(overlap(text, stop) for stop in self._stops)
-        self._held = text[certain:]
-        return text[:certain], None
+        certain = end - len(found) if found else len(text) - max(overlap(text, stop) for stop in self._stops)
+        self._held = "" if found else text[certain:]
+        return text[:certain], found
 
     def finish(self) -> str:
         rest, self._held = self._held, ""

@@ -1,7 +1,4 @@
-"""Turns the token ids of one choice into deltas: detokenised, reasoning and tool calls split off, ended at a stop string.
-
-This is the front's hot path: a plain request pays for looking up a token's bytes, decoding them, and one Text.
-"""
+"""Turns the token ids of one choice into deltas: detokenised, reasoning and tool calls split off, ended at a stop string."""
 
 from collections import deque
 
@@ -37,7 +34,7 @@ class StreamReader:
         self._calls = calls
         self._stops = StopFinder(stops)
         self._tokens = AnswerTokens(detokenizer.tokenizer, detokenizer.skipped) if logprobs else None
-        self._is_plain = not stops and not logprobs
+        self._is_plain = not stops and not logprobs  # it takes the front's hot path
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         if self.stopped is not None:

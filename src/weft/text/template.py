@@ -1,7 +1,4 @@
-"""A model's chat template: it turns messages into prompt text, and it is probed for the message shapes that it takes.
-
-A template is Jinja from an unknown author: it runs in a sandbox, and what it takes is found by trying, not by a model's name.
-"""
+"""A model's chat template: it turns messages into prompt text, and it is probed for the message shapes that it takes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -78,14 +75,12 @@ class ChatTemplate:
 
 
 class Capabilities:
-    """The message shapes that a template takes as they are, found by rendering tiny conversations, with or without a tool.
-
-    Never raises: a failure is an answer. The forms of contents and calls are learnt first; the other probes build on them.
-    """
+    """The message shapes that a template takes as they are, found by rendering tiny conversations, with or without a tool."""
 
     def __init__(self, template: ChatTemplate, *, with_tools: bool = False) -> None:
         self._template = template
         self._tools = [_FULL_TOOL] if with_tools else None
+        # The forms of contents and calls are learnt first: the other probes build on them.
         self.text: set[str] = set()  # roles whose content may be a text
         self.parts: set[str] = set()  # roles whose content may be a list of text parts
         self._learn_content("user", [], [])
@@ -118,11 +113,9 @@ class Capabilities:
         return [self._message(role, word) for role, word in turns]
 
     def _message(self, role: str, word: str) -> dict[str, Any]:
-        """A message with its content in a form that the template takes."""
         return {"role": role, "content": _parts(word) if role in self.parts - self.text else word}
 
     def _call(self, *names: str, form: ArgumentsForm | None = None, also: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """A question, an assistant's turn that calls these functions, and a result; `also` is added to the turn."""
         names = names or (_ONE,)
         arguments = _ARGUMENTS[form or ("text" if self.arguments == {"text"} else "object")]
         ids = [self._call_id.format(name=name) for name in names]
@@ -133,7 +126,7 @@ class Capabilities:
         return [*self._question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
 
     def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
-        """The prompt; "" where the template refuses."""
+        """The prompt; "" where the template refuses, which is an answer too."""
         try:
             return self._template.render(messages, **{"tools": self._tools, **more})
         except TemplateFailed:
@@ -212,16 +205,15 @@ class _GenerationTag(Extension):
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
 def _environment() -> jinja2.Environment:
+    # A sandbox: the template's author is unknown.
     extensions: list[str | type[Extension]] = [_GenerationTag, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     return environment
 
 

@@ -6,7 +6,7 @@ broken runs of byte tokens, while `Detokenizer` never holds back more than one c
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_right
 from codecs import utf_8_decode
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,14 +50,8 @@ class Tokenizer:
         if not offsets:
             return self.encode(text, add_special_tokens=False), []
         encoding = self.inner.encode_batch([text], add_special_tokens=False)[0]  # half as slow again: it keeps offsets
-        starts, ends = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
-        counts = []
-        for offset in offsets:
-            count = bisect_left(starts, offset)
-            while count and ends[count - 1] > offset:  # this token reaches beyond the offset
-                count -= 1
-            counts.append(count)
-        return encoding.ids, counts
+        ends = [end for _, end in encoding.offsets]
+        return encoding.ids, [bisect_right(ends, offset) for offset in offsets]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(map(Detokenizer(self, skip_special_tokens).feed, ids))
@@ -105,33 +99,26 @@ class TokenBytes(dict[int, bytes]):
                 self._replaced.append((mark, " "))
                 self.drops_first_space = scheme != "never"
             case _:
-                message = (
-                    f"{path} turns tokens into text by the decoder {step}; weft knows those of byte-level and sentencepiece "
-                )
-                raise UnsupportedModel(message + "vocabularies, so serve another build of this model")
+                advice = "weft knows those of byte-level and sentencepiece vocabularies, so serve another build of this model"
+                raise UnsupportedModel(f"{path} turns tokens into text by the decoder {step}; {advice}")
 
     def __missing__(self, token: int) -> bytes:
         text = self._inner.id_to_token(token) if 0 <= token < 1 << 32 else None
         if text is None:
             return b""  # not stored: clients may send any number of unknown ids
-        self[token] = found = self._spell(text, token in self._added)
-        return found
-
-    def _spell(self, text: str, is_added: bool) -> bytes:
         for old, new in self._replaced:
             text = text.replace(old, new)
-        if self._is_byte_level and not is_added and all(letter in BYTE_OF for letter in text):
-            return bytes(BYTE_OF[letter] for letter in text)
-        if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(text)):
-            return bytes.fromhex(byte[1])
-        return text.encode()
+        data = text.encode()
+        if self._is_byte_level and token not in self._added and BYTE_OF.keys() >= set(text):
+            data = bytes(BYTE_OF[letter] for letter in text)
+        elif self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(text)):
+            data = bytes.fromhex(byte[1])
+        self[token] = data
+        return data
 
 
 class Detokenizer:
-    """Turns ids into pieces of text; at most three bytes of an unfinished character are held back.
-
-    Bytes that can not be part of any character come out as U+FFFD: that is what the model wrote.
-    """
+    """Turns ids into pieces of text; at most three bytes of an unfinished character are held back."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self.tokenizer = tokenizer
@@ -144,7 +131,7 @@ class Detokenizer:
         if token in self.skipped:
             return ""
         data = self.unfinished + self._bytes_of[token]
-        piece, used = utf_8_decode(data, "replace")
+        piece, used = utf_8_decode(data, "replace")  # bytes of no character are U+FFFD: that is what the model wrote
         self.unfinished = data[used:]
         if self._drops_space and piece:
             piece = piece.removeprefix(" ")

@@ -1,9 +1,4 @@
-"""The values of the text layer: a conversation, a request to generate, and the deltas that answer it.
-
-Every dialect translates its own JSON into a `GenerationRequest`, and deltas into its own events.
-"""
-
-from __future__ import annotations
+"""The values of the text layer: a conversation, a request to generate, and the deltas that answer it."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -74,7 +69,7 @@ class GenerationRequest:
     echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are requested
     split_thinking: bool = True  # the reasoning is separated from the answer
     grammar: GrammarSpec | None = None  # what the answer must look like
-    tool_choice: ToolSelection | None = None  # which tools may be called; None: there are none
+    tool_choice: "ToolSelection | None" = None  # which tools may be called; None: there are none
     thinking_budget: int | None = None  # reasoning tokens before the answer
     effort: Effort | None = None  # how much to reason, in OpenAI's words; the model's codec knows how to get that
     skip_special_tokens: bool = True
@@ -94,7 +89,7 @@ class Token:
     text: str
     bytes: bytes
     logprob: TokenLogprob | None = None
-    top: tuple[Token, ...] = ()  # the likeliest tokens at this position, likeliest first, each with its own log-probability
+    top: tuple["Token", ...] = ()  # the likeliest tokens at this position, likeliest first, each with its own log-probability
 
 
 @dataclass(frozen=True, slots=True)

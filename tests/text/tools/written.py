@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from weft.text.tools import Tool, read_tools
-from weft.text.tools.arguments import Json, Pairs, Tags
+from weft.text.tools.arguments import Pairs, Tags
 from weft.text.tools.call_reader import CallReader, HarmonyReader
 from weft.text.tools.families import FAMILIES, Family
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
@@ -205,7 +205,7 @@ def write(family: Family, called: list[tuple[str, dict[str, Any]]]) -> str:
 
 def written_arguments(family: Family, arguments: dict[str, Any]) -> str:
     match family.notation:
-        case Json():
+        case None:
             return json.dumps(arguments, ensure_ascii=False)
         case Tags(opening, close, (text_type, _)):
             other = "false" if text_type == "true" else "object"

@@ -185,7 +185,6 @@ def _is_reference(item: Item) -> bool:
 
 
 def _content(content: str | list[Item]) -> str | list[Item]:
-    """Content whose images are written as Chat Completions writes them."""
     return content if isinstance(content, str) else [_part(part) for part in content]
 
 

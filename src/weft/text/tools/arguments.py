@@ -1,7 +1,4 @@
-"""The arguments of one tool call, read piece by piece: from any notation, JSON comes out as it is generated.
-
-A reader takes text from where the arguments begin, and returns JSON and how much text that used; undecided text is left over.
-"""
+"""The arguments of one tool call, read piece by piece: from any notation, JSON comes out as it is generated."""
 
 import json
 import re
@@ -25,11 +22,6 @@ PLACE_LETTERS = {"⟨name⟩": "[A-Za-z0-9_.-]", "⟨id⟩": "[A-Za-z0-9_-]", "�
 
 
 @dataclass(frozen=True)
-class Json:
-    """Arguments as JSON: {"a": "x", "b": 1}."""
-
-
-@dataclass(frozen=True)
 class Tags:
     """Each argument in tags of its own, texts as they are, other values as JSON."""
 
@@ -48,14 +40,11 @@ class Pairs:
     is_sorted: bool = False
 
 
-Notation = Json | Tags | Pairs
+Notation = Tags | Pairs | None  # None: arguments are JSON
 
 
 class Piece:
-    """A piece of fixed notation, matched against text that is still growing; its answers stay true when the text grows.
-
-    It has places like ⟨name⟩. A blank or line break in it may be missing in the text: templates differ in them.
-    """
+    """Fixed notation with places like ⟨name⟩, matched against text that still grows; its answers stay true when it does."""
 
     def __init__(self, text: str) -> None:
         whole = begun = ""
@@ -63,7 +52,7 @@ class Piece:
             pattern, begin = re.escape(atom), ""  # `begin`: the beginning of the atom at the end of a text
             if letters := PLACE_LETTERS.get(atom):
                 pattern, begin = f"(?P<{atom[1:-1]}>{letters}+)(?!{letters})(?=[\\s\\S])", f"{letters}*"
-            elif atom in " \n":
+            elif atom in " \n":  # templates differ in it
                 pattern = f"(?:{atom}|(?=[^{atom}]))"  # known to be missing only when something else is there
             whole = pattern + whole
             begun = f"(?:{begin}\\Z|{pattern}{begun})"
@@ -84,7 +73,7 @@ class Arguments:
     is_broken = False  # the text can not belong to arguments
 
     def read(self, text: str) -> tuple[str, int]:
-        """A piece of JSON, and how many characters of the text it was made of."""
+        """A piece of JSON, and how many characters of the text it was made of; the others are undecided, to be given again."""
         made: list[str] = []
         at, used = 0, 1
         while used and at < len(text) and not self.is_done and not self.is_broken:

@@ -10,25 +10,13 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from weft.text.stop_strings import split_at
-from weft.text.tools.arguments import (
-    Arguments,
-    Json,
-    JsonArguments,
-    PairArguments,
-    Pairs,
-    Piece,
-    TagArguments,
-    Tags,
-    decode_json,
-    piece,
-)
+from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Piece, TagArguments, Tags, decode_json, piece
 from weft.text.tools.families import Family
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
 
 MESSAGE, END = "<|message|>", "<|end|>"
 RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
-HEADER_BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
 
 
 def new_id() -> str:
@@ -89,7 +77,7 @@ class CallReader(_Reader):
     def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
         super().__init__(tools, make_id)
         self._family = family
-        self._brace = "{" if isinstance(family.notation, Json) else ""  # the first letter of arguments, where that is known
+        self._brace = "{" if family.notation is None else ""  # the first letter of arguments, where that is known
         self._opening = piece((family.begin + family.head).lstrip() + self._brace)
         self._following = piece((family.between or "") + family.head + self._brace)
         self._tail, self._end = piece(family.tail), piece(family.end)
@@ -143,7 +131,7 @@ class CallReader(_Reader):
         arguments: Arguments = JsonArguments()
         if isinstance(family.notation, Tags):
             arguments = TagArguments(family.notation, self._tools[words["name"]], family.tail)
-        elif isinstance(family.notation, Pairs):
+        elif family.notation is not None:
             arguments = PairArguments(family.notation.quotes, family.tail[0])
         self._open_call(words["name"], arguments, family.id_form.format(**words))
         self.held = self.held[match.end() - len(self._brace) :]
@@ -209,7 +197,7 @@ class HarmonyReader(_Reader):
 
     def _read_header(self) -> bool:
         start = self.held.lstrip()
-        if not any(start.startswith(one) or one.startswith(start) for one in HEADER_BEGINNINGS):
+        if not any(start.startswith(one) or one.startswith(start) for one in ("<|channel|>", "<|start|>", "to=")):
             self._state = self._read_body
             return True
         header, found, rest = self.held.partition(MESSAGE)

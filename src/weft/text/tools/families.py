@@ -1,15 +1,10 @@
-"""How model families write tool calls: one row each, from which readers and grammars are made.
-
-A model's family is found by trying: its chat template writes a call, and the family whose reader reads the same call is the one.
-"""
+"""How model families write tool calls: one row each, from which readers and grammars are made."""
 
 import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.text.tools.arguments import Json, Notation, Pairs, Tags
-
-JSON = Json()
+from weft.text.tools.arguments import Notation, Pairs, Tags
 
 
 @dataclass(frozen=True)
@@ -18,7 +13,7 @@ class Family:
 
     name: str
     call: str  # one call, with ⟨name⟩, ⟨arguments⟩ and maybe ⟨id⟩
-    notation: Notation = JSON
+    notation: Notation = None
     begin: str = ""  # before the first of several calls
     between: str | None = ""  # None: there is only one call in an answer
     end: str = ""
@@ -52,10 +47,15 @@ class Family:
 OBJECT = '{"name": "⟨name⟩", "arguments": ⟨arguments⟩}'
 KEYWORDS = "⟨name⟩(⟨arguments⟩)"
 PYTHON = Pairs("=")
-KIMI_TYPES = ("string", "number|integer|boolean|object|array|null")
+COHERE = '{"tool_call_id": "⟨id⟩", "tool_name": "⟨name⟩", "parameters": ⟨arguments⟩}'
+HARMONY = "<|channel|>commentary to=functions.⟨name⟩ <|constrain|>json<|message|>⟨arguments⟩"
+K2 = "<|tool_call_begin|>functions.⟨name⟩:⟨id⟩<|tool_call_argument_begin|>⟨arguments⟩<|tool_call_end|>"
+K3 = '<|open|>call tool="⟨name⟩" index="⟨id⟩"<|sep|>⟨arguments⟩<|close|>call<|sep|>'
+K3_TYPES = ("string", "number|integer|boolean|object|array|null")
+K3_TAGS = Tags('<|open|>argument key="⟨key⟩" type="⟨type⟩"<|sep|>', "<|close|>argument<|sep|>", K3_TYPES)
 
 
-def _listed(name: str, begin: str, end: str, call: str = OBJECT, notation: Notation = JSON) -> Family:
+def _listed(name: str, begin: str, end: str, call: str = OBJECT, notation: Notation = None) -> Family:
     return Family(name, call, notation, f"{begin} [", ", ", f"]{end}", is_anchored=not begin)
 
 
@@ -78,7 +78,7 @@ def _invoked(name: str, frame: str, prefix: str = "", typed: str = "") -> Family
 
 def _deepseek(name: str, body: str, between: str) -> Family:
     call = f"<｜tool▁call▁begin｜>{body}<｜tool▁call▁end｜>"
-    return Family(name, call, JSON, "<｜tool▁calls▁begin｜>", between, "<｜tool▁calls▁end｜>")
+    return Family(name, call, None, "<｜tool▁calls▁begin｜>", between, "<｜tool▁calls▁end｜>")
 
 
 def _braced(name: str, begin: str, end: str, quote: str) -> Family:
@@ -98,43 +98,21 @@ FAMILIES = (
     _deepseek("deepseek-v3", "function<｜tool▁sep｜>⟨name⟩\n```json\n⟨arguments⟩\n```", "\n"),
     _deepseek("deepseek-v3.1", "⟨name⟩<｜tool▁sep｜>⟨arguments⟩", ""),
     Family(
-        "kimi-k2",
-        "<|tool_call_begin|>functions.⟨name⟩:⟨id⟩<|tool_call_argument_begin|>⟨arguments⟩<|tool_call_end|>",
-        begin="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
-        id_form="functions.{name}:{id}",
+        "kimi-k2", K2, None, "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", id_form="functions.{name}:{id}"
     ),
-    Family(
-        "kimi-k3",
-        '<|open|>call tool="⟨name⟩" index="⟨id⟩"<|sep|>⟨arguments⟩<|close|>call<|sep|>',
-        Tags('<|open|>argument key="⟨key⟩" type="⟨type⟩"<|sep|>', "<|close|>argument<|sep|>", KIMI_TYPES),
-        begin="<|open|>tools<|sep|>",
-        end="<|close|>tools<|sep|>",
-    ),
+    Family("kimi-k3", K3, K3_TAGS, "<|open|>tools<|sep|>", "", "<|close|>tools<|sep|>"),
     Family("mistral", "[TOOL_CALLS]⟨name⟩[ARGS]⟨arguments⟩"),
     Family("mistral-ids", "[TOOL_CALLS]⟨name⟩[CALL_ID]⟨id⟩[ARGS]⟨arguments⟩", id_pattern="[a-zA-Z0-9]{9}", id_form="{id}"),
     _listed("mistral-list", "[TOOL_CALLS]", ""),
     _listed("phi", "<|tool_call|>", "<|/tool_call|>"),
     _listed("granite", "<|tool_call|>", ""),
     _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
-    Family(
-        "cohere",
-        '{"tool_call_id": "⟨id⟩", "tool_name": "⟨name⟩", "parameters": ⟨arguments⟩}',
-        begin="<|START_ACTION|> [\n    ",
-        between=",\n    ",
-        end="\n]<|END_ACTION|>",
-    ),
+    Family("cohere", COHERE, None, "<|START_ACTION|> [\n    ", ",\n    ", "\n]<|END_ACTION|>"),
     _listed("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", KEYWORDS, PYTHON),
     _listed("llama4", "<|python_start|>", "<|python_end|>", KEYWORDS, PYTHON),
     _braced("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _braced("function-gemma", "<start_function_call>", "<end_function_call>", "<escape>"),
-    Family(
-        "harmony",
-        "<|channel|>commentary to=functions.⟨name⟩ <|constrain|>json<|message|>⟨arguments⟩",
-        between=None,
-        is_harmony=True,
-        also="<|start|> <|end|>",
-    ),
+    Family("harmony", HARMONY, between=None, is_harmony=True, also="<|start|> <|end|>"),
     Family("llama3", '{"name": "⟨name⟩", "parameters": ⟨arguments⟩}', between=None, is_anchored=True),
     Family("json", OBJECT, between=None, is_anchored=True),
     _listed("pythonic", "", "", KEYWORDS, PYTHON),

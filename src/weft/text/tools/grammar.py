@@ -14,7 +14,7 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
-from weft.text.tools.arguments import PLACES, Json, Pairs, Tags
+from weft.text.tools.arguments import PLACES, Pairs, Tags
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
@@ -51,8 +51,7 @@ class _Grammar:
         self.is_parallel = selection.is_parallel and family.between is not None
         self.tokens = tokens
         self.rules = {"start": "", "TEXT": f"/{ANY_TEXT}/"}  # capitals: terminals
-        self.by_tool: dict[str, str] = {}  # rules for arguments by the tools' names
-        self.by_schema: dict[str, str] = {}  # rules for values by their schemas
+        self.known: dict[str, str] = {}  # rules for arguments by a tool's name, for values by that and their schema
 
     def write(self, answer: GrammarSpec | None) -> str:
         free = "TEXT" if answer is None else _json(answer.text, answer.lenient)
@@ -97,8 +96,7 @@ class _Grammar:
 
     def calls(self, num_read: int = 0) -> str:
         """One call or several; `num_read` letters of the first were already read."""
-        before_name = self.family.head.partition("⟨name⟩")[0]
-        begun = self.literal((self.family.begin + before_name).lstrip()[num_read:])
+        begun = self.literal((self.family.begin + self.family.head.partition("⟨name⟩")[0]).lstrip()[num_read:])
         # Behind free text a further call is announced like the first, unless the calls are in a frame.
         return f"{begun} {self.call()} {self.more_calls(is_framed=bool(self.family.end) or not num_read)}"
 
@@ -113,18 +111,18 @@ class _Grammar:
         return f"{more} {self.literal(self.family.end)}"
 
     def arguments(self, tool: Tool) -> str:
-        if name := self.by_tool.get(tool.name):
+        if name := self.known.get(tool.name):
             return name
         match self.family.notation:
             case Tags() as tags:
                 body = self.tagged(tool, tags)
             case Pairs() as pairs:
                 body = self.paired(tool, tool, pairs, tool.place)
-            case Json() if tool.grammar is not None:
+            case None if tool.grammar is not None:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
-            case Json():
+            case None:
                 body = _json_value(tool, tool.parameters, tool.place)
-        name = self.by_tool[tool.name] = self.rule("arguments", body)
+        name = self.known[tool.name] = self.rule("arguments", body)
         return name
 
     def tagged(self, tool: Tool, tags: Tags) -> str:
@@ -190,10 +188,10 @@ class _Grammar:
         if pairs.is_json:
             return self.loose_json(tool, schema, place)
         known_as = tool.name + msgspec.json.encode(schema).decode()
-        if known_as in self.by_schema:
-            return self.by_schema[known_as]
+        if known_as in self.known:
+            return self.known[known_as]
         node = tool.resolve(schema)
-        name = self.by_schema[known_as] = self.rule("value", "")  # before its body: it may refer to itself
+        name = self.known[known_as] = self.rule("value", "")  # before its body: it may refer to itself
         _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
         if choices := tool.choices(node):
             quote = self.literal(pairs.quotes[0])

@@ -1,7 +1,4 @@
-"""Tools and the selection among them, read from JSON in the shapes of OpenAI's dialects; the other dialects translate theirs.
-
-A `Tool` knows of its schema what readers and grammars of calls need: which of its arguments are texts.
-"""
+"""Tools and the selection among them, read from JSON in the shapes of OpenAI's dialects; the other dialects translate theirs."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +25,7 @@ Facts = tuple[set[str], list[Any] | None]  # the kinds of values that fit a sche
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called. A custom tool takes one text, its `input`."""
+    """A function that may be called, and which of its arguments are texts. A custom tool takes one text, its `input`."""
 
     name: str
     schema: str  # of its arguments, as JSON text
@@ -206,8 +203,7 @@ def _read_custom(custom: dict[str, Any], place: str) -> Tool:
     if not isinstance(custom.get("description"), str | None):
         raise InvalidRequest(f"{place}.description must be a text", f"{place}.description")
     syntax, definition = _read_format(custom, where)
-    grammars = {"lark": lark_grammar, "regex": regex_grammar}
-    grammar = grammars[syntax](definition, where) if syntax else None
+    grammar = {"lark": lark_grammar, "regex": regex_grammar}[syntax](definition, where) if syntax else None
     if syntax == "lark" and not START_RULE.search(definition):
         raise InvalidRequest(f"{where}: the grammar needs a rule that is called start", where)
     return Tool(name, msgspec.json.encode(_custom_parameters({})).decode(), place=where, is_custom=True, grammar=grammar)
@@ -252,8 +248,7 @@ def _name_of(given: Any, place: str) -> str:
 
 def _select(names: list[str], tools: tuple[Tool, ...], place: str) -> tuple[Tool, ...]:
     known = [tool.name for tool in tools]
-    for name in names:
-        if name not in known:
-            message = f"{place} names the tool {name!r}, which is not in tools ({', '.join(known[:8]) or 'none'})"
-            raise InvalidRequest(message, place)
+    if unknown := [name for name in names if name not in known]:
+        message = f"{place} names the tool {unknown[0]!r}, which is not in tools ({', '.join(known[:8]) or 'none'})"
+        raise InvalidRequest(message, place)
     return tuple(tool for tool in tools if tool.name in names)
