@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import weft.model
 from weft.errors import GrammarRejected, RowFailed
 from weft.grammar.compiler import Compiler
-from weft.grammar.constraint import Constraint, TokenDemand
-from weft.grammar.masks import Masks
+from weft.grammar.constraint import Constraint, Masks, TokenDemand
 from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.grammar.compiler import Compiler
-from weft.grammar.constraint import Constraint
-from weft.grammar.masks import Masks
+from weft.grammar.constraint import Constraint, Masks
 from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec
 from weft.model.resolve import TINY_HYBRID
 

@@ -13,7 +13,7 @@ import pytest
 
 from fronts import Front, front
 from waiting import HANG_SECONDS, until
-from weft.serving.model import FinishRate
+from weft.serving.queue import FinishRate
 from weft.text.codec import Codec
 
 TEXTS = {

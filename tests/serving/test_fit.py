@@ -12,8 +12,8 @@ from weft.kernels import blas
 from weft.memory.safetensors import DTYPE_BYTES, encode_header
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID, LocalModel
-from weft.serving import registry
-from weft.serving.registry import Fit
+from weft.serving import fit
+from weft.serving.fit import Fit
 
 
 def folder_with(folder: Path, **tensors: tuple[str, list[int]]) -> LocalModel:
@@ -27,7 +27,7 @@ def folder_with(folder: Path, **tensors: tuple[str, list[int]]) -> LocalModel:
 
 
 def least(weights: int) -> int:
-    return int((weights + registry.ROW_BYTES) / 0.9)
+    return int((weights + fit.ROW_BYTES) / 0.9)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_half_precision_is_held_in_float32_on_a_cpu_and_packed_weights_as_they_a
     needed = []
     for is_cpu in (True, False):
         monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda is_cpu=is_cpu: is_cpu)
-        needed.append(registry.needed_bytes(model))
+        needed.append(fit.needed_bytes(model))
 
     assert needed[0] == pytest.approx(least(size + 2_000_000), abs=1)
     assert needed[1] == pytest.approx(least(size), abs=1)
@@ -62,12 +62,12 @@ def test_half_precision_is_held_in_float32_on_a_cpu_and_packed_weights_as_they_a
 def test_a_damaged_file_counts_with_its_size_and_a_missing_model_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(5000))
 
-    assert registry.needed_bytes(LocalModel("m", "folder", tmp_path)) == pytest.approx(least(5000), abs=1)
-    assert registry.needed_bytes(LocalModel("m", "hub", None)) is None
+    assert fit.needed_bytes(LocalModel("m", "folder", tmp_path)) == pytest.approx(least(5000), abs=1)
+    assert fit.needed_bytes(LocalModel("m", "hub", None)) is None
 
 
 def test_what_a_model_really_takes_is_never_more_than_reckoned() -> None:
-    reckoned = registry.needed_bytes(LocalModel("tiny-hybrid", "built-in", TINY_HYBRID))
+    reckoned = fit.needed_bytes(LocalModel("tiny-hybrid", "built-in", TINY_HYBRID))
     weights = load(TINY_HYBRID).weights_bytes
 
     assert reckoned is not None
@@ -75,12 +75,12 @@ def test_what_a_model_really_takes_is_never_more_than_reckoned() -> None:
 
 
 def test_on_a_cpu_one_more_engine_may_have_what_the_engine_itself_would_take() -> None:
-    there, safe = registry.free_bytes(), process.safe_memory()
+    there, safe = fit.free_bytes(), process.safe_memory()
     if not blas.is_mlx_on_cpu():
         pytest.skip("MLX computes on a GPU here")
 
     assert there == pytest.approx(safe, rel=0.1)
-    assert registry.free_bytes(limit=5 << 20) == 5 << 20
+    assert fit.free_bytes(limit=5 << 20) == 5 << 20
 
 
 def test_engines_on_a_gpu_share_what_each_of_them_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_engines_on_a_gpu_share_what_each_of_them_was_told(monkeypatch: pytest.M
     monkeypatch.setattr("sys.platform", "linux")
     engines = [{"budget": 1000, "active": 300}, {"budget": 1000, "active": 100}, {}]
 
-    assert registry.free_bytes(None, engines) == 600
-    assert registry.free_bytes(None, []) is None
-    assert registry.free_bytes(500, engines) == 500
-    assert registry.free_bytes(None, [{"budget": 100, "active": 300}]) == 0
+    assert fit.free_bytes(None, engines) == 600
+    assert fit.free_bytes(None, []) is None
+    assert fit.free_bytes(500, engines) == 500
+    assert fit.free_bytes(None, [{"budget": 100, "active": 300}]) == 0

@@ -15,7 +15,7 @@ from weft.api.http import json_response
 from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
 from weft.ipc.messages import MissCause
-from weft.serving.registry import FitVerdict
+from weft.serving.fit import FitVerdict
 
 Schema = dict[str, Any]
 

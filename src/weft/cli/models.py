@@ -96,7 +96,7 @@ def ls_command(*, as_json: Annotated[AsJson, Parameter(help=LIST_HELP)] = False)
       weft ls --json
     """
     from weft.model.resolve import local_models
-    from weft.serving.registry import Fit, free_bytes, needed_bytes
+    from weft.serving.fit import Fit, free_bytes, needed_bytes
 
     free = free_bytes()
     models = [(model, Fit(needed_bytes(model), free)) for model in local_models()]

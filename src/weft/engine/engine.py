@@ -21,8 +21,7 @@ from weft.engine.sampler import Logprobs
 from weft.engine.scheduler import OUTPUT_WEIGHT, Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.errors import InternalError, RowFailed
-from weft.grammar.constraint import Constraint, TokenDemand
-from weft.grammar.masks import Masks
+from weft.grammar.constraint import Constraint, Masks, TokenDemand
 from weft.ipc.limits import Limits, Sampling
 from weft.ipc.messages import FinishReason, PromptEvent, Submit, TokenEvent, TokenLogprob
 from weft.memory.disk import DiskTier

@@ -18,7 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.errors import GrammarRejected
-from weft.grammar.constraint import Constraint, ForbiddenText, Matcher, ReasoningBudget
+from weft.grammar.constraint import Constraint, Matcher
+from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 MAX_CACHED = 64

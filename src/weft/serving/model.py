@@ -1,26 +1,21 @@
-"""A served model: its engine, its codec once the engine is up, and the places in its queue (429, Retry-After)."""
+"""A served model: its engine, and its codec once the engine is up."""
 
 import asyncio
 import logging
-import math
-import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from weft.errors import EngineDied, EngineStarting, QueueFull, ServerStopping, UnknownModel
+from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel
 from weft.ipc.messages import Ready
 from weft.serving.engine_process import Supervisor
+from weft.serving.queue import RequestQueue
 from weft.text.codec import Codec
 from weft.text.types import LateSystem
 
 log = logging.getLogger("weft.serving")
 
 LOAD_HINT = "what `weft ls` lists can be loaded with `weft load NAME` or POST /v1/models/load"
-KNOWN_FINISHES = 8  # finished answers from which a rate can be told
-UNKNOWN_SECONDS = 5  # the Retry-After until then
 
 
 class ServerScreen(Protocol):
@@ -35,27 +30,6 @@ class ServerScreen(Protocol):
     def failed(self, model: str, message: str) -> None: ...
 
 
-class FinishRate:
-    """How fast a model's answers finish while it is busy, from the last few of them."""
-
-    def __init__(self) -> None:
-        self._gaps: deque[float] = deque(maxlen=32)  # seconds between two finishes
-        self._last = 0.0
-
-    def begin(self, now: float) -> None:
-        """Start measuring: the model was idle until now."""
-        self._last = now
-
-    def finish(self, now: float) -> None:
-        self._gaps.append(now - self._last)
-        self._last = now
-
-    def seconds_for(self, count: int, now: float) -> int:
-        if len(self._gaps) < KNOWN_FINISHES:
-            return UNKNOWN_SECONDS
-        return math.ceil(count * (sum(self._gaps) + now - self._last) / len(self._gaps))
-
-
 class ServedModel:
     """One model as the front serves it."""
 
@@ -68,10 +42,9 @@ class ServedModel:
         self.is_guest = False  # loaded on request: its failure is not the server's
         self.is_leaving = False  # being unloaded
         self.needed_bytes = 0  # to load it, where that was computed
-        self.finish_rate = FinishRate()
+        self.queue = RequestQueue()
         self._late_system = late_system
         self._folder: str | None = None  # of which the codec was made
-        self._num_encoding = 0  # answers whose prompts are being encoded
         self.settled = asyncio.Event()  # it answers, or never will
 
     async def run(self, screen: ServerScreen) -> None:
@@ -152,18 +125,7 @@ class ServedModel:
             raise EngineStarting(f"{self.name} is not ready yet ({what}); try again in a moment", retry_after=2)
         return self.codec, condition.ready
 
-    @contextmanager
-    def place(self, count: int, max_queue: int) -> Iterator[None]:
-        """Hold the places of `count` answers while their prompts are encoded. Raises QueueFull before any work is done."""
+    def place(self, count: int, max_queue: int) -> AbstractContextManager[None]:
+        """Hold the places of `count` answers while their prompts are encoded. Raises QueueFull, or why it is not ready."""
         _, ready = self.require()
-        taken, now = len(self.supervisor.client.live) + self._num_encoding, time.monotonic()
-        if taken + count > ready.max_rows + max_queue:
-            message = f"{taken} answers of {self.name} are running or waiting, {count} more are too many; come again"
-            raise QueueFull(message, retry_after=self.finish_rate.seconds_for(taken, now))
-        if not taken:
-            self.finish_rate.begin(now)
-        self._num_encoding += count
-        try:
-            yield
-        finally:
-            self._num_encoding -= count
+        return self.queue.place(self.name, count, len(self.supervisor.client.live), ready.max_rows + max_queue)

@@ -1,94 +1,20 @@
-"""The models on this machine: whether one more fits into memory, and loading and unloading while the server runs.
-
-What an engine needs is computed from a model's files as the engine's memory budget does it: weights and a row within its
-budget, a share of which is kept free.
-"""
+"""The models on this machine, and loading and unloading them while the server runs."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-import os
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from weft.config import RESERVE_SHARE, SAFE_SHARE, available_memory_bytes
-from weft.errors import BadModel, ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
-from weft.kernels import blas
-from weft.memory.safetensors import read_header
+from weft.errors import ModelConflict, ModelError, RequestCancelled, ServerStopping, UnknownModel
+from weft.serving.fit import Fit, free_bytes, needed_bytes
 from weft.serving.model import LOAD_HINT, ServedModel
 from weft.serving.service import Service
 
 if TYPE_CHECKING:
     from weft.model.resolve import LocalModel
 
-ROW_BYTES = 128 << 20  # for a small request: a thousand tokens of a model of eight billion weights, in half precision
-TIGHT_SHARE = 0.75  # of the free bytes; a model that needs more leaves little for rows and cached prefixes
 DRAIN_TICK_SECONDS = 0.05
-
-FitVerdict = Literal["fits", "tight", "does not fit", "unknown"]
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The bytes that a model's engine needs at least, and those it could have. None: not known."""
-
-    needed_bytes: int | None
-    free_bytes: int | None
-
-    @property
-    def verdict(self) -> FitVerdict:
-        if self.needed_bytes is None or self.free_bytes is None:
-            return "unknown"
-        if self.needed_bytes > self.free_bytes:
-            return "does not fit"
-        return "tight" if self.needed_bytes > TIGHT_SHARE * self.free_bytes else "fits"
-
-
-def needed_bytes(model: LocalModel) -> int | None:
-    """The smallest memory budget an engine of this model can work in; None while its files are not here."""
-    if model.folder is None:
-        return None
-    files = [model.folder] if model.folder.is_file() else model.folder.glob("model*.safetensors")
-    return math.ceil((sum(map(_weights_bytes, files)) + ROW_BYTES) / (1 - RESERVE_SHARE))
-
-
-def free_bytes(limit: int | None = None, engines: Sequence[dict[str, int]] = (), upcoming: int = 0) -> int | None:
-    """The bytes that one more engine could have: at most `limit`, beside engines with this memory. None: not known.
-
-    Engines that are being loaded will take `upcoming` bytes. A CPU's engine takes of what the system calls available, from
-    which the loaded ones are gone already. A GPU's memory is known from the budgets of the engines on it; they share it,
-    though each takes its budget from the whole.
-    """
-    if blas.is_mlx_on_cpu():
-        there = available_memory_bytes()
-    elif limit is None and (budgets := [engine["budget"] for engine in engines if "budget" in engine]):
-        there = max(budgets) - sum(engine.get("active", 0) for engine in engines)
-    elif sys.platform == "darwin":  # Metal's memory is the machine's, CUDA's is not
-        there = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * SAFE_SHARE)
-    else:
-        there = None
-    known = [] if there is None else [max(0, there - upcoming)]
-    return min([*known, *([] if limit is None else [limit])], default=None)
-
-
-def _weights_bytes(file: Path) -> int:
-    """The bytes of a file's weights in memory: on a CPU those that are not packed become float32."""
-    if not blas.is_mlx_on_cpu():
-        return file.stat().st_size
-    if file.suffix == ".gguf":
-        from weft.model import gguf  # here and below: a server starts sooner without
-
-        return sum(4 * math.prod(tensor.shape) for tensor in gguf.read(file).tensors.values())
-    try:
-        halves = [tensor.shape for tensor in read_header(file).values() if tensor.dtype in ("F16", "BF16")]
-    except BadModel:  # the engine will say what is wrong with it
-        halves = []
-    return file.stat().st_size + sum(2 * math.prod(shape) for shape in halves)
 
 
 class ModelRegistry:

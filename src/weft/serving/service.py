@@ -93,7 +93,7 @@ class Service:
         if request.subscription is not None:
             request.subscription.cancel()
             for _ in request.choices:
-                model.finish_rate.finish(time.monotonic())
+                model.queue.finish_rate.finish(time.monotonic())
             if (report := request.report) is not None:
                 self.reports.add(report)
             for watcher in self.watchers:
