@@ -14,7 +14,7 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
 
-STEPS = 10_000 if os.environ.get("WEFT_TEST_ALL") else 1_500
+STEPS = 10_000 if os.environ.get("WEFT_TEST_ALL") else 600
 
 
 def _active() -> int:

@@ -48,20 +48,24 @@ def ask(server: Server, asked: dict[str, Any]) -> Any:
     return reply.json()["choices"] if reply.status_code == 200 else reply.json()["error"]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(server: Server) -> list[Any]:
+    """The answers of eight requests when nothing breaks, each alone."""
+    return [ask(server, body(number, 3100)) for number in range(8)]
+
+
 @pytest.mark.parametrize("point", MARKED)
-def test_exactly_the_guilty_one_fails(server: Server, point: Point) -> None:
+def test_exactly_the_guilty_one_fails(server: Server, undisturbed: list[Any], point: Point) -> None:
     before = server.status()
     bodies = [body(number, 3100) for number in range(8)]
-    alone = [ask(server, asked) for asked in bodies]
     bodies[TROUBLED] = body(TROUBLED, MARKED[point])
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda asked: ask(server, asked), bodies))
 
     error = together.pop(TROUBLED)
-    del alone[TROUBLED]
     assert error["type"] == "server_error", error
     assert "fail" in error["message"] or "finite" in error["message"]
-    assert together == alone
+    assert together == [*undisturbed[:TROUBLED], *undisturbed[TROUBLED + 1 :]]
     server.wait_idle()
     after = server.status()
     assert after["engine_pid"] == before["engine_pid"]

@@ -16,11 +16,11 @@ import pytest
 from servers import Server, running
 from waiting import HANG_SECONDS, until
 
-LENGTH = 400
+LENGTH = 200
 PLAIN = {"max_tokens": LENGTH, "ignore_eos": True}
 HOT = {**PLAIN, "temperature": 0.9, "top_p": 0.95}
-WORDS = {"type": "array", "items": {"type": "string", "minLength": 20, "maxLength": 40}, "minItems": 12, "maxItems": 12}
-THINKING = {"messages": [{"role": "user", "content": "Marker 7."}], "thinking_token_budget": 60, "max_tokens": LENGTH}
+WORDS = {"type": "array", "items": {"type": "string", "minLength": 20, "maxLength": 40}, "minItems": 8, "maxItems": 8}
+THINKING = {"messages": [{"role": "user", "content": "Marker 7."}], "thinking_token_budget": 40, "max_tokens": LENGTH}
 
 COMPLETIONS: list[dict[str, Any]] = [
     *[{"prompt": f"Once upon a time there were {count} cats", "temperature": 0, **PLAIN} for count in range(4)],
@@ -30,7 +30,7 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": "A blue ball", "temperature": 0, **PLAIN, "logprobs": 2, "echo": True},
     {"prompt": "Sam and Tim " * 60, "temperature": 0, **PLAIN},
     {"prompt": "List:", **HOT, "ignore_eos": False, "seed": 7, "structured_outputs": {"json": WORDS}},
-    {"prompt": "Digits:", **HOT, "ignore_eos": False, "seed": 8, "structured_outputs": {"regex": "[0-9]{300}"}},
+    {"prompt": "Digits:", **HOT, "ignore_eos": False, "seed": 8, "structured_outputs": {"regex": "[0-9]{150}"}},
 ]
 CHATS: list[dict[str, Any]] = [
     {**THINKING, "temperature": 0, "structured_outputs": {"json": WORDS}},

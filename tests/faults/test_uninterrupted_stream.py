@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema_rs
 
 from servers import running
+from waiting import HANG_SECONDS
 
 SCHEMA = {
     "type": "object",
@@ -33,7 +34,7 @@ def test_a_strict_answer_with_a_thinking_budget_is_one_whole_stream(tmp_path: Pa
             "response_format": {"type": "json_schema", "json_schema": {"name": "names", "strict": True, "schema": SCHEMA}},
             "extra_body": {"thinking_token_budget": 40, "chat_template_kwargs": {"enable_thinking": True}},
         }
-        client = server.client(timeout=60)
+        client = server.client(timeout=HANG_SECONDS)
 
         def streamed(kill_at: set[int]) -> tuple[str, str | None]:
             text, finish = "", None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import jsonschema_rs
 import mlx.core as mx
@@ -22,6 +23,7 @@ from weft.model.resolve import TINY_HYBRID
 from weft.text.schema import json_schema_grammar
 
 ROWS = 32
+STRIDE = 1 if os.environ.get("WEFT_TEST_ALL") else 3  # every third schema; `make conformance` has all of them
 BIASES = (4.0, 7.0, 10.0)  # towards what ends strings, lists and objects, more with each attempt; random texts are endless
 
 
@@ -46,7 +48,7 @@ def submit(run: Run, entry: Entry, attempt: int, number: int) -> Sequence:
 
 def test_every_strict_schema_gets_a_valid_instance_from_a_model_that_knows_nothing() -> None:
     run = Run(random_adapter(), dataclasses.replace(SMALL, max_rows=ROWS))
-    left = [entry for entry in CORPUS if entry.expect == "compiles" and not entry.is_endless]
+    left = [entry for entry in CORPUS if entry.expect == "compiles" and not entry.is_endless][::STRIDE]
     count = len(left)
     for attempt in range(len(BIASES)):
         answered = [(entry, submit(run, entry, attempt, number)) for number, entry in enumerate(left)]
@@ -59,5 +61,5 @@ def test_every_strict_schema_gets_a_valid_instance_from_a_model_that_knows_nothi
                 assert validator.is_valid(json.loads(text)), (entry.name, text)
         left = [entry for entry, sequence in answered if sequence.finish != "stop"]
 
-    assert count > 300
+    assert count > 300 // STRIDE
     assert not left, [entry.name for entry in left]

@@ -17,7 +17,7 @@ from servers import Server, running
 from waiting import until
 from weft.kernels import blas
 from weft.model.resolve import TINY_HYBRID
-from weft.serving import registry
+from weft.serving import fit
 
 LOAD, UNLOAD, COMPLETIONS = "/v1/models/load", "/v1/models/unload", "/v1/completions"
 TEXT = "Once upon a time"
@@ -123,7 +123,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers_unless_forced(folder: st
 
 def test_one_that_is_on_its_way_is_reckoned_with(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda: True)
-    monkeypatch.setattr(registry, "available_memory_bytes", lambda: 250_000_000)  # room for one
+    monkeypatch.setattr(fit, "available_memory_bytes", lambda: 250_000_000)  # room for one
     second = str(shutil.copytree(folder, tmp_path / "second"))
     with front({"m": []}, spare={folder: ["--load-until", "/never"]}) as server:
         first = server.post(LOAD, {"model": folder})
