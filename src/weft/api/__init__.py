@@ -1,1 +1,1 @@
-"""HTTP only: JSON in, events out. No token ids, no mlx."""
+"""HTTP layer: parses requests of the OpenAI, Anthropic and Ollama APIs and encodes replies. Never imports mlx."""

@@ -1,4 +1,4 @@
-"""weft's own endpoints: health, models, status, metrics, cached prefixes, cancelling, and text ⇄ token ids."""
+"""weft's own HTTP endpoints: health, models (list, load, unload), status, metrics, prefix cache, cancel, tokenize."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ MAX_EXCERPT = 200  # characters shown of a cached chunk
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /tokenize: one of prompt, content and messages."""
+    """The body of POST /tokenize; one of prompt, content and messages is required."""
 
     prompt: str | None = None
     content: str | None = None
@@ -43,26 +43,26 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /detokenize."""
+    """The body of POST /detokenize: the token ids to decode to text."""
 
     tokens: list[TokenId]
     model: str | None = None
 
 
 class ClearRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/cache/clear, which may be left out."""
+    """The optional body of POST /v1/cache/clear: the model whose prefix cache is cleared; absent: all models."""
 
     model: str | None = None
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/models/unload. The name is never left out: unloading ends answers."""
+    """The body of POST /v1/models/unload. The model's name is required, because unloading ends running requests."""
 
     model: SomeText
 
 
 class LoadRequest(UnloadRequest, kw_only=True):
-    """The body of POST /v1/models/load."""
+    """The body of POST /v1/models/load: the model's name, whether to download it, and whether to skip the memory check."""
 
     fetch: bool | None = None  # download it where it is not on this machine
     force: bool | None = None  # try it even if it does not fit
@@ -70,7 +70,7 @@ class LoadRequest(UnloadRequest, kw_only=True):
 
 @dataclass(frozen=True)
 class Admin:
-    """The endpoints beside those of the dialects."""
+    """HTTP handlers of weft's own endpoints, such as /health, /metrics, /v1/models and /v1/cache."""
 
     service: Service
     config: ServerConfig
@@ -78,7 +78,7 @@ class Admin:
     started: float = field(default_factory=time.time)
 
     async def health(self, _: Request) -> Response:
-        """Status 200 when every model the server was started with answers, else 503 with the condition of each."""
+        """Respond 503 if a model given at start is loading, failed, sick or stopping, else 200; the body lists all models."""
         models = {model.name: condition_of(model) for model in self.service.models}
         states = {condition_of(model)["status"] for model in self.service.models if not model.is_guest}
         states |= {"stopping"} if self.service.is_stopping else set()
@@ -87,7 +87,7 @@ class Admin:
         return json_response({"status": status, "models": models}, code, headers)
 
     async def list_models(self, _: Request) -> Response:
-        """List the served models, those that answer first; one list for clients of OpenAI and of Anthropic."""
+        """Respond with all served models, ready ones first, as one list that OpenAI and Anthropic clients understand."""
         rows = [self._model(model) for model in sorted(self.service.models, key=lambda model: not model.is_ready)]
         ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]} if rows else {"first_id": None, "last_id": None}
         return json_response({"object": "list", "data": rows, "has_more": False, **ends})
@@ -105,13 +105,13 @@ class Admin:
         return json_response({"object": "list", "data": rows, "free_bytes": self.registry.free_bytes})
 
     async def load(self, request: Request) -> Response:
-        """Load a model: status 202 when that has begun, 200 when it was loaded before."""
+        """Start loading a model in the background; respond 202 if started, 200 if it was already loaded or loading."""
         wanted = await self._read(request, LoadRequest)
         model, is_new = await self.registry.load(wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))
         return json_response(self._model_status(model), 202 if is_new else 200)
 
     async def unload(self, request: Request) -> Response:
-        """Unload a model. Its running answers may finish first; the response comes when its memory is free."""
+        """Unload a model: let running requests finish for a limited time, cancel the rest, respond when its engine ended."""
         name = (await self._read(request, UnloadRequest)).model
         await self.registry.unload(name)
         return json_response({"id": name, "object": "model", "status": {"value": "unloaded"}})
@@ -200,7 +200,7 @@ class Admin:
         return convert(await read_json(request, self.config), kind)
 
     def _model(self, model: ServedModel) -> dict[str, Any]:
-        """A model with the fields that clients of OpenAI and Anthropic read, and those that look for a context length."""
+        """Return a model's JSON row with OpenAI's and Anthropic's fields, its status and, once known, its context length."""
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started))
         row: dict[str, Any] = {"id": model.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
         row |= {"type": "model", "display_name": model.name, "created_at": created, "root": model.name}
@@ -224,13 +224,13 @@ class Admin:
 
 
 def cancel_request(service: Service, given: str) -> None:
-    """Cancel the request that a client means by this id. Raises BorderError where none is running."""
+    """Cancel the running request with this id (a reply's id also works). Raises BorderError (404) if none is running."""
     if not any(service.cancel(request_id) for request_id in request_ids(given)):
         raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
 
 
 def condition_of(model: ServedModel) -> dict[str, Any]:
-    """Say whether a model is ready, how far its loading is, or what is wrong with it."""
+    """Return a model's status (ready, loading, failed, …) as a dict, with an error message or loading progress if any."""
     condition = model.supervisor.condition
     if model.is_leaving:
         return {"status": "unloading"}
@@ -265,7 +265,7 @@ def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[st
 
 
 def _excerpt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of a chunk; of a long one its beginning and its end."""
+    """Return the text of a cached chunk of tokens; of a text over MAX_EXCERPT characters only the beginning and the end."""
     parts = [tokens] if len(tokens) <= MAX_EXCERPT else [tokens[:MAX_EXCERPT], tokens[-MAX_EXCERPT:]]
     text = "".join(tokenizer.decode(part, skip_special_tokens=False) for part in parts)
     half = MAX_EXCERPT // 2

@@ -1,4 +1,4 @@
-"""The route table, and the one handler behind every endpoint that generates: from a dialect's `translate` to the socket."""
+"""The ASGI app: the route table, and the handler of all generating endpoints, from parsing a body to sending the reply."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ Recall = Callable[[dict[str, Any], bytes], Awaitable[responses.Past]]  # takes a
 
 
 def make_app(service: Service, config: ServerConfig) -> Starlette:
-    """The server as an ASGI application, with the guard around it."""
+    """Build the Starlette app: all routes and their handlers, with `Guard` as the only middleware."""
     registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
     admin, models, page = Admin(service, config, registry), ollama.OllamaModels(service, config), Page()
     stored = StoredResponses(service, config)
@@ -106,7 +106,7 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
 
 @dataclass(frozen=True)
 class GeneratingEndpoint:
-    """An endpoint that generates: the same steps for all dialects, around the `translate` function of one."""
+    """Handler of one generating endpoint; the steps are shared, the dialect's `translate` parses the body."""
 
     service: Service
     config: ServerConfig
@@ -115,7 +115,7 @@ class GeneratingEndpoint:
     recall: Recall | None
 
     async def handle(self, request: Request) -> Any:
-        """Parse the body, start the request, and reply: streamed, as one body, or with what is wrong."""
+        """Parse the body, start generation, and return a stream or a whole reply; errors are logged, then raised to `Guard`."""
         account, request_id = RequestAccount(request, self.dialect, self.service), request.state.request_id
         try:
             deadline = Deadline.of(request.headers, self.config.request_timeout)
@@ -168,7 +168,7 @@ class GeneratingEndpoint:
 
 @dataclass(frozen=True)
 class EventStream:
-    """The response to a streamed request, whose model may still be loading."""
+    """ASGI response that streams a reply's frames, with heartbeats; a disconnect or the deadline ends the request."""
 
     reply: Reply
     active: ActiveRequest
@@ -215,7 +215,7 @@ class EventStream:
 async def collect_body(
     reply: Reply, active: ActiveRequest, parts: PartStream, receive: Receive, deadline: Deadline
 ) -> dict[str, Any]:
-    """Make the body of a reply that is not streamed. Raises what ended the request, Disconnected when the client went away."""
+    """Generate to the end and return a non-streamed reply's body. Raises the request's error, Disconnected if the client left."""
     watch = asyncio.create_task(_abandon_when_gone(active, receive, deadline))
     try:
         async with contextlib.aclosing(parts):
@@ -238,7 +238,7 @@ async def _abandon_when_gone(active: ActiveRequest, receive: Receive, deadline: 
 
 @dataclass
 class RequestAccount:
-    """One HTTP request from its arrival to the record it leaves in log and metrics."""
+    """Bookkeeping of one HTTP request; `close` logs it and, if an engine had received it, adds it to the metrics."""
 
     request: Request
     dialect: str

@@ -1,4 +1,4 @@
-"""What all dialects share. A dialect (OpenAI's, Anthropic's, Ollama's) is a `translate` function and a subclass of `Reply`."""
+"""Shared code of the API dialects (OpenAI, Anthropic, Ollama); each has a `translate` function and a subclass of `Reply`."""
 
 import base64
 import re
@@ -17,7 +17,7 @@ from weft.ipc.messages import GrammarSpec
 from weft.text.types import CallArguments, Delta, Effort, Finish, GenerationRequest, Reasoning, Role, Text, Usage
 
 EVENTS = "text/event-stream; charset=utf-8"
-SEAL = "weft"  # what a seal of ours begins with
+SEAL = "weft"  # prefix of the strings that `seal` makes
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 
 SomeText = Annotated[str, Meta(min_length=1)]
@@ -28,67 +28,67 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class ReplyHeader:
-    """What all parts of one reply have in common."""
+    """Values common to all chunks of one reply: request id, creation time, model name, fingerprint and sampling."""
 
     id: str  # the request's id, without a dialect's prefix
     created: int  # seconds since 1970
     model: str  # the served model's name
     fingerprint: str  # versions of weft and mlx
-    sampling: Sampling | None = None  # as the model does it; None while that is not known
+    sampling: Sampling | None = None  # with the model's defaults; None while these are not known
 
 
 class Reply:
-    """A reply in one dialect: frames of a stream, or one body. Both are made of the same deltas, given in the same order."""
+    """Base class that encodes deltas in one API dialect, as frames (bytes) of a stream or as one JSON body."""
 
     def __init__(self) -> None:
         self.collected: defaultdict[int, list[Delta]] = defaultdict(list)  # by choice, for the body
 
     def frame_opening(self) -> bytes:
-        """Frames sent with the headers, before any work."""
+        """Return the frames sent right after the HTTP headers, before any token is generated; b"" by default."""
         return b""
 
     def frame_start(self, _usage: Usage, /) -> bytes:
-        """Frames sent before those of the first deltas, when the counts of the prompt are known."""
+        """Return the frames sent once before the first deltas, when prompt token counts are known; b"" by default."""
         return b""
 
     def frame_deltas(self, choice: int, deltas: Sequence[Delta]) -> bytes:
-        """Frames for the new deltas of one choice, run by run; b"" where there is nothing to show."""
+        """Encode new deltas of one choice as frames, one run of equal kind at a time; b"" if there is nothing to show."""
         return b"".join([self.frame_run(choice, run) for run in self.runs(deltas)])
 
     def frame_run(self, choice: int, run: list[Delta], /) -> bytes:
-        """Frames for consecutive deltas of one kind."""
+        """Encode a run (consecutive deltas of one kind) of one choice as frames."""
         raise NotImplementedError
 
     def frame_heartbeat(self, num_computed: int, num_tokens: int, /) -> bytes:
-        """Frames for a silent stream, of whose prompt `num_computed` of `num_tokens` tokens are computed."""
+        """Return frames that keep a silent stream alive; `num_computed` of `num_tokens` prompt tokens are prefilled."""
         raise NotImplementedError
 
     def frame_closing(self) -> bytes:
-        """Frames sent after every choice has finished."""
+        """Return the frames that end a stream after every choice has finished; b"" by default."""
         return b""
 
     def frame_error(self, error: Exception) -> bytes:
-        """Frames for an error after the headers. No regular end follows, or clients would take the stream for complete."""
+        """Encode an error as a stream's last frames; no regular end follows, or clients would take the reply for complete."""
         raise NotImplementedError
 
     def collect_deltas(self, choice: int, deltas: Sequence[Delta]) -> None:
         self.collected[choice] += deltas
 
     def make_body(self) -> dict[str, Any]:
-        """The body of a reply that is not streamed, made of the collected deltas."""
+        """Return the JSON body of a non-streamed reply, made of the deltas given to `collect_deltas`."""
         raise NotImplementedError
 
     def runs(self, deltas: Iterable[Delta]) -> Iterator[list[Delta]]:
         return (list(run) for _, run in groupby(deltas, self.kind_of))
 
     def kind_of(self, delta: Delta) -> Any:
-        """What the deltas of one run have in common: their type, and the call they belong to."""
+        """Return the key by which consecutive deltas are grouped into runs: their type, and tool call index if they have one."""
         return type(delta), getattr(delta, "index", None)
 
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """A request body as its dialect understands it."""
+    """A parsed request body: the generation to run, whether to stream, ignored fields, and how to make the `Reply`."""
 
     generation: GenerationRequest  # without prompts: the client wants the model loaded and nothing else
     stream: bool
@@ -100,13 +100,13 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class FieldRules:
-    """What becomes of the fields that a request's struct does not have; those in neither list are unknown."""
+    """Rules for body fields that the request's struct lacks: refused, harmless, or (in neither list) reported as unknown."""
 
-    refused: dict[str, tuple[Any, ...]]  # known and not done; null and these values would not act and are accepted
+    refused: dict[str, tuple[Any, ...]]  # known but not supported; null and the listed values are accepted
     harmless: frozenset[str]  # known, and without effect on the answer
 
     def read(self, body: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-        """The body as a struct, and the names of its unknown fields. Raises InvalidRequest or UnsupportedParameter."""
+        """Validate a body; return its struct and the unknown fields' names. Raises InvalidRequest or UnsupportedParameter."""
         rest = {name: value for name, value in body.items() if value is not None and name not in kind.__struct_fields__}
         for name, idle in self.refused.items():
             given = rest.get(name)
@@ -118,7 +118,7 @@ class FieldRules:
 
 
 def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
-    """The body as a struct. Raises InvalidRequest with the place of the first misfit, as in `messages[0].content`."""
+    """Convert a JSON body to a struct. Raises InvalidRequest with the path of the first mismatch, as `messages[0].content`."""
     try:
         return msgspec.convert(body, kind)
     except msgspec.ValidationError as error:  # it says: Expected `int`, got `str` - at `$.prompt[0]`
@@ -136,7 +136,7 @@ def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
 
 
 def encode_json(value: Any) -> bytes:
-    """JSON on one line, also for clients that end lines where Unicode does and not where event streams do."""
+    """Encode a value as one line of JSON; U+2028, U+2029 and U+0085 are escaped, as some clients split lines there."""
     data = msgspec.json.encode(value)
     if data.isascii():
         return data
@@ -144,52 +144,52 @@ def encode_json(value: Any) -> bytes:
 
 
 def encode_event(event: dict[str, Any]) -> bytes:
-    """A server-sent event that is named by its type."""
+    """Encode a dict as a server-sent event, whose event name is the dict's `type`."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), encode_json(event))
 
 
 def join_texts(deltas: Iterable[Delta], *kinds: type[Text | Reasoning | CallArguments]) -> str:
-    """The texts of the deltas of these kinds, or of all kinds that have a text."""
+    """Concatenate the texts of the deltas of these kinds; without kinds, of all Text, Reasoning and CallArguments."""
     return "".join([delta.text for delta in deltas if isinstance(delta, kinds or (Text, Reasoning, CallArguments))])
 
 
 def schema_verdict(finish: Finish) -> dict[str, Any]:
-    """The field that says whether an answer fits the schema it was not held to; no field where there is no such schema."""
+    """Return a `schema_validation` field for an answer checked against a non-strict schema; {} if it was not checked."""
     if finish.schema_errors is None:
         return {}
     return {"schema_validation": {"valid": not finish.schema_errors, "errors": finish.schema_errors}}
 
 
 def pick_fields(value: Any, *names: str) -> dict[str, Any]:
-    """A value's attributes of these names, as a dict."""
+    """Return the attributes of an object that have these names, as a dict."""
     return {name: getattr(value, name) for name in names}
 
 
 def reused_fields(usage: Usage) -> dict[str, Any]:
-    """How much of a prompt was cached and why no more, as every dialect reports it; {} where the engine does not say."""
+    """Return how many prompt tokens the prefix cache matched and why no more, as a dict; {} if the engine did not report it."""
     names = ("matched", "cause", "position", "token", "instead", "why")
     return {} if usage.reuse is None else pick_fields(usage.reuse, *names)
 
 
 def kept_tokens(usage: Usage) -> int:
-    """How many tokens of a prompt were computed and are cached now: all but the last, which every request computes, or none."""
+    """Return the cache-write tokens: prompt tokens newly computed and cached, without the last; 0 if caching was off."""
     is_retained = usage.reuse is not None and usage.reuse.cause != "off"
     return max(usage.prompt_tokens - usage.cached_tokens - 1, 0) if is_retained else 0
 
 
 def request_ids(given: str) -> Iterator[str]:
-    """The request ids that a client may mean by an id: the id itself, or what follows the prefix of a reply's id."""
+    """Yield the request ids that a client's id may mean: the id itself, and the id without a prefix such as `chatcmpl-`."""
     yield given
     yield from (given.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_") if given.startswith(prefix))
 
 
 def seal(reasoning: str) -> str:
-    """Reasoning for a client that carries it to the next request without showing it. It is encoded, not encrypted."""
+    """Encode reasoning (base64, not encrypted) as an opaque string that the client sends back in its next request."""
     return f"{SEAL}:{base64.b64encode(reasoning.encode()).decode()}"
 
 
 def unseal(sealed: str) -> str:
-    """The reasoning in a seal of ours; "" for anything else."""
+    """Decode the reasoning from a string made by `seal`; return "" for any other string."""
     name, _, data = sealed.partition(":")
     try:
         return base64.b64decode(data, validate=True).decode() if name == SEAL else ""

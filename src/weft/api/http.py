@@ -1,4 +1,4 @@
-"""HTTP itself: the guard that lets requests in, bodies bounded in bytes, seconds and depth, deadlines, and the page's files."""
+"""HTTP basics: the middleware that checks requests, limited reading of JSON bodies, deadlines, and the web page's files."""
 
 import asyncio
 import hmac
@@ -54,20 +54,20 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 class Disconnected(BorderError):
-    """The client went away; nobody reads the answer, and the log shows 499."""
+    """Error for a client that closed its connection before its reply was complete; logged as status 499."""
 
     def __init__(self) -> None:
         super().__init__(499, "client_disconnected", "The client closed the connection before its request was complete.")
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
+    """Wait until the client has closed its connection; other ASGI messages are discarded."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
-    """Read the JSON object of a request's body; of keys given twice the last one wins. Raises BorderError or InvalidRequest."""
+    """Read a request's body as a JSON object, limited in bytes, seconds and depth. Raises BorderError or InvalidRequest."""
     headers, body, max_bytes = request.headers, bytearray(), config.max_body_bytes
     if headers.get("content-type", "").partition(";")[0].strip().lower() == "multipart/form-data":
         # Other types are let in: curl says "form" when it sends JSON.
@@ -114,7 +114,7 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _check_values(value: dict[str, Any]) -> None:
-    """Refuse valid JSON that would break code further in: deep nesting, and integers that no float can hold."""
+    """Raise InvalidRequest for JSON that is nested more than MAX_DEPTH levels or has integers of more than 64 bits."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         children = [child for parent in level for child in (parent.values() if type(parent) is dict else parent)]
@@ -128,14 +128,14 @@ def _check_values(value: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Deadline:
-    """How long a request may take from its arrival to its end; None: as long as it likes."""
+    """Time limit of a request, counted from its arrival; no limit if `seconds` is None."""
 
     seconds: float | None = None
     begun: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, headers: Headers, longest: float | None) -> Self:
-        """The deadline of a request that arrives now: the server's, or an earlier one of the client. Raises InvalidRequest."""
+        """Make a deadline that starts now: `longest`, or the client's timeout header if shorter. Raises InvalidRequest."""
         if (given := headers.get(TIMEOUT_HEADER)) is None:
             return cls(longest)
         try:
@@ -147,7 +147,7 @@ class Deadline:
         return cls(seconds if longest is None else min(seconds, longest))
 
     async def hold(self, work: Awaitable[Outcome]) -> Outcome:
-        """Return what the work returns. Raises RequestTimedOut, and cancels the work, when the time is up."""
+        """Await `work` and return its result; at the deadline cancel `work` and raise RequestTimedOut."""
         left = None if self.seconds is None else self.begun + self.seconds - time.monotonic()
         try:
             async with asyncio.timeout(left) as limit:
@@ -160,7 +160,7 @@ class Deadline:
 
 
 class Guard:
-    """The app's one middleware: checks Host, Origin and key, gives every request an id, and reports the errors that escape.
+    """ASGI middleware: checks Host, Origin and API key, gives each request an id, and turns uncaught errors into responses.
 
     Web pages are the danger on loopback: any page may send requests to localhost (hence the check of Origin), and a page's own
     name may be made to resolve to us (DNS rebinding, hence Host). /health and `open_paths` need no key.
@@ -222,11 +222,11 @@ class Guard:
             raise BorderError(403, "forbidden_host", message)
 
     def _check_origin(self, headers: Headers) -> dict[str, str]:
-        """The headers with which a browser lets the page read our answer. Raises BorderError where the page may have none."""
-        origin = ",".join(headers.getlist("origin"))  # two are none
+        """Return the CORS headers for the reply to an allowed Origin. Raises BorderError (403) for any other origin."""
+        origin = ",".join(headers.getlist("origin"))  # two Origin headers match nothing
         authority = origin.lower().partition("://")[2]
         host = _host_of(authority)
-        is_ours = authority == headers.get("host", "").lower()  # a page of this server, under a Host that was found good
+        is_ours = authority == headers.get("host", "").lower()  # a page of this server; its Host was checked before
         is_trusted = host is not None and (is_ours or _kind_of(host) == "loopback")
         if not is_trusted and origin.lower() not in self.allowed_origins:
             hint = "start it with --allowed-origin ORIGIN to let them"
@@ -234,7 +234,7 @@ class Guard:
         return {"access-control-allow-origin": origin, "access-control-expose-headers": "*", "vary": "origin"}
 
     def _check_key(self, headers: Headers, path: str) -> bytes:
-        """The key that the client sent, also where none is needed; b"" without one. Raises BorderError."""
+        """Return the API key that the client sent, or b"". Raises BorderError (401) if a key is required and none is valid."""
         bearers = [value.partition(" ") for value in headers.getlist("authorization")]
         given = headers.getlist("x-api-key") + [token.strip() for scheme, _, token in bearers if scheme.lower() == "bearer"]
         tokens = [token.encode("latin-1") for token in given if token]  # an empty key never fits
@@ -248,7 +248,7 @@ class Guard:
 
 
 def _preflight(headers: Headers) -> Response:
-    """The answer to a browser that asks before it sends; the origin was found good, so it may send what it likes."""
+    """Answer a CORS preflight request: allow our methods and any requested headers. The caller has checked the origin."""
     allowed = {"access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS", "access-control-max-age": "600"}
     if "access-control-request-headers" in headers:
         allowed["access-control-allow-headers"] = headers["access-control-request-headers"]
@@ -256,7 +256,7 @@ def _preflight(headers: Headers) -> Response:
 
 
 def _host_of(authority: str) -> str | None:
-    """The host of `host:port` in lower case, without brackets and final dot; None when it is not of that form."""
+    """Return the host of `host:port` (port optional) in lower case, without brackets or final dot; None if malformed."""
     match = _HOST.fullmatch(authority)
     if match is None or int(match["port"] or 0) > 65535:
         return None
@@ -271,7 +271,7 @@ def _kind_of(host: str) -> Literal["loopback", "address", "name"]:
 
 
 class Page:
-    """The files of `weft/page` by path, read once, and served with a policy that lets a browser load nothing else."""
+    """Static files of the web page (`weft/page`), read once at start and served with a strict Content-Security-Policy."""
 
     def __init__(self) -> None:
         found = [each for each in (files("weft") / "page").iterdir() if PurePath(each.name).suffix in PAGE_TYPES]

@@ -1,4 +1,4 @@
-"""GET /v1/events: a stream of what changes on the server, for the page and any other watcher. Shows numbers, never text."""
+"""GET /v1/events: a server-sent event stream of changes in models and requests, for dashboards. Has counts, never text."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from weft.serving.model import ServedModel
 from weft.serving.service import Service
 
 TICK_SECONDS = 0.25
-QUIET_TICKS = 4  # without news only one tick in so many is sent
+QUIET_TICKS = 4  # if nothing changes, only every fourth tick is sent
 CANCELLED = 499
 
 EventRow = dict[str, Any]
@@ -27,7 +27,7 @@ GapCounts = list[tuple[float, float]]  # seconds, and how many token gaps were n
 
 @dataclass(frozen=True)
 class LiveEvents:
-    """The endpoint as an ASGI application: a stream for each watcher until it leaves or the server stops."""
+    """ASGI endpoint of GET /v1/events: sends changes to the client until it disconnects or the server stops."""
 
     service: Service
 
@@ -49,12 +49,12 @@ class LiveEvents:
 
 
 class LiveView:
-    """What one watcher has seen; finds what is new."""
+    """The state last sent to one client of GET /v1/events; `tick` computes what has changed since."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
         self._rows: dict[ActiveRequest, EventRow] = {}  # as last sent
-        self._num_own: Counter[ActiveRequest] = Counter()  # tokens of prompts that were computed for the request itself
+        self._num_own: Counter[ActiveRequest] = Counter()  # prompt tokens computed (not cached) so far
         self._ended: list[ActiveRequest] = []
         self._gaps = {model.name: service.metrics.gaps(model.name) for model in service.models}
         self._num_tokens: Counter[str] = Counter()  # by model, since the last tick
@@ -66,7 +66,7 @@ class LiveView:
         self._ended.append(request)
 
     def tick(self, now: float) -> EventRow | None:
-        """What changed since the last tick; None where nothing did. The first tick has every running request."""
+        """Return an event with the changed requests and all models; None on three of four ticks without a change."""
         self._num_tokens.clear()
         self._num_prefilled.clear()
         ended, self._ended = self._ended, []
@@ -84,9 +84,9 @@ class LiveView:
         return {"time": round(time.time(), 3), "seconds": round(seconds, 3), "models": models, "requests": rows}
 
     def _news(self, request: ActiveRequest, is_over: bool) -> EventRow | None:
-        """The row of a request if it has changed. What was done for the request is added to its model's counts."""
+        """Update the model's token counts from a request's progress; return the request's row if it changed, else None."""
         row, last = self._row(request, is_over), self._rows.get(request, {})
-        # The first count includes what was cached, and is not counted.
+        # The first `computed` value includes cached tokens, so it does not count as prefilled.
         fresh = row["computed"] - last["computed"] if row["computed"] and last.get("computed") else 0
         if request.choices[0].timings is not None:
             fresh = row["prompt_tokens"] - row["cached_tokens"] - self._num_own[request]
@@ -154,7 +154,7 @@ class LiveView:
 
 
 def percentiles(before: GapCounts, after: GapCounts) -> dict[str, float] | None:
-    """The 50th, 95th and 99th percentile of the token gaps counted between two readings; None where there were none."""
+    """Return p50, p95 and p99 (seconds) of the token gaps between two histogram readings; None if there were none."""
     known = dict(before)
     counts = [(bound, count - known.get(bound, 0)) for bound, count in after]
     if not counts or not counts[-1][1]:
@@ -163,7 +163,7 @@ def percentiles(before: GapCounts, after: GapCounts) -> dict[str, float] | None:
 
 
 def _quantile(counts: GapCounts, wanted: float) -> float:
-    """The seconds below which `wanted` gaps are, taking those between two bounds as evenly spread."""
+    """Return the seconds below which `wanted` token gaps lie, interpolated linearly between the histogram's bounds."""
     low = below = 0.0
     for bound, count in counts:
         if bound == float("inf"):

@@ -1,4 +1,4 @@
-"""Ollama's dialect, for programs that know no other one: generating is translated, models are shown as Ollama does."""
+"""Ollama's API: translates /api/chat and /api/generate, encodes their replies, and lists models in Ollama's format."""
 
 import hashlib
 import time
@@ -41,7 +41,7 @@ OPTION_RULES = FieldRules({"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """How to sample. Further limits are checked by `Sampling`."""
+    """Sampling options of an Ollama request. Further value ranges are checked by `Sampling`."""
 
     temperature: float | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: all tokens
@@ -56,21 +56,21 @@ class Options(msgspec.Struct, kw_only=True):
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
-    """The function of a call."""
+    """The function's name and arguments in a tool call."""
 
     name: str
     arguments: dict[str, Any] = {}
 
 
 class OllamaToolCall(msgspec.Struct, kw_only=True):
-    """A call of an earlier answer. Older programs give it no id."""
+    """A tool call in an earlier assistant message. Older clients send no id."""
 
     function: OllamaFunction
     id: str | None = None
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
-    """One message."""
+    """One message of a conversation sent to POST /api/chat."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -82,14 +82,14 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 
 
 class OllamaTool(msgspec.Struct, kw_only=True):
-    """A function that may be called: its name, description and parameters."""
+    """A function that the model may call; `function` holds its name, description and parameters."""
 
     function: dict[str, Any]
     type: Literal["function"] = "function"
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):
-    """The fields of both generating endpoints. Absent and null are the same."""
+    """Fields shared by POST /api/chat and /api/generate. Null is treated as absent."""
 
     model: str | None = None
     stream: bool | None = None  # absent: true
@@ -99,14 +99,14 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    """The body of POST /api/chat. Without messages it asks for the model to be loaded."""
+    """The body of POST /api/chat. Without messages, nothing is generated; the server replies once the model is loaded."""
 
     messages: list[OllamaMessage] | None = None
     tools: list[OllamaTool] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    """The body of POST /api/generate. Without a prompt it asks for the model to be loaded."""
+    """The body of POST /api/generate. Without a prompt, nothing is generated; the server replies once the model is loaded."""
 
     prompt: str | None = None
     system: str | None = None
@@ -115,14 +115,14 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
 
 class ShowRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /api/show; older programs say `name`."""
+    """The body of POST /api/show; `name` is the field that older clients send in place of `model`."""
 
     model: str | None = None
     name: str | None = None
 
 
 def translate_chat(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body of /api/chat. Raises InvalidRequest that names the field."""
+    """Parse a body of POST /api/chat into a generation request and its reply type. Raises InvalidRequest."""
     request, ignored = _read(body, OllamaChatRequest)
     given = tuple({"type": tool.type, "function": tool.function} for tool in request.tools or ())
     tools = read_tools(given)
@@ -133,7 +133,7 @@ def translate_chat(body: dict[str, Any]) -> ParsedRequest:
 
 
 def translate_generate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body of /api/generate. Raises InvalidRequest that names the field."""
+    """Parse a body of POST /api/generate into a generation request and its reply type. Raises InvalidRequest."""
     request, ignored = _read(body, OllamaGenerateRequest)
     prompts: tuple[types.Prompt, ...] = ()
     if request.prompt and request.raw:
@@ -177,12 +177,12 @@ def _parsed(
 
 
 def plain_name(model: str | None) -> str | None:
-    """A model's name as weft knows it: Ollama's programs add a tag to it."""
+    """Return a model's name without Ollama's tag `:latest`; None if no name is given."""
     return model and model.removesuffix(":latest")
 
 
 def _messages(given: Sequence[OllamaMessage]) -> tuple[types.Message, ...]:
-    """The messages. Calls and results without ids get some, in their order: templates may need them."""
+    """Convert Ollama messages to weft's; tool calls without an id get one, and tool results the id of the call they answer."""
     messages: list[types.Message] = []
     open_calls: list[ToolCall] = []
     for index, message in enumerate(given):
@@ -200,7 +200,7 @@ def _messages(given: Sequence[OllamaMessage]) -> tuple[types.Message, ...]:
 
 
 def _answered(result: OllamaMessage, open_calls: Sequence[ToolCall]) -> ToolCall | None:
-    """The call that a result belongs to: by id, by name, or the first without a result."""
+    """Return the open call that a tool result answers: by id if given, else by name if given, else the first; or None."""
     for wanted, given in (("id", result.tool_call_id), ("name", result.tool_name)):
         if given is not None:
             return next((call for call in open_calls if getattr(call, wanted) == given), None)
@@ -212,7 +212,7 @@ def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
 
 
 class OllamaReply(Reply):
-    """A reply as one JSON object, or as lines of them; the last line says that it is done and what it took."""
+    """Encodes a reply as NDJSON lines or as one JSON object; the last line has done: true, token counts and durations."""
 
     def __init__(self, header: ReplyHeader, is_chat: bool) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class OllamaReply(Reply):
         return encode_json(self._head | fields) + b"\n"
 
     def _show(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The fields for these deltas. Only complete calls are shown: programs expect their arguments as an object."""
+        """Return the JSON fields for these deltas; a tool call appears only when complete, with its arguments as an object."""
         thinking, calls = join_texts(deltas, Reasoning), []
         for delta in deltas:
             match delta:
@@ -264,7 +264,7 @@ class OllamaReply(Reply):
 
 
 def _ending(finish: Finish) -> dict[str, Any]:
-    """Why an answer ended, and its counts and nanoseconds. The queueing time stands where Ollama has the loading time."""
+    """Return done_reason, token counts and durations in nanoseconds; Ollama's load_duration holds the queueing time."""
     usage = finish.usage or Usage(0, 0)
     queue, prefill, decode = (round(each * 1e9) for each in (usage.queue_seconds, usage.prefill_seconds, usage.decode_seconds))
     return {
@@ -280,7 +280,7 @@ def _ending(finish: Finish) -> dict[str, Any]:
 
 
 class OllamaModels:
-    """The endpoints beside the generating ones."""
+    """HTTP handlers of Ollama's non-generating endpoints: version, tags, ps, show, and embed, which is always refused."""
 
     def __init__(self, service: Service, config: ServerConfig) -> None:
         self.service = service
@@ -295,7 +295,7 @@ class OllamaModels:
         return json_response({"models": [self._row(model) for model in models]})
 
     async def ps(self, _: Request) -> Response:
-        """List the loaded models. None is ever unloaded by itself."""
+        """List the models that are ready; their expires_at is never, because idle models are not unloaded."""
         rows = []
         for model in self.service.models:
             if model.is_ready:

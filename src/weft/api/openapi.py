@@ -1,4 +1,4 @@
-"""The OpenAPI document: requests are described by the structs that read them, all else is written in openapi_replies.json."""
+"""The OpenAPI document: request schemas come from the msgspec structs, everything else from openapi_replies.json."""
 
 from importlib.resources import files
 from typing import Any, get_args
@@ -26,7 +26,7 @@ async def serve_document(_: Request) -> Response:
 
 
 def document(version: str) -> Schema:
-    """The whole OpenAPI document, for this version of weft."""
+    """Build the whole OpenAPI document as a dict, with this version of weft in its info."""
     written: Schema = msgspec.json.decode((files("weft.api") / "openapi_replies.json").read_bytes())
     replies = written["schemas"]
     replies["Timings"]["properties"]["cache"]["properties"]["cause"] = {"enum": [*get_args(MissCause)]}
@@ -87,6 +87,6 @@ def _request_schemas(additions: Schema) -> Schema:
 
 
 def _inert_fields(rules: FieldRules) -> Schema:
-    """The fields that never act: refused ones with the values they may have, and harmless ones."""
+    """Return schemas of fields without effect: refused fields with the values still accepted, and harmless fields."""
     refused = {name: {"enum": [*values, None], "description": "Not done here."} for name, values in rules.refused.items()}
     return refused | {name: {"description": "Accepted; does not change the answer."} for name in sorted(rules.harmless)}

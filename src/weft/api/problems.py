@@ -1,4 +1,4 @@
-"""How an error is reported: its status, its headers, and its body in the dialect of the path that was requested."""
+"""Error responses: HTTP status, headers, and a body in the format of the API (OpenAI, Anthropic, Ollama) of the path."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ OVERLOADED = 529  # Anthropic's status for too many requests; its 429 is for a c
 
 
 class BorderError(WeftError):
-    """A refusal that has a status and a code of its own, like those made before any endpoint looked at the request."""
+    """An error with its own HTTP status, code and headers, for refusals outside the table of error types."""
 
     def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -57,13 +57,13 @@ _ANTHROPIC_TYPES = {
 
 
 def status_of(error: Exception, path: str = "") -> int:
-    """The HTTP status of an error for a request to this path."""
+    """Return the HTTP status for an error; on Anthropic's paths 429 becomes 529 (overloaded)."""
     status = _row(error)[0]
     return OVERLOADED if status == 429 and path.startswith(MESSAGES) else status
 
 
 def headers_of(error: Exception) -> dict[str, str]:
-    """The headers that tell a client when to send the request again, or that it should not."""
+    """Return an error's response headers: its own, `retry-after` if busy, or `x-should-retry: false` for other 5xx."""
     if isinstance(error, BorderError):
         return error.headers
     if isinstance(error, BusyError):
@@ -73,7 +73,7 @@ def headers_of(error: Exception) -> dict[str, str]:
 
 
 def openai_body(error: Exception) -> dict[str, Any]:
-    """The error as OpenAI's dialects show it, in a body or in a stream's event."""
+    """Return an error as OpenAI's error object (message, type, param, code), for a body or a stream event."""
     status, code, _ = _row(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     param = error.param if isinstance(error, RequestError) else None
@@ -81,7 +81,7 @@ def openai_body(error: Exception) -> dict[str, Any]:
 
 
 def response_error(error: Exception) -> dict[str, Any]:
-    """The error inside a failed response: its code is one that clients of Responses know, its `type` weft's own code."""
+    """Return the `error` field of a failed response: `code` is one that Responses clients know, `type` is weft's own."""
     body, code = openai_body(error)["error"], _row(error)[2]
     message, wait = body["message"], headers_of(error).get("retry-after")
     if wait is not None:
@@ -90,7 +90,7 @@ def response_error(error: Exception) -> dict[str, Any]:
 
 
 def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
-    """The error as Anthropic's dialect shows it; agents know a prompt that is too long by these words, and shorten it."""
+    """Return an error as Anthropic's error body; a prompt that is too long gets the wording that agents look for."""
     status, message = status_of(error, MESSAGES), message_of(error)
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.got} tokens > {error.limit} maximum"
@@ -99,7 +99,7 @@ def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
 
 
 def problem(error: Exception, request_id: str, path: str = "") -> Response:
-    """The whole response that reports an error to a client of this path."""
+    """Make the HTTP response that reports an error, with its body in the format of the API that the path belongs to."""
     if path.startswith(MESSAGES):
         body = anthropic_body(error, request_id)
     else:
@@ -109,7 +109,7 @@ def problem(error: Exception, request_id: str, path: str = "") -> Response:
 
 
 async def handle(request: Request, error: Exception) -> Response:
-    """Starlette's exception handler for the router's own 404 and 405; all other errors are the guard's."""
+    """Report Starlette's own HTTP errors (404, 405) in the format of the requested API; `Guard` handles all other errors."""
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
         message = f"{request.method} {request.scope['path']}: {error.detail}"
@@ -124,7 +124,7 @@ def _row(error: Exception) -> tuple[int, str | None, str]:
 
 
 def message_of(error: Exception) -> str:
-    """The words in which a client is told of an error."""
+    """Return the message shown to the client; for internal errors a generic text, as their details are only logged."""
     if _row(error)[1] == "internal_error":
         return "An internal error ended this request; the server's log has the details under the request's id."
     return str(error)

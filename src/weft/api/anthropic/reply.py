@@ -1,4 +1,4 @@
-"""Anthropic's events, or the message that a client makes of them: `make_body` makes it in the same way."""
+"""Replies of POST /v1/messages: Anthropic's stream events, or a message body assembled from these events."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +20,7 @@ MORE_TEXT = (
 
 
 class MessagesReply(Reply):
-    """A message, or its events. Hidden thinking travels sealed in the signature of its block, so that it can come back."""
+    """Encodes a reply as Anthropic's events or message; hidden thinking travels base64-encoded in the block's signature."""
 
     def __init__(self, header: ReplyHeader, max_tokens: int, hides_thinking: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MessagesReply(Reply):
         return encode_event(anthropic_body(error, self._request_id))
 
     def make_body(self) -> dict[str, Any]:
-        """The message as its events make it. The input of a call that was cut is empty: half of one must not be run."""
+        """Return the message assembled from its events; a tool call that was cut off gets {} as input, not a partial one."""
         blocks: list[dict[str, Any]] = []
         end: dict[str, Any] = {}
         for event in (event for run in self.runs(self.collected[0]) for event in self._events(run)):
@@ -123,7 +123,7 @@ class MessagesReply(Reply):
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    """The counts as Anthropic splits a prompt: cached before, computed and cached now, and computed for this request alone."""
+    """Return Anthropic's usage fields, with prompt tokens split into cache reads, cache writes and uncached input."""
     kept = kept_tokens(usage)
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - kept,

@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count of tokens: a body into a `GenerationRequest`; blocks become texts, calls and results."""
+"""POST /v1/messages and its count_tokens: translates a body into a `GenerationRequest`; content blocks become messages."""
 
 import re
 from collections.abc import Sequence
@@ -43,14 +43,14 @@ Placed = tuple[str, dict[str, Any]]  # a block, and its place in the request
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    """One message. A system message may stand anywhere; an answer at the end is continued."""
+    """One message of a conversation. System messages may come anywhere; a final assistant message is continued."""
 
     role: RoleName
     content: str | list[Block]
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model reasons, and how much of it."""
+    """The `thinking` field: whether the model reasons, for how many tokens, and whether the reasoning is shown."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -58,27 +58,27 @@ class Thinking(msgspec.Struct, kw_only=True):
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
-    """What the answer must be."""
+    """A JSON schema that the answer must match."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, kw_only=True):
-    """How the answer should be."""
+    """The `output_config` field: the reasoning effort, and the JSON schema that the answer must match."""
 
     effort: Effort | None = None
     format: OutputFormat | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True):
-    """About the request."""
+    """The `metadata` field of a request; its user_id is used as the session of the client."""
 
     user_id: str | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
-    """Which tools may be called."""
+    """The `tool_choice` field: whether tools may or must be called, which one, and whether several at once."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -86,7 +86,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class ToolParam(msgspec.Struct, kw_only=True):
-    """A tool. One of another type than custom, and without a schema, is one of Anthropic's own and is not complete."""
+    """A tool definition. A tool of Anthropic's own types that has no input_schema is incomplete, and is ignored."""
 
     name: str | None = None
     type: str | None = None
@@ -105,7 +105,7 @@ class ToolParam(msgspec.Struct, kw_only=True):
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/messages/count_tokens: all that the prompt is made of. Absent and null are the same."""
+    """The body of POST /v1/messages/count_tokens: the fields that make up the prompt. Null is treated as absent."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     model: str | None = None
@@ -118,7 +118,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """The body of POST /v1/messages."""
+    """The body of POST /v1/messages: the fields that make up the prompt, and those for sampling and streaming."""
 
     max_tokens: Annotated[int, Meta(ge=0)]  # 0: the prompt is computed and cached, and nothing is generated
     stream: bool | None = None
@@ -131,7 +131,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body of /v1/messages. Raises InvalidRequest that names the field."""
+    """Parse a body of POST /v1/messages into a generation request and its reply type. Raises InvalidRequest."""
     request, ignored = RULES.read(body, MessagesRequest)
     generation = replace(
         _read_generation(request),
@@ -149,7 +149,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
 
 
 def translate_count(body: dict[str, Any]) -> GenerationRequest:
-    """The generation of a body whose prompt tokens are to be counted. Raises InvalidRequest that names the field."""
+    """Parse a body of /v1/messages/count_tokens into the request whose prompt is to be counted. Raises InvalidRequest."""
     return _read_generation(RULES.read(body, CountRequest)[0])
 
 
@@ -175,7 +175,7 @@ def _read_generation(request: CountRequest) -> GenerationRequest:
 
 
 def _read_thinking(request: CountRequest) -> tuple[Effort | None, int | None, dict[str, Any]]:
-    """How much to reason: the effort, the budget in tokens, and what the template is told. By default the model decides."""
+    """Return reasoning effort, token budget and chat template kwargs; None, None and {} leave reasoning to the model."""
     effort = request.output_config.effort if request.output_config else None
     match request.thinking:
         case None:
@@ -242,7 +242,7 @@ def _read_blocks(content: str | list[dict[str, Any]], place: str) -> list[Placed
 
 
 def _read_system(blocks: list[Placed], place: str) -> list[Message]:
-    """A system message without the line for billing; none where there is nothing else."""
+    """Return a system message without Claude Code's x-anthropic-billing-header line; an empty list if nothing remains."""
     parts, marks = _read_parts(blocks)
     texts = [_text(BILLING.sub("", part["text"])) if part["type"] == "text" else part for part in parts]
     kept = [index for index, part in enumerate(texts) if part != _text("")]
@@ -251,7 +251,7 @@ def _read_system(blocks: list[Placed], place: str) -> list[Message]:
 
 
 def _read_user(blocks: list[Placed], place: str) -> list[Message]:
-    """A user's message: the results of calls first, because they belong to the answer before them."""
+    """Convert a user turn to messages: one tool message per tool_result, then a user message if other blocks exist."""
     results = [_read_result(block, where) for where, block in blocks if block.get("type") == "tool_result"]
     parts, marks = _read_parts([(where, block) for where, block in blocks if block.get("type") != "tool_result"])
     return results + ([Message("user", _content(parts), breakpoints=marks, place=place)] if parts else [])
@@ -296,13 +296,13 @@ def _call_id(given: Any, place: str) -> str:
 
 
 def _read_parts(blocks: Sequence[Placed]) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-    """Blocks as parts of a content, and the indices of those after which a later prompt may diverge."""
+    """Convert content blocks to parts; also return the indices of the blocks with cache_control (cache breakpoints)."""
     marks = tuple(index for index, (_, block) in enumerate(blocks) if block.get("cache_control") is not None)
     return [_read_part(block, place) for place, block in blocks], marks
 
 
 def _read_part(block: dict[str, Any], place: str) -> dict[str, Any]:
-    """A block as a text part, or as it is where there is no text in it."""
+    """Convert a text, document or similar block to a text part; blocks of other types, such as images, are unchanged."""
     match block:
         case {"type": "text", "text": text}:
             return _text(_check(text, str, f"{place}.text"))
@@ -335,7 +335,7 @@ def _join_blocks(content: list[Any], place: str) -> str:
 
 
 def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """A single text part as a bare text, so that a prompt is the same whichever way it was sent."""
+    """Return the text if the only part is a text part, else the parts; so both forms of a text give the same prompt."""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 

@@ -1,1 +1,1 @@
-"""OpenAI's dialects: Chat Completions, Completions and Responses."""
+"""OpenAI's APIs: Chat Completions, Completions and Responses."""

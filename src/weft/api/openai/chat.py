@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a body into a `GenerationRequest`, and deltas into a completion or its chunks."""
+"""POST /v1/chat/completions: parses a body into a `GenerationRequest`, and encodes deltas as a completion or its chunks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -22,21 +22,21 @@ SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds})]
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
-    """The function of a tool call."""
+    """The function's name and arguments in a tool call."""
 
     name: str
     arguments: str | dict[str, Any] = "{}"
 
 
 class CalledCustom(msgspec.Struct, kw_only=True):
-    """The custom tool of a tool call."""
+    """The custom tool's name and input text in a tool call."""
 
     name: str
     input: str
 
 
 class ChatToolCall(msgspec.Struct, kw_only=True):
-    """A tool call of an earlier answer, with one of function and custom."""
+    """A tool call in an earlier assistant message; it must have `function` or `custom`."""
 
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
@@ -45,7 +45,7 @@ class ChatToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message. Only an answer or a tool's result may be without content."""
+    """One message of a conversation. Only assistant and tool messages may be without content."""
 
     role: Role
     content: str | list[Part] | None = None
@@ -72,7 +72,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body of /v1/chat/completions. Raises InvalidRequest that names the field."""
+    """Parse a body of POST /v1/chat/completions into a generation request and its reply type. Raises InvalidRequest."""
     request, ignored = RULES.read(body, ChatRequest)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -104,12 +104,12 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Read the messages of a request. Raises InvalidRequest with the place of the first misfit."""
+    """Convert a request's chat messages to `Message`s. Raises InvalidRequest with the path of the first invalid field."""
     return tuple(read_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
 def read_message(message: ChatMessage, place: str) -> Message:
-    """Read the message at this place of a request. Raises InvalidRequest."""
+    """Convert a chat message to a `Message`. Raises InvalidRequest; `place` is the message's path in the request."""
     content: str | list[dict[str, Any]] | None = message.refusal if message.content is None else message.content
     if content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"{place}.content is missing; a {message.role} message needs one", f"{place}.content")
@@ -130,7 +130,7 @@ def read_message(message: ChatMessage, place: str) -> Message:
 
 
 def _part(part: dict[str, Any], place: str) -> dict[str, Any]:
-    """A part as given; what is text under another name gets the name that templates know."""
+    """Return a content part as it is, except that input_text, output_text and refusal parts become text parts."""
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str()}:
             return {name: value for name, value in part.items() if name != "prompt_cache_breakpoint"} | {"type": "text"}
@@ -155,7 +155,7 @@ def _tool_call(call: ChatToolCall, place: str) -> ToolCall:
 
 
 class ChatReply(OpenAIReply):
-    """A chat completion, or its chunks."""
+    """Encodes a reply as a chat completion, or as its stream chunks."""
 
     id_prefix = "chatcmpl"
     body_object = "chat.completion"
@@ -165,10 +165,10 @@ class ChatReply(OpenAIReply):
     def __init__(self, header: ReplyHeader, request: ChatRequest, has_logprobs: bool, custom: frozenset[str]) -> None:
         super().__init__(header, request, 1, has_logprobs)
         self._custom = custom  # names of the tools that take a text
-        self._inputs: dict[tuple[int, int], CustomInputReader] = {}  # of their calls, by choice and index
+        self._inputs: dict[tuple[int, int], CustomInputReader] = {}  # one per call of such a tool, by choice and call index
 
     def frame_opening(self) -> bytes:
-        """The role of every choice: clients take the stream's kind and id from its first chunk."""
+        """Return a chunk with the assistant role for each choice: clients take a stream's kind and id from its first chunk."""
         role = {"delta": {"role": "assistant", "content": ""}}
         return b"".join(self._chunk(choice, role) for choice in self.choices)
 
@@ -192,7 +192,7 @@ class ChatReply(OpenAIReply):
         return {}
 
     def show_choice(self, _choice: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """A message. Its content is null only beside calls: LangChain takes that for a tool call that is missing."""
+        """Return a choice's message and logprobs. Content is null only beside tool calls: LangChain misreads other nulls."""
         calls = [self._call(delta, _arguments(deltas, delta.index)) for delta in deltas if isinstance(delta, CallOpened)]
         message: dict[str, Any] = {"role": "assistant", "content": join_texts(deltas, Text), "refusal": None}
         if calls:

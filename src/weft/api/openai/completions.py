@@ -1,4 +1,4 @@
-"""POST /v1/completions: a body into a `GenerationRequest`, and deltas into a completion or its chunks."""
+"""POST /v1/completions: parses a body into a `GenerationRequest`, and encodes deltas as a completion or its chunks."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +24,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
-    """Parse a body of /v1/completions. Raises InvalidRequest that names the field."""
+    """Parse a body of POST /v1/completions into a generation request and its reply type. Raises InvalidRequest."""
     request, ignored = RULES.read(body, CompletionRequest)
     prompts, n = _read_prompts(request.prompt), request.n or 1
     if len(prompts) * n > MAX_CHOICES:
@@ -49,7 +49,7 @@ def _read_prompts(prompt: str | list[Any]) -> tuple[Prompt, ...]:
 
 
 class CompletionReply(OpenAIReply):
-    """A completion, or its chunks."""
+    """Encodes a reply as a text completion, or as its stream chunks."""
 
     id_prefix = "cmpl"
     body_object = "text_completion"
@@ -83,7 +83,7 @@ class CompletionReply(OpenAIReply):
 
 
 def _top(token: Token) -> dict[str, float | None] | None:
-    """The likeliest tokens and the chosen one. Of two that read alike the likelier is shown."""
+    """Return a dict from token text to log-probability, of the top tokens and the chosen one; None if there are no top tokens."""
     top: dict[str, float | None] = {}
     for other in (*token.top, token):
         top.setdefault(other.text, logprob_of(other))

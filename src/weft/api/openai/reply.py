@@ -1,4 +1,4 @@
-"""Replies in OpenAI's framing: the chunks and bodies of Chat and Completions, and the counts and times that Responses shares."""
+"""Replies in OpenAI's format: chunks and bodies of Chat and Completions; timings and logprobs also for Responses."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,12 +10,12 @@ from weft.text.types import Delta, Finish, Text, Token, Usage
 
 
 class OpenAIReply(Reply):
-    """A reply in OpenAI's framing. A dialect says what a choice looks like, in a chunk and in a body."""
+    """Base class of Chat and Completions replies: stream chunks or one body. Subclasses encode the content of a choice."""
 
     id_prefix: ClassVar[str]
     body_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    silence: ClassVar[dict[str, Any]]  # the choice of a chunk that has no news
+    silence: ClassVar[dict[str, Any]]  # choice fields of a chunk without content
 
     def __init__(self, header: ReplyHeader, request: CommonRequest, num_prompts: int, has_logprobs: bool) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class OpenAIReply(Reply):
         self._around = [blank.rpartition(encode_json("\0"))[::2] for blank in blanks]
 
     def show_run(self, choice: int, run: Sequence[Delta], /) -> dict[str, Any]:
-        """The choice of a chunk for consecutive deltas of one kind; {} where there is nothing to show."""
+        """Return a chunk's choice fields for consecutive deltas of one kind; {} if there is nothing to show."""
         raise NotImplementedError
 
     def show_choice(self, choice: int, deltas: Sequence[Delta], /) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _ending(finish: Finish) -> dict[str, Any]:
 
 
 def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
-    """The usage of all choices together. A prompt counts once; choices run side by side, so of their times the longest counts."""
+    """Add up the usage of all choices: a prompt counts once for its n choices; times are the longest, not the sum."""
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages[::n]),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
@@ -111,7 +111,7 @@ def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
 
 
 def timings_of(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
-    """The counts and times of a whole reply. The choices' first tokens belong to the prompt."""
+    """Return a reply's `timings` in llama.cpp's format: counts, times and rates. First tokens are not in the decode rate."""
     total = sum_usages(usages, n)
     after_first = sum(max(usage.completion_tokens - 1, 0) for usage in usages)
     prompt = total.prompt_tokens - total.cached_tokens
@@ -129,17 +129,17 @@ def timings_of(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
 
 
 def tokens_of(run: Sequence[Delta]) -> list[Token]:
-    """The tokens that a run of deltas shows; those of reasoning are not shown."""
+    """Return the tokens of the Text deltas in a run; tokens of reasoning and of tool calls are left out."""
     return [token for delta in run if isinstance(delta, Text) for token in delta.tokens]
 
 
 def logprob_of(token: Token) -> float | None:
-    """A token's log-probability as JSON can say it: OpenAI writes -9999 for what can not happen."""
+    """Return a token's log-probability, at least -9999.0 as in OpenAI's API (JSON has no -inf); None if it has none."""
     return None if token.logprob is None else max(token.logprob.logprob, -9999.0)
 
 
 def logprobs_of(run: Sequence[Delta]) -> list[dict[str, Any]]:
-    """The tokens of several deltas with their log-probabilities, as Chat and Responses show them."""
+    """Return the text tokens of a run with log-probabilities and top tokens, in the format of Chat and Responses."""
     return [{**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top]} for token in tokens_of(run)]
 
 

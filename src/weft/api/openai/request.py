@@ -1,4 +1,4 @@
-"""The fields that OpenAI's dialects share, as a typed struct, and the `GenerationRequest` that is made of them."""
+"""Request fields shared by OpenAI's APIs, as msgspec structs, and their conversion to a `GenerationRequest`."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -53,13 +53,13 @@ RULES = FieldRules(
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """How a stream ends."""
+    """The `stream_options` field; with include_usage, a stream ends with a chunk that has the token usage."""
 
     include_usage: bool | None = None
 
 
 class NamedSchema(msgspec.Struct, kw_only=True):
-    """A schema as OpenAI wraps it. Name and description are not shown to the model."""
+    """The `json_schema` object of a response_format. Name and description are not shown to the model."""
 
     schema: Schema
     strict: bool | None = None
@@ -68,7 +68,7 @@ class NamedSchema(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    """What the answer must be. A schema stands in `json_schema`, or as some clients send it beside the type."""
+    """The `response_format` field. A JSON schema is in `json_schema` or, as some clients send it, in `schema`."""
 
     type: FormatType
     json_schema: NamedSchema | None = None
@@ -79,7 +79,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the answer must be, as vLLM's clients say it: one of the first six fields."""
+    """vLLM's `structured_outputs` field: a constraint on the answer, given by one of the first six fields."""
 
     json: SchemaOrText | None = None
     json_object: bool | None = None
@@ -94,7 +94,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class CommonRequest(msgspec.Struct, kw_only=True):
-    """The fields of all OpenAI dialects. Absent and null are the same; further limits are checked by `Sampling`."""
+    """Fields shared by all OpenAI APIs. Null is treated as absent; further value ranges are checked by `Sampling`."""
 
     model: str | None = None
     stream: bool | None = None
@@ -162,7 +162,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
 
 
 class ConversationRequest(CommonRequest, kw_only=True):
-    """The fields of the OpenAI dialects that have conversations: Chat and Responses."""
+    """Fields shared by the OpenAI APIs that take conversations: Chat Completions and Responses."""
 
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
@@ -173,7 +173,7 @@ class ConversationRequest(CommonRequest, kw_only=True):
 
     @property
     def thinking_budget(self) -> int | None:
-        """The number of tokens that reasoning may have; None: no limit. Raises InvalidRequest where two numbers differ."""
+        """Maximum number of reasoning tokens; None: no limit. Raises InvalidRequest if two fields give different numbers."""
         budgets = {self.thinking_token_budget, self.reasoning_budget_tokens} - {None}
         if len(budgets) > 1:
             message = "thinking_token_budget and reasoning_budget_tokens mean the same and differ; send one of them"
@@ -182,7 +182,7 @@ class ConversationRequest(CommonRequest, kw_only=True):
 
 
 def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "") -> GrammarSpec | None:
-    """Read what the answer must look like, by whichever of these fields says it. Raises InvalidRequest where several do."""
+    """Return the grammar that one of the fields in `makers` asks for; None if none does. Raises InvalidRequest if several do."""
     given = {name: getattr(request, name) for name in makers}
     specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}
     names = [name for name, spec in specs.items() if spec is not None]
@@ -192,7 +192,7 @@ def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], pla
 
 
 def read_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
-    """Read what an answer of this format must look like; None where anything will do. Raises InvalidRequest."""
+    """Return the grammar for a response_format; None for plain text. Raises InvalidRequest if a required field is missing."""
     match form:
         case ResponseFormat(type="text"):
             return None

@@ -1,4 +1,4 @@
-"""The input items of a Responses request as messages, and its tools, namespaces flattened, as Chat Completions writes them."""
+"""Converts the input items of a Responses request to messages, and its tools (namespaces flattened) to Chat's format."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ Item = dict[str, Any]
 
 
 class MessageItem(msgspec.Struct, kw_only=True):
-    """A message of any role."""
+    """An input item of type message, from user, assistant, system or developer."""
 
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
@@ -26,7 +26,7 @@ class MessageItem(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
-    """The reasoning of an earlier answer: in clear, sealed by us, or else its summary."""
+    """Reasoning of an earlier answer: its content, else its encrypted_content if made by weft, else its summary."""
 
     content: list[Part] | None = None
     encrypted_content: str | None = None
@@ -37,7 +37,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True):
 
 
 class CallItem(msgspec.Struct, kw_only=True):
-    """A call of a function."""
+    """An input item of type function_call: the call of a function in an earlier answer."""
 
     call_id: str
     name: str
@@ -49,7 +49,7 @@ class CallItem(msgspec.Struct, kw_only=True):
 
 
 class CustomCallItem(msgspec.Struct, kw_only=True):
-    """A call of a tool that takes a text."""
+    """An input item of type custom_tool_call: the call of a tool that takes plain text, in an earlier answer."""
 
     call_id: str
     name: str
@@ -61,7 +61,7 @@ class CustomCallItem(msgspec.Struct, kw_only=True):
 
 
 class ResultItem(msgspec.Struct, kw_only=True):
-    """The result of a call."""
+    """An input item with the output of a function call or custom tool call."""
 
     call_id: str
     output: str | list[Part]
@@ -97,7 +97,7 @@ OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
 
 
 def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
-    """Read items, each with its place, as messages; the items of one answer become one. Raises InvalidRequest with the place."""
+    """Convert (path, item) pairs to messages; reasoning, text and calls of an answer are merged. Raises InvalidRequest."""
     messages: list[Message] = []
     for place, item in items:
         for message in _read(item, place):
@@ -114,7 +114,7 @@ def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
 
 
 def resolve_items(given: str | Sequence[Item], referred: Mapping[str, Item]) -> list[Item]:
-    """The items of an input: a text is one message, and references are replaced by the items of `referred`."""
+    """Return an input as items: a text becomes a user message, references become items. Raises InvalidRequest if unknown."""
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     for index, item in enumerate(given):
@@ -125,18 +125,18 @@ def resolve_items(given: str | Sequence[Item], referred: Mapping[str, Item]) -> 
 
 
 def unknown_kinds(items: Sequence[Item]) -> set[str]:
-    """The kinds of items that are not known here; these are left out, because clients send more kinds every month."""
+    """Return the types of items that weft does not know, as `input.TYPE`; such items are ignored, not refused."""
     return {f"input.{item['type']}" for item in items if "type" in item and item["type"] not in ITEMS | OWN_ITEMS}
 
 
 def find_references(given: Any) -> set[str]:
-    """The ids of the items that an input only refers to."""
+    """Return the ids of all item references (items that have only an id, or type item_reference) in an input."""
     items = given if isinstance(given, list) else []
     return {item["id"] for item in items if isinstance(item, dict) and _is_reference(item) and isinstance(item.get("id"), str)}
 
 
 def complete_item(item: Item, item_id: str) -> Item:
-    """An item as it is stored and listed: with a type, a status, an id, and its text as a part."""
+    """Return an item as it is stored and listed: type, status and id are added if absent, and a text becomes a part."""
     given = {name: value for name, value in item.items() if value is not None}
     if isinstance(text := given.get("content"), str):
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
@@ -200,13 +200,13 @@ def _text(parts: list[Item] | None) -> str:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """The one name by which a model calls a tool of a namespace."""
+    """Return the name by which the model calls a tool: `namespace__name`, or just the name if there is no namespace."""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
 @dataclass(frozen=True)
 class SentTool:
-    """A tool as its client sent it."""
+    """A tool of a Responses request, with its namespace and path; `shape` is None if its type is not supported."""
 
     kind: str
     name: str = ""
@@ -220,7 +220,7 @@ class SentTool:
 
 
 class OutputTools:
-    """The tools that an answer may call. Raises InvalidRequest with the place of the first misfit."""
+    """The tools of a Responses request, namespaces flattened. Raises InvalidRequest with the path of an invalid tool."""
 
     def __init__(self, given: Sequence[Any] = ()) -> None:
         sent = [one for index, tool in enumerate(given) for one in _read_tool(tool, f"tools[{index}]")]
@@ -235,7 +235,7 @@ class OutputTools:
         return self._sent.get(flat) or SentTool("function", flat)
 
     def select(self, given: Any, parallel: bool | None) -> ToolSelection | None:
-        """Which tools may be called; None where there are none. Raises InvalidRequest."""
+        """Return the tool selection for a tool_choice; None if there are no tools. Raises InvalidRequest."""
         match given:
             case {"type": "function" | "custom", "name": str(name)}:
                 given = {"type": "function", "name": self._find_flat(name, given.get("namespace"))}
@@ -282,7 +282,7 @@ def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[
 
 
 def _introduce(tools: list[Any], description: Any) -> list[Any]:
-    """The tools of a namespace; the first one's description begins with the namespace's."""
+    """Return a namespace's tools, with the namespace's description put before that of the first tool."""
     if not (isinstance(description, str) and tools and isinstance(tools[0], dict)):
         return tools
     words = [text for text in (description, tools[0].get("description")) if isinstance(text, str) and text]

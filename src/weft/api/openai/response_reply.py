@@ -1,4 +1,4 @@
-"""The reply to a Responses request: a response as one body, or the events of its making, in their exact order."""
+"""Replies of POST /v1/responses: the response as one body, or its stream events in OpenAI's order."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +23,7 @@ SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}  # by an item's type
 
 
-CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}  # where the text of a call stands
+CALL_FIELDS = {"function_call": "arguments", "custom_tool_call": "input"}  # the field that holds the text of a call
 # By the type of a part: how the events of its text begin, how its own events begin, and the name of its index.
 PART_EVENTS = {
     "output_text": ("output_text", "content_part", "content_index"),
@@ -34,18 +34,18 @@ PART_EVENTS = {
 
 @dataclass(frozen=True)
 class ResponseShape:
-    """What a reply must know of its request."""
+    """What `ResponseReply` needs of its request: fields to repeat, tools, input items, and reasoning and storage options."""
 
     repeated: Item  # the fields that every response repeats
     tools: OutputTools
     items: list[Item] = field(default_factory=list)  # the input
-    has_summary: bool = False  # reasoning has a summary; that is all of it: nothing here could shorten it
-    is_sealed: bool = False  # reasoning is carried back by a client that keeps no clear text
+    has_summary: bool = False  # also return reasoning as a summary, which is the whole reasoning: nothing shortens it
+    is_sealed: bool = False  # also return reasoning as encrypted_content, made by `seal`
     keep: Keep | None = None  # stores the finished response
 
 
 class ResponseReply(Reply):
-    """A response, or its events."""
+    """Encodes a reply as a response of OpenAI's Responses API, or as its stream events."""
 
     def __init__(self, header: ReplyHeader, shape: ResponseShape) -> None:
         super().__init__()
@@ -76,9 +76,9 @@ class ResponseReply(Reply):
         return self._frame([_lifecycle("failed", failed)])
 
     def make_body(self) -> Item:
-        """The finished response; it is stored too where the request wants that."""
+        """Return the finished response; also store it, with its input items, if storing is on for this request."""
         for run in self.runs(self.collected[0]):
-            list(self._events(run))  # takes the steps of a stream; nobody reads its events
+            list(self._events(run))  # fills the output as a stream would; the events are discarded
         assert self._finish is not None, "a response is made at the end"
         usage = self._finish.usage or Usage(0, 0)
         is_cut = self._finish.reason == "length"
@@ -134,7 +134,7 @@ class ResponseReply(Reply):
                 self._finish = finish
 
     def _extend(self, kind: str, parts: tuple[str, ...], run: list[Delta]) -> Iterator[Event]:
-        """Add to the open item if it is of this kind, or open a new one where there is something to add."""
+        """Add deltas to the open item, or to a new one if its kind differs; yield the events (none for empty deltas)."""
         if self._open_item is None or self._open_item.kind != kind:
             if not (join_texts(run) or logprobs_of(run)):
                 return
@@ -178,9 +178,9 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 
 class OutputItem:
-    """An item of the output in the making: yields events as it grows, and becomes a part of the response.
+    """An output item while it is generated: `begin`, `add` and `end` yield its stream events, `item` returns its JSON.
 
-    The text of a message or of reasoning stands in its parts, each of which has all of it; that of a call stands in a field.
+    Each part of a message or of reasoning holds the whole text; a call has no parts, its text is in the field of CALL_FIELDS.
     """
 
     def __init__(self, kind: str, parts: tuple[str, ...], names: dict[str, str], *, is_sealed: bool = False) -> None:
@@ -198,7 +198,7 @@ class OutputItem:
         self._read = CustomInputReader().feed if kind == "custom_tool_call" else str
 
     def item(self, status: str) -> Item:
-        """The item, with its parts when it is done, and sealed reasoning where the client keeps no clear text."""
+        """Return the item's JSON: without parts while in progress, and with sealed reasoning too if the client asked for that."""
         status = status if self.is_closed or status == "in_progress" else "incomplete"
         item, text = {"id": self.id, "type": self.kind, "status": status, **self._names}, "".join(self._texts)
         if self.field is not None:

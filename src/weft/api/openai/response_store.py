@@ -1,4 +1,4 @@
-"""Responses stored for clients that come back to them, in a SQLite file bounded in number, bytes and age; and their endpoints."""
+"""Stores responses in an SQLite file limited in number, bytes (LRU) and age, and serves the endpoints that read them."""
 
 import asyncio
 import hashlib
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS responses (
     owner TEXT, id TEXT, kept REAL, used REAL, nbytes INTEGER, response BLOB, items BLOB, PRIMARY KEY (owner, id)
 )
 """
-# The least recently used responses go, as far as there are too many of them or too many bytes.
+# Delete the least recently used responses beyond the maximum count or the maximum total of bytes.
 SHRINK = """
 DELETE FROM responses WHERE rowid IN (
     SELECT rowid FROM (
@@ -51,7 +51,7 @@ DELETE FROM responses WHERE rowid IN (
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and the items it answers."""
+    """A stored response, with the input items that it answers (the earlier conversation included)."""
 
     response: Item
     items: list[Item]
@@ -63,7 +63,7 @@ class StoredResponse:
 
 @dataclass(eq=False)
 class ResponseStore:
-    """Stores responses in a folder, or in memory where nothing can be written there. Each is found only with its API key."""
+    """Stores responses in an SQLite file, or in memory if that fails. Finding one needs the API key it was stored with."""
 
     folder: Path
     max_count: int
@@ -115,7 +115,7 @@ class ResponseStore:
 
 
 def _connect(folder: Path | None) -> sqlite3.Connection:
-    """Open the file in this folder, readable for this user alone (it has what people wrote), or without one the memory."""
+    """Open or create the SQLite file in a folder, with access for this user only; a database in memory if `folder` is None."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR, 0o600))
@@ -132,7 +132,7 @@ def _connect(folder: Path | None) -> sqlite3.Connection:
 
 
 def _owner(api_key: bytes) -> str:
-    """A hash of the key, because keys themselves are not written down."""
+    """Return a hash of an API key, under which its responses are stored; the key itself is never written."""
     return hashlib.blake2b(api_key, digest_size=16).hexdigest()
 
 
@@ -142,7 +142,7 @@ def _log_failure(kept: Future[None]) -> None:
 
 
 class StoredResponses:
-    """The endpoints under /v1/responses beside the generating one, and the past for that one."""
+    """Handlers of the non-generating endpoints under /v1/responses; `recall` loads the history for the generating one."""
 
     def __init__(self, service: Service, config: ServerConfig) -> None:
         self.service = service
@@ -150,7 +150,7 @@ class StoredResponses:
         self.store = ResponseStore(cache_folder(), config.store_responses, config.store_days * DAY_SECONDS)
 
     async def recall(self, body: dict[str, Any], api_key: bytes) -> Past:
-        """Find what is stored of the responses that a body refers to. Raises BorderError where the previous one is not stored."""
+        """Load the stored responses that a body refers to. Raises BorderError (400) if previous_response_id is not stored."""
         items: tuple[Item, ...] = ()
         if isinstance(previous := body.get("previous_response_id"), str):
             if (stored := await self.store.find(api_key, previous)) is None:

@@ -1,4 +1,4 @@
-"""POST /v1/responses: its body as a `GenerationRequest`. What is stored of earlier responses is given as a `Past`."""
+"""POST /v1/responses: translates a body, with the stored history it refers to (`Past`), into a `GenerationRequest`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"
 
 
 class ThinkingAsked(msgspec.Struct, kw_only=True):
-    """How much the model reasons, and whether the reasoning is shown as a summary too."""
+    """The `reasoning` field: the effort, and whether reasoning is also returned as a summary."""
 
     effort: Effort | None = None
     summary: Summary | None = None
@@ -51,7 +51,7 @@ class ThinkingAsked(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """What the answer must be. Name and description are not shown to the model."""
+    """The `text.format` field: text, JSON object or JSON schema. Name and description are not shown to the model."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -61,7 +61,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextAsked(msgspec.Struct, kw_only=True):
-    """What the answer's text is like."""
+    """The `text` field: the format of the answer, and a verbosity that has no effect."""
 
     format: TextFormat | None = None
     verbosity: str | None = None  # a hint that no model here takes
@@ -89,7 +89,7 @@ class ResponseRequest(ConversationRequest, kw_only=True):
 
 @dataclass(frozen=True)
 class Past:
-    """What is stored of earlier responses."""
+    """Stored history for a request: earlier items, items by id, and the function that stores the next response, if any."""
 
     items: tuple[Item, ...] = ()  # the conversation up to the previous response's end
     referred: Mapping[str, Item] = field(default_factory=dict)  # items by their ids
@@ -97,7 +97,7 @@ class Past:
 
 
 def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
-    """Parse a body of /v1/responses. Raises InvalidRequest that names the field."""
+    """Parse a body of POST /v1/responses into a generation request and its reply type. Raises InvalidRequest."""
     past = past or Past()
     request, ignored = RULES.read(body, ResponseRequest)
     if request.input is None and request.previous_response_id is None:
