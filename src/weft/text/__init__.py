@@ -1,1 +1,1 @@
-"""What a conversation means: text ⇄ ids, templates. Pure Python, no mlx, no I/O beyond reading a model's own files."""
+"""The text layer: chat templates, tokenizing, output parsing and grammars. Pure Python: no mlx, reads only the model's files."""

@@ -1,4 +1,4 @@
-"""Positions where later prompts may diverge: where turns begin, instructions end or the client says so. Chunks end there."""
+"""Finds prompt positions where later prompts may diverge: turn starts, end of instructions, client marks. Chunks end there."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,11 +15,11 @@ QUESTION, ANSWER, INSTRUCTION = Message("user", "Hello"), Message("assistant", "
 
 
 class BoundaryFinder:
-    """Finds the boundaries of one model's prompts."""
+    """Finds the cache boundaries in one model's prompts: token positions from which a later prompt may differ."""
 
     def __init__(self, writer: PromptWriter | None, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._assistant: list[int] = []  # the tokens that open an assistant's turn, in the history as for a new one
+        self._assistant: list[int] = []  # the tokens that open an assistant's turn, in the history and in the generation prompt
         self._user: list[int] = []  # the tokens that open a user's turn
         self._is_folded = False  # instructions are inside the user's turn
         if writer is not None:
@@ -27,7 +27,7 @@ class BoundaryFinder:
                 self._learn(writer)
 
     def encode(self, conversation: Conversation, prompt: str) -> tuple[list[int], tuple[int, ...]]:
-        """The written prompt as ids, and its boundaries. They are found again when the conversation has grown."""
+        """Encode the rendered prompt; return its ids and sorted boundaries, which remain when the conversation grows."""
         marks = {(index, part) for index, message in enumerate(conversation.messages) for part in message.breakpoints}
         if self._is_folded and (leading := list(takewhile(lambda one: one.role in INSTRUCTING, conversation.messages))):
             marks.add((len(leading) - 1, len(leading[-1].texts) - 1))
@@ -54,7 +54,7 @@ class BoundaryFinder:
         self._is_folded = bool(self._user) and _has(self._ids(instructed.partition("Be brief")[0]), self._user)
 
     def _without_blanks(self, opening: list[int]) -> list[int]:
-        """The opening's tokens without white space at their end, which may become one token with the text after it."""
+        """Remove white-space tokens from the end of `opening`, since they may merge with the text that follows, and return it."""
         while opening and not self._tokenizer.token_bytes(opening[-1]).strip():
             opening.pop()
         return opening
@@ -64,7 +64,7 @@ class BoundaryFinder:
 
 
 def _ends_of_marked(conversation: Conversation, prompt: str, marks: set[tuple[int, int]]) -> list[int]:
-    """Where in the prompt the marked parts end; parts that the template changed are not found."""
+    """Return the offsets in `prompt` where the marked message parts end; parts that the template altered are left out."""
     ends, end = [], 0
     # All parts before a marked one are searched in their order, because a text may be there more than once.
     for index, message in enumerate(conversation.messages[: max(marks)[0] + 1] if marks else ()):

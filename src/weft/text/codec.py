@@ -1,4 +1,4 @@
-"""A model's text codec: conversations become encoded prompts with their constraints, token ids become deltas."""
+"""A model's text codec: encodes conversations as prompts with output constraints; makes readers of generated token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -33,18 +33,18 @@ MISS_CAUSES = {
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as the engine takes it."""
+    """An encoded prompt: token ids, state of its reasoning section, reasoning budget, cache boundaries and output constraint."""
 
     ids: list[int]
-    opened: bool = False  # it ends inside the reasoning
-    closed: bool = False  # it ends right after an empty reasoning: the model is not to reason
+    opened: bool = False  # the prompt ends inside the reasoning
+    closed: bool = False  # the prompt ends right after an empty reasoning section: the model is not to reason
     budget: int | None = None  # reasoning tokens that the requested effort allows
     boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one
     constraint: ConstraintSpec | None = None
 
 
 class Codec:
-    """Encodes prompts and makes stream readers for one model."""
+    """Text codec of one model: encodes prompts, builds output constraints and sampling parameters, and makes stream readers."""
 
     def __init__(self, folder: Path, late_system: LateSystem = "fold") -> None:
         self.tokenizer = Tokenizer(folder)
@@ -57,14 +57,14 @@ class Codec:
         self.recommended = recommended_sampling(folder)
 
     def fitted(self, generation: GenerationRequest) -> GenerationRequest:
-        """The request without reasoning parameters, where it is flexible about them and the model does not reason."""
+        """Return the request, without effort and thinking budget if it is flexible and this model can not honour them."""
         if not generation.is_flexible or self.markers is not None or self.writer is None:
             return generation
         has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
         return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
 
     def encode_request(self, generation: GenerationRequest) -> list[EncodedPrompt]:
-        """The prompts of a request with their constraints. Raises RequestError naming what can not be honoured."""
+        """Encode a request's prompts with their output constraints. Raises RequestError naming an unsupported parameter."""
         prompts = [self.encode(prompt, generation.effort) for prompt in generation.prompts]
         return [replace(prompt, constraint=self.constraint(generation, prompt)) for prompt in prompts]
 
@@ -86,7 +86,7 @@ class Codec:
         return EncodedPrompt(ids, opens_in(text, self.markers), closed, budget, boundaries)
 
     def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
-        """The template variables and the reasoning budget for an effort. Raises UnsupportedParameter when it can not act."""
+        """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not reason."""
         if "reasoning_effort" in writer.template.variables and effort != "none":
             return {"reasoning_effort": TEMPLATE_WORDS.get(effort, effort)}, None
         if writer.capabilities.thinking_switch:
@@ -97,7 +97,7 @@ class Codec:
         raise UnsupportedParameter(message, "reasoning_effort")
 
     def _find_gap(self) -> str:
-        """The white space that the template writes after an empty reasoning, as the model was trained to before its answer."""
+        """Return the white space that the template writes between an empty reasoning section and the answer; "" if unknown."""
         if self.writer is None or self.markers is None or not self.writer.capabilities.thinking_switch:
             return ""
         question = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
@@ -105,7 +105,7 @@ class Codec:
         return "" if after.strip() else after
 
     def constraint(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ConstraintSpec | None:
-        """What restricts the answer's tokens; slow for many tools. Raises UnsupportedParameter or InvalidRequest."""
+        """Return the output grammar and reasoning limits, or None; slow for many tools. Raises InvalidRequest."""
         budget = generation.thinking_budget if generation.thinking_budget is not None else prompt.budget
         if self.markers is None and generation.thinking_budget is not None:
             message = "thinking_token_budget: this model does not think before it answers; leave it out"
@@ -120,7 +120,7 @@ class Codec:
         return None if grammar is None and reasoning is None else ConstraintSpec(grammar, reasoning)
 
     def _has_channels(self, generation: GenerationRequest) -> bool:
-        """Whether reasoning and answer are messages of their own, as gpt-oss writes them."""
+        """Whether reasoning is to be split off and the model writes it in channels of the harmony format (gpt-oss)."""
         return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
     def sampling(self, given: dict[str, Any]) -> Sampling:
@@ -143,7 +143,7 @@ class Codec:
 
 
 def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
-    """The engine's report about a prompt as a sentence, with the texts it is about; without texts under a salt."""
+    """Explain a prompt's prefix-cache reuse in a sentence with the texts at the first uncached token (no texts if salted)."""
     place, before, token, instead = reuse.position, "", None, None
     if place is not None and not is_salted:
         before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]

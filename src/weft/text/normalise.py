@@ -1,6 +1,6 @@
-"""Messages as clients send them become turns that the model's chat template takes, and a prompt with nothing lost.
+"""Reshapes client messages into turns that the model's chat template accepts, and renders prompts with no text lost.
 
-They are reshaped only as far as the template needs it; later ones never move earlier ones: a growing prompt keeps its prefix.
+Messages are reshaped only as far as the template needs; later ones never move earlier ones: a growing prompt keeps its prefix.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _LOST_BYTES = bytes(range(33)) + b"\\"
 
 
 class PromptWriter:
-    """Writes conversations as prompts for one model."""
+    """Renders conversations into prompts for one model, reshaping messages into what its chat template accepts."""
 
     def __init__(self, template: ChatTemplate, late_system: LateSystem = "fold") -> None:
         self.template = template
@@ -35,7 +35,7 @@ class PromptWriter:
         self._with_tools = Capabilities(template, with_tools=True)
 
     def write(self, conversation: Conversation) -> str:
-        """The prompt. Raises InvalidRequest naming what is wrong, or TemplateFailed with the template's own words."""
+        """Render a conversation into a prompt. Raises InvalidRequest, or TemplateFailed if the template fails or drops text."""
         _check_options(conversation)
         capabilities = self._with_tools if conversation.tools else self.capabilities
         turns = normalise(conversation, capabilities, self.late_system)
@@ -58,7 +58,7 @@ class PromptWriter:
 
 
 def normalise(conversation: Conversation, capabilities: Capabilities, late_system: LateSystem = "fold") -> list[Turn]:
-    """The messages as turns that the template takes. Raises InvalidRequest naming a message that has no such form."""
+    """Convert messages to turns that the template accepts. Raises InvalidRequest naming a message that can not be converted."""
     if not conversation.messages:
         raise InvalidRequest("messages is empty; send at least one", "messages")
     turns = [_turn(message, message.place or f"messages[{i}]", capabilities) for i, message in enumerate(conversation.messages)]
@@ -90,7 +90,7 @@ def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
 
 
 def _content(message: Message, place: str, capabilities: Capabilities) -> Content:
-    """The content as a text, or as clean text parts where the client sent parts and the template takes them."""
+    """Return the content as text parts if the client sent parts and the template accepts them, else as one string."""
     if not message.content or isinstance(message.content, str):
         return message.content or ""
     for index, part in enumerate(message.content):
@@ -116,7 +116,7 @@ def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) 
 
 
 def _arguments(call: ToolCall, place: str, capabilities: Capabilities) -> Any:
-    """The arguments as an object where the template can write one: it then writes the spacing its model was trained with."""
+    """Return a call's arguments as a dict if the template takes one (it then formats them as in training), else as JSON text."""
     text = call.arguments.strip() or "{}"
     if "object" not in capabilities.arguments:
         return text
@@ -136,7 +136,7 @@ def _call_id(given: str, capabilities: Capabilities) -> str:
 
 
 def _place_instructions(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
-    """The turns with the leading system turns made one, and the later ones moved to where the template takes them."""
+    """Merge leading system turns into one; hoist later ones into it or fold them into user turns if the template needs that."""
     first = next((index for index, turn in enumerate(turns) if turn["role"] not in INSTRUCTING), len(turns))
     leading, rest = turns[:first], turns[first:]
     if late_system == "hoist":
@@ -153,10 +153,10 @@ def _place_instructions(turns: list[Turn], capabilities: Capabilities, late_syst
 
 
 def _fold(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
-    """The turns with system texts at the beginning of the user's turn that follows them; else in a turn of their own.
+    """Move system texts into the next user turn; if an answer comes first, into the tool result or a user turn of their own.
 
-    They do not wait beyond an answer for a later user's turn: it may have been missing in the previous request, and the prompt
-    would change in its middle. Only a tool's result goes before them, because it belongs to its call.
+    System texts never move past an answer to a later user turn: the previous request may have lacked that turn, and the prompt
+    would change in its middle. Only a tool's result is placed before them, because it belongs to its call.
     """
     folded: list[Turn] = []
     for turn in [*turns, {"role": "end"}]:
@@ -237,7 +237,7 @@ def _check_options(conversation: Conversation) -> None:
 
 
 def _check_nothing_lost(conversation: Conversation, prompt: str) -> None:
-    """Raise TemplateFailed for a prompt that lacks a text. One pass: texts are searched in their order."""
+    """Raise TemplateFailed if the prompt lacks a text of some message; texts are searched in order, in a single pass."""
     written = _comparable(prompt)
     starts = {True: 0, False: 0}  # instructions may have a place of their own, so they are searched separately
     for index, message in enumerate(conversation.messages):
@@ -253,7 +253,7 @@ def _check_nothing_lost(conversation: Conversation, prompt: str) -> None:
 
 
 def _texts_to_show(message: Message) -> list[str]:
-    """Texts that must be in the prompt. Past reasoning, and text beside tool calls, are the template's to keep or to drop."""
+    """Return texts that the prompt must contain: names of tool calls, else the content, but none if it includes reasoning."""
     if message.tool_calls:
         return [call.name for call in message.tool_calls]
     reasons = any(mark in text for text in message.texts for markers in KNOWN for mark in markers)

@@ -1,4 +1,4 @@
-"""Reasoning before the answer: the markers that a model writes around it, and splitting it off from pieces of text."""
+"""Reasoning before the answer: detects a model's markers, such as <think>, and splits reasoning from streamed text."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -17,7 +17,7 @@ TEMPLATE_WORDS: dict[Effort, str] = {"minimal": "low", "xhigh": "high", "max": "
 
 
 class Markers(NamedTuple):
-    """The texts before and after the reasoning."""
+    """The texts that a model writes before and after its reasoning, such as <think> and </think>."""
 
     open: str
     close: str
@@ -38,21 +38,21 @@ KNOWN = (
 
 
 def find_markers(template_source: str, tokenizer: Tokenizer) -> Markers | None:
-    """The markers the chat template mentions, else those the vocabulary has a token for; None for a model without."""
+    """Return the known markers that the chat template mentions, else those whose close marker is one token, else None."""
     mentioned = (markers for markers in KNOWN if any(mark in template_source for mark in markers))
     return next(chain(mentioned, (markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None)), None)
 
 
 def opens_in(prompt_text: str, markers: Markers) -> bool:
-    """Whether the prompt ends with an open marker, so that the answer begins inside the reasoning."""
+    """Whether the prompt ends with the open marker (and white space), so that the output begins inside the reasoning."""
     return prompt_text.rstrip().endswith(markers.open)
 
 
 class ReasoningSplitter:
-    """Splits text into reasoning and answer, without the markers and the line breaks that belong to them.
+    """Splits streamed text into reasoning and answer, dropping the markers and the line breaks next to them.
 
-    The open marker counts where the answer begins, after white space at most. Later it is text, unless it comes through
-    `mark`. Reasoning that is never closed is all reasoning.
+    The open marker is recognised at the start of the output, after at most white space; later it is text, unless it comes
+    through `mark`. If the close marker never comes, all text is reasoning.
     """
 
     def __init__(self, markers: Markers, opened: bool, tokenizer: Tokenizer | None = None) -> None:
@@ -65,7 +65,7 @@ class ReasoningSplitter:
         self._newlines = 0  # at the end of the reasoning so far: given when more follows, dropped before the close marker
 
     def feed(self, text: str) -> list[Delta]:
-        """The deltas that became certain with this piece; a Text is always the last of them."""
+        """Take more text and return the deltas that are now certain; a Text, if there is one, is the last."""
         if self._may_open:
             text = self._after_opening(text)
             if self._may_open:
@@ -73,7 +73,7 @@ class ReasoningSplitter:
         return self._reason(text) if self.is_reasoning else self._answer(text)
 
     def mark(self, text: str) -> list[Delta]:
-        """Take a token that is a marker or a part of one: reasoning may open again by it. A stray one is dropped."""
+        """Take a token that is a marker or part of one; return deltas. It may reopen reasoning; a misplaced one is dropped."""
         pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
         self._may_open |= not self.is_reasoning and self._open.startswith(text)
         is_read = self._may_open or (self.is_reasoning and text in self._close)
@@ -86,7 +86,7 @@ class ReasoningSplitter:
         return [*pieces, Reasoning(rest)] if rest else pieces  # only reasoning still holds anything
 
     def _after_opening(self, text: str) -> str:
-        """The text after the open marker, or all of it when none can come any more; "" while that is undecided."""
+        """Return the text after the open marker, or all text if no open marker can come; "" (text is held) while undecided."""
         text = self.held + text
         start = text.lstrip()
         can_open = len(text) - len(start) <= MAX_BLANKS
@@ -100,7 +100,7 @@ class ReasoningSplitter:
         return text
 
     def _without_opening(self) -> list[Delta]:
-        """The deltas of what was held at the beginning, now that no open marker comes of it."""
+        """Stop waiting for an open marker and return the deltas of the text held for it; [] if none was awaited."""
         if not self._may_open:
             return []
         text, self.held, self._may_open = self.held, "", False
@@ -129,7 +129,7 @@ class ReasoningSplitter:
 
 
 def _marker_tokens(markers: Markers, tokenizer: Tokenizer) -> dict[int, str]:
-    """Tokens that are a marker, and special ones that are a part of one: a detokenizer might skip them."""
+    """Map token ids to texts: tokens that are a whole marker, and special tokens in a marker, which detokenizers might skip."""
     ids = [token for marker in markers for token in tokenizer.encode(marker, add_special_tokens=False)]
     texts = {token: tokenizer.token_text(token) for token in ids}
     return {token: text for token, text in texts.items() if text in markers or token in tokenizer.special_ids}

@@ -1,4 +1,4 @@
-"""The default sampling of a request: what the makers recommend in generation_config.json, then the defaults of `Sampling`."""
+"""Sampling defaults that a model's generation_config.json recommends; they replace the defaults of `Sampling`."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:
-    """The sampling fields that a model's generation_config.json recommends; {} where they can not be honoured."""
+    """Return the sampling fields set in generation_config.json; {} if the file has none or any value is out of range."""
     path = folder / "generation_config.json"
     settings = read_json_object(path)
     found = {name: settings[name] for name in RECOMMENDABLE if isinstance(settings.get(name), int | float)}

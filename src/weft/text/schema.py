@@ -1,7 +1,7 @@
-"""Required forms of an answer: schemas, patterns, choices and grammars become `GrammarSpec`s, and answers are checked.
+"""Converts JSON Schemas, regexes, choices and grammars for an answer to `GrammarSpec`s, and validates answers by schema.
 
 The engine enforces them with llguidance, which knows less than JSON Schema. Under strict, what it can not enforce exactly is
-refused; without strict the answer is checked afterwards. Where it is only loose, as about leap days, the schema is narrowed.
+refused; without strict the answer is checked afterwards. Where it is too permissive, as with leap days, the schema is narrowed.
 References out of the document, and numbers on which llguidance 1.9.1 errs, crashes or does not return, are always refused.
 """
 
@@ -67,7 +67,7 @@ REGEX_TOKEN = re.compile(
 
 
 def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
-    """The grammar of answers that are JSON and fit this schema, which may be given as text."""
+    """Build the grammar of JSON answers that fit a schema, given as object or text. Raises InvalidRequest if unusable."""
     if isinstance(schema, str):
         schema = _parse(schema, place)
     if not isinstance(schema, dict | bool):
@@ -81,12 +81,12 @@ def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
 
 
 def regex_grammar(pattern: str, place: str) -> GrammarSpec:
-    """The grammar of answers that match a pattern from end to end."""
+    """Build the grammar of answers that match the pattern from end to end. Raises InvalidRequest if it is too long."""
     return GrammarSpec("regex", _bounded(pattern, place, MAX_TEXT))
 
 
 def choice_grammar(choices: list[str], place: str) -> GrammarSpec:
-    """The grammar of answers that are one of several texts."""
+    """Build the grammar of answers that equal one of `choices`. Raises InvalidRequest for duplicates or excessive length."""
     if len(set(choices)) < len(choices):
         raise InvalidRequest(f"{place} has a text twice", place)
     for index, text in enumerate(choices):
@@ -95,14 +95,14 @@ def choice_grammar(choices: list[str], place: str) -> GrammarSpec:
 
 
 def lark_grammar(text: str, place: str) -> GrammarSpec:
-    """The grammar that a client wrote in Lark's or GBNF's notation."""
+    """Make a GrammarSpec from a client's Lark or GBNF grammar. Raises InvalidRequest if it contains %json or is too long."""
     if "%json" in text:  # its schema would not be examined
         raise InvalidRequest(f"{place}: %json is not taken within a grammar; ask for a schema instead", place)
     return GrammarSpec("lark", _bounded(text, place, MAX_TEXT))
 
 
 def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec:
-    """The grammar of free text in which certain words are followed by JSON; its schemas are strict ones."""
+    """Build the grammar of free text in which certain tags are followed by JSON, whose schemas are enforced strictly."""
     value = _parse(tag, place) if isinstance(tag, str) else tag
     if not isinstance(value, dict):
         raise InvalidRequest(f"{place} must be an object", place)
@@ -110,7 +110,7 @@ def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec
 
 
 def find_schema_errors(spec: GrammarSpec, text: str) -> tuple[str, ...]:
-    """Up to five places where an answer violates a schema that was not strict, and what is wrong there."""
+    """Validate an answer against a non-strict schema; return up to five messages, or one if it is not JSON; () if valid."""
     try:
         answer = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -122,7 +122,7 @@ def find_schema_errors(spec: GrammarSpec, text: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=32)
 def examine_schema(text: str, strict: bool) -> tuple[str, Problem | None]:
-    """The schema as llguidance should get it, or the first problem that makes it unusable."""
+    """Return the schema rewritten for llguidance and None, or the given schema and the first problem that makes it unusable."""
     schema = _Schema(msgspec.json.decode(text))
     if problem := next(schema.problems(text, strict), None):
         return text, problem
@@ -133,7 +133,7 @@ def examine_schema(text: str, strict: bool) -> tuple[str, Problem | None]:
 
 
 def levels_of(value: Any) -> list[list[Any]]:
-    """A JSON value, its children, their children …: at most one level more than a schema may have."""
+    """Return the values in a JSON document by depth: [[root], children, grandchildren, …], at most MAX_DEPTH + 1 levels."""
     levels: list[list[Any]] = []
     level = [value]
     while level and len(levels) <= MAX_DEPTH:
@@ -158,7 +158,7 @@ def _path(steps: list[str | int]) -> str:
 
 
 class _Schema:
-    """A schema and its nodes: the root and all that it holds or refers to, each with its place."""
+    """A JSON Schema and its nodes: the root and all subschemas it contains or references, each with its path."""
 
     def __init__(self, document: Node) -> None:
         self.document = document
@@ -166,7 +166,7 @@ class _Schema:
         self.nodes = list(self._reachable())
 
     def problems(self, text: str, strict: bool) -> Iterator[Problem]:
-        """Why the schema is refused. Ask for the first only: each check relies on those before it."""
+        """Yield (path, message) per reason to refuse the schema. Take only the first: each check assumes earlier ones passed."""
         if len(levels_of(self.document)) > MAX_DEPTH:
             yield "", f"the schema is nested more than {MAX_DEPTH} levels deep"
         for path, node in self.nodes:
@@ -185,7 +185,7 @@ class _Schema:
             yield from ((path, f"{keyword} {advice}") for keyword in self._unenforceable(node))
 
     def _reachable(self) -> Iterator[tuple[str, Node]]:
-        """Yield each node once, with its place. Names and constants are no schemas; definitions count when they are used."""
+        """Yield (path, node) once per reachable subschema; constants are not schemas, and $defs count only if referenced."""
         seen: set[int] = set()
         found: list[tuple[str, Any]] = [("", self.document)]
         for path, node in found:  # grows while it is walked
@@ -196,7 +196,7 @@ class _Schema:
                 found.append(self._resolve(node.get("$ref")))
 
     def _resolve(self, reference: Any) -> tuple[str, Any]:
-        """The place of the schema that `#/…` or `#anchor` refers to, and the schema; None where there is none."""
+        """Return path and schema that a local $ref (`#/…` or `#anchor`) points to; ("", None) if it can not be resolved."""
         if not isinstance(reference, str):
             return "", None
         if reference in self._anchors:
@@ -265,7 +265,7 @@ class _Schema:
             yield "maxProperties"
 
     def _is_disjoint(self, node: Node) -> bool:
-        """Whether surely no value fits two branches of a oneOf."""
+        """Whether provably no value fits two branches of the node's oneOf; False if unproven or beyond MAX_BRANCHES."""
         if len(node["oneOf"]) > MAX_BRANCHES:
             return False
         shared = {keyword: place[keyword] for place, keyword in ((self.document, "$schema"), (node, "type")) if keyword in place}
@@ -275,7 +275,7 @@ class _Schema:
         return all(one.intersect(other).satisfiability() == never for one, other in combinations(shapes, 2))
 
     def _sketch(self, node: Any, inside: bool = False) -> Any:
-        """A wider schema of a few cheap keywords: what fits a branch fits its sketch."""
+        """Return a cheap, wider approximation of a schema: every value that fits the schema also fits the sketch."""
         while isinstance(node, dict) and "$ref" in node:  # ends: loops were refused before
             node = self._resolve(node["$ref"])[1]
         if not isinstance(node, dict):
@@ -300,7 +300,7 @@ def _children(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def _infeasible(node: Node) -> Iterator[str]:
-    """Values that llguidance computes wrongly, or that would keep it busy for seconds."""
+    """Yield messages for values in a schema node that llguidance handles wrongly or compiles for seconds."""
     for keyword in node.keys() & {"const", "enum"}:
         if any(isinstance(value, int | float) and abs(value) > EXACT for value in _values(node[keyword])):
             yield f"{keyword} has a number beyond 2^53, which can not be enforced"
@@ -314,7 +314,7 @@ def _infeasible(node: Node) -> Iterator[str]:
 
 
 def _narrow(node: Node, strict: bool) -> None:
-    """Rewrite in a node what llguidance enforces loosely into what it enforces exactly."""
+    """Rewrite in place the keywords of a schema node that llguidance enforces loosely into ones that it enforces exactly."""
     for keyword in node.keys() & COUNTS:
         node[keyword] = int(node[keyword])  # llguidance does not take 2.0
     for keyword in node.keys() & BOUNDS.keys():
@@ -342,7 +342,7 @@ def _narrow(node: Node, strict: bool) -> None:
 
 
 def _narrow_patterns(node: Node) -> list[Node]:
-    """Rewrite patterns in llguidance's dialect; returns as schemas those that it can not express, and would refuse."""
+    """Rewrite a node's regexes for llguidance; remove inexpressible ones and return them as schemas that it ignores."""
     aside: list[Node] = []
     if "pattern" in node and (exact := _exact_regex(node["pattern"])) is not None:
         node["pattern"] = exact
@@ -359,7 +359,7 @@ def _narrow_patterns(node: Node) -> list[Node]:
 
 
 def _exact_regex(pattern: str) -> str | None:
-    """The pattern that means to llguidance what this one means in ECMA's dialect; None for what llguidance does not know."""
+    """Translate an ECMA regex to one with the same meaning in llguidance; None if it uses a construct that llguidance lacks."""
     written: list[str] = []  # unknown are look-around, back-references, word borders and nested classes
     in_class = False
     for found in REGEX_TOKEN.finditer(pattern):
@@ -378,7 +378,7 @@ def _exact_regex(pattern: str) -> str | None:
 
 
 def _decimal(step: float) -> tuple[int, int]:
-    """A multipleOf as llguidance counts: its digits, and how many of them are behind the point."""
+    """Return a multipleOf as llguidance represents it: an integer of all its digits, and its number of decimal places."""
     digits, shift = float(abs(step)), 0
     while digits % 1 and digits < EXACT:
         digits, shift = digits * 10, shift + 1
@@ -400,7 +400,7 @@ def _is_closed(node: Node) -> bool:
 
 
 def _with_examined_schemas(value: Any, place: str, key: str = "") -> Any:
-    """A part of a structural tag in which each schema is replaced by the one that llguidance should get."""
+    """Return part of a structural tag in which each schema is replaced by one checked and rewritten for llguidance."""
     if key in ("schema", "json_schema"):
         return msgspec.Raw(json_schema_grammar(value, True, place).text)
     if isinstance(value, list):

@@ -1,15 +1,15 @@
-"""Search for stop strings and markers in a text that comes in pieces: what can still become one is held back."""
+"""Incremental search for stop strings and markers in streamed text: a suffix that could begin a match is held back."""
 
 
 class StopFinder:
-    """Finds the stop string that is complete first, the longest of several: a rule without look ahead, however text is cut."""
+    """Finds the stop string that is complete first in streamed text, the longest on a tie, however the text is cut."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = sorted((stop for stop in stops if stop), key=len, reverse=True)  # an empty one stops nothing
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that is now certain, and the stop string that ended it, if one did. Nothing may be fed after that."""
+        """Take text; return the part before any possible stop, and the stop found or None. Not to be called after a stop."""
         if not self._stops:
             return text, None
         text = self._held + text
@@ -28,14 +28,14 @@ class StopFinder:
 
 
 def split_at(text: str, sought: str) -> tuple[str, str, str]:
-    """`str.partition` for a growing text: where `sought` is missing, the last part is what could become it."""
+    """`str.partition` for streamed text: if `sought` is absent, the last item is a suffix of `text` that could begin it."""
     before, found, after = text.partition(sought)
     certain = len(before) - (0 if found else overlap(before, sought))
     return before[:certain], found, before[certain:] + after
 
 
 def overlap(text: str, sought: str) -> int:
-    """The number of characters at the end of `text` that could be the beginning of `sought`, but not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `sought`; 0 if there is none."""
     start = text.find(sought[0], max(0, len(text) - len(sought) + 1))
     while start >= 0:
         if sought.startswith(text[start:]):

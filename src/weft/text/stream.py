@@ -11,11 +11,11 @@ from weft.text.types import CallOpened, Delta, Text, Token
 
 
 class StreamReader:
-    r"""Reads one choice token by token; no delta is given before it is certain.
+    r"""Converts one choice's tokens to deltas; text that may still become a marker, tool call or stop string is held back.
 
     Stop strings are searched in the answer only: in the reasoning a stop like "\n\n" would end every request, and a call would
-    be cut by it. With `logprobs` each Text carries the tokens that ended inside the answer so far: none of the reasoning, of a
-    marker, of the stop string, none without text, and none after a call began.
+    be cut by it. With `logprobs` each Text carries its tokens: no tokens of the reasoning, of a marker or of the stop string, no
+    tokens without text, and none after a call began.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StreamReader:
         self._calls = calls
         self._stops = StopFinder(stops)
         self._tokens = AnswerTokens(detokenizer.tokenizer, detokenizer.skipped) if logprobs else None
-        self._is_plain = not stops and not logprobs  # it takes the front's hot path
+        self._is_plain = not stops and not logprobs  # feed returns early: the front's hot path
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         if self.stopped is not None:
@@ -83,7 +83,7 @@ class StreamReader:
         return [one for piece in pieces for one in (calls.feed(piece.text) if isinstance(piece, Text) else [piece])]
 
     def _settle(self, pieces: list[Delta], num_held: int) -> None:
-        """Assign the tokens of these pieces to the answer; `num_held` characters wait for a marker. Ends with a call."""
+        """Assign pending tokens to the answer text in `pieces`; `num_held` characters stay undecided. No-op if a call opens."""
         if self._tokens is not None and not any(isinstance(piece, CallOpened) for piece in pieces):
             self._tokens.settle(pieces, num_held + (len(self._calls.held) if self._calls is not None else 0))
 
@@ -105,7 +105,7 @@ class StreamReader:
 
 
 class AnswerTokens:
-    """Assigns tokens to pieces of the answer: each goes with the text that its last character is in.
+    """Assigns each token, for log-probabilities, to the piece of answer text that contains the token's last character.
 
     read      ……………|……………|……………   characters of all that was read; tokens wait here until theirs are decided
     answered        |……………|            the part that is answer; tokens are ready when theirs are given out
@@ -119,13 +119,13 @@ class AnswerTokens:
         self._ready: list[tuple[int, Token]] = []  # with that position in the answer
 
     def read(self, token: int, logprob: TokenLogprob | None, text: str, *, is_unfinished: bool) -> None:
-        """Note a token and its text; it may have begun a character that the next one ends."""
+        """Record a token and the text it produced; `is_unfinished` means that a later token completes its last character."""
         self._num_read += len(text)
         if self._tokenizer.token_bytes(token) and token not in self._skipped:
             self._waiting.append((self._num_read + is_unfinished, token_of(self._tokenizer, token, logprob)))
 
     def settle(self, pieces: list[Delta], num_held: int) -> None:
-        """Decide all but the last `num_held` characters; the last decided ones are the answer in these pieces."""
+        """Make the tokens of the answer text in `pieces` ready and drop earlier ones; `num_held` characters stay undecided."""
         num_answer = sum(len(piece.text) for piece in pieces if isinstance(piece, Text))
         begin = self._num_read - num_held - num_answer
         while self._waiting and self._waiting[0][0] <= begin + num_answer:
@@ -141,12 +141,12 @@ class AnswerTokens:
         return taken
 
     def take_rest(self) -> tuple[Token, ...]:
-        """The tokens that are left at the end, also those of an unfinished character."""
+        """Return all tokens not yet taken when the answer ends, including those of an incomplete character."""
         return tuple(token for _, token in (*self._ready, *self._waiting))
 
 
 def token_of(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None) -> Token:
-    """A token as replies show it, with the likeliest ones at its position."""
+    """Build the `Token` that replies show: its text, bytes, log-probability and the likeliest tokens at its position."""
     tops = () if logprob is None else logprob.top
     top = tuple(token_of(tokenizer, other, TokenLogprob(other, value)) for other, value in tops)
     return Token(token, tokenizer.token_text(token), tokenizer.token_bytes(token), logprob, top)

@@ -1,4 +1,4 @@
-"""A model's chat template: it turns messages into prompt text, and it is probed for the message shapes that it takes."""
+"""A model's chat template: renders messages into prompt text, and is probed for the message shapes that it accepts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # t
 
 
 class ChatTemplate:
-    """A model's chat template. Some models have a second one for requests with tools."""
+    """A model's compiled Jinja chat template, with the second template that some models have for requests with tools."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None) -> None:
         self.source = source
@@ -47,7 +47,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, folder: Path) -> Self | None:
-        """The template of a model folder; None for a model that has none. Raises BadModel for files it can not read."""
+        """Load the chat template of a model folder; None if the folder has none. Raises BadModel for unreadable files."""
         settings = read_json_object(folder / "tokenizer_config.json")
         sources = _sources(read_json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
         files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
@@ -63,7 +63,7 @@ class ChatTemplate:
         return cls(sources["default"], special, sources.get("tool_use"))
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt text of these messages. Raises TemplateFailed with the template's own words."""
+        """Render messages into prompt text. Raises TemplateFailed, with the template's own error message, if rendering fails."""
         values = {"tools": None, "documents": None, **self._special_tokens, **more}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         template = self.with_tools._template if values["tools"] else self._template
@@ -75,7 +75,7 @@ class ChatTemplate:
 
 
 class Capabilities:
-    """The message shapes that a template takes as they are, found by rendering tiny conversations, with or without a tool."""
+    """The message shapes that a template renders correctly, found by rendering small conversations, with or without a tool."""
 
     def __init__(self, template: ChatTemplate, *, with_tools: bool = False) -> None:
         self._template = template
@@ -126,14 +126,14 @@ class Capabilities:
         return [*self._question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
 
     def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
-        """The prompt; "" where the template refuses, which is an answer too."""
+        """Return the rendered prompt, or "" if the template refuses these messages."""
         try:
             return self._template.render(messages, **{"tools": self._tools, **more})
         except TemplateFailed:
             return ""
 
     def _shows(self, messages: list[dict[str, Any]], *words: str) -> bool:
-        """Whether the prompt has each word once, in this order, and no slips."""
+        """Whether the rendered prompt has each word exactly once, in this order, and no text of `_SLIPS` (rendering errors)."""
         text = self._render(messages)
         places = [text.find(word) for word in words]
         once = all(text.count(word) == 1 for word in words)
@@ -194,12 +194,12 @@ class Capabilities:
 
 
 def _parts(*words: str) -> list[dict[str, Any]]:
-    """Text parts with a stray key: a template that prints the list as it is shows the key."""
+    """Build text parts with a stray key, which becomes visible if a template prints the list itself instead of its texts."""
     return [{"type": "text", "text": word, _STRAY: ""} for word in words]
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the model's own words for training; here its body is just written."""
+    """Jinja extension that renders the body of `{% generation %}` blocks (they mark assistant text for training) unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - the name and type that Jinja asks for
 
@@ -227,7 +227,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _sources(given: Any) -> dict[str, str]:
-    """Template sources by name. A single one is the default; several come as a list of names and templates."""
+    """Return template sources by name from a chat_template setting: a string is "default", a list names each; else {}."""
     if isinstance(given, str):
         return {"default": given}
     try:
@@ -237,7 +237,7 @@ def _sources(given: Any) -> dict[str, str]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model folder; {} where the file is missing. Raises BadModel for anything else."""
+    """Read the JSON object in a model's file; {} if the file is missing. Raises BadModel if it holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:

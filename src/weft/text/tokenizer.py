@@ -1,7 +1,7 @@
-"""Text to token ids and back, by the model's tokenizer.json alone.
+"""Conversion of text to token ids and back, using only the model's tokenizer.json.
 
-Decoding works on each token's exact bytes: the library's own stream waits as long as the text ends in U+FFFD and raises on
-broken runs of byte tokens, while `Detokenizer` never holds back more than one character.
+Decoding works on each token's exact bytes: the library's own DecodeStream waits as long as the text ends in U+FFFD and raises
+on broken runs of byte tokens, while `Detokenizer` never holds back more than one character.
 """
 
 import json
@@ -24,7 +24,7 @@ BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + index): byte for in
 
 
 class Tokenizer:
-    """A model's tokenizer. Raises BadModel or UnsupportedModel for a file it can not use."""
+    """A model's tokenizer, loaded from tokenizer.json. Raises BadModel or UnsupportedModel if it is missing or unusable."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -41,12 +41,12 @@ class Tokenizer:
         self.bytes_of = TokenBytes(self.inner, frozenset(added), path)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text as ids. Special tokens are added where a plain text begins, not where a template wrote them."""
+        """Return the token ids of `text`; special tokens such as BOS are for raw text, not for a chat template's output."""
         # Of the library's functions the one that releases the GIL: long texts are encoded in threads.
         return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_with_offsets(self, text: str, offsets: Sequence[int]) -> tuple[list[int], list[int]]:
-        """A template's text as ids, and for each offset into the text the number of tokens that end there or before."""
+        """Encode a rendered template; return the ids and, per character offset, the number of tokens that end at or before it."""
         if not offsets:
             return self.encode(text, add_special_tokens=False), []
         encoding = self.inner.encode_batch([text], add_special_tokens=False)[0]  # half as slow again: it keeps offsets
@@ -60,16 +60,16 @@ class Tokenizer:
         return self.inner.token_to_id(text)
 
     def token_bytes(self, token: int) -> bytes:
-        """The exact bytes of a token; empty for an unknown id."""
+        """Return the exact bytes of a token; empty for an unknown id."""
         return self.bytes_of[token]
 
     def token_text(self, token: int) -> str:
-        """A token's bytes as text; U+FFFD where they are only a part of a character."""
+        """Return a token's bytes decoded as UTF-8; an incomplete or invalid character becomes U+FFFD."""
         return self.bytes_of[token].decode(errors="replace")
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id, computed at first use by the steps of the tokenizer's decoder."""
+    """Mapping from token id to the token's exact bytes, computed on first use by the steps of the tokenizer's decoder."""
 
     def __init__(self, inner: tokenizers.Tokenizer, added: frozenset[int], path: Path) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class Detokenizer:
-    """Turns ids into pieces of text; at most three bytes of an unfinished character are held back."""
+    """Decodes token ids one by one, optionally skipping special tokens; holds back only bytes of an incomplete character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
         self.tokenizer = tokenizer

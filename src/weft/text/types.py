@@ -1,4 +1,4 @@
-"""The values of the text layer: a conversation, a request to generate, and the deltas that answer it."""
+"""Data types of the text layer: conversations, generation requests, and the deltas that make up an answer."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ Ending = FinishReason | Literal["tool_calls"]
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call the model made in an earlier turn. `arguments` is the JSON text as the client sent it."""
+    """A tool call that the model made in an earlier turn; `arguments` is unparsed JSON text."""
 
     name: str
     arguments: str
@@ -25,7 +25,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. Content is a text, or a list of parts as the client sent them ({"type": "text", "text": …}), or absent."""
+    """One message of a conversation; `content` is a string, a list of parts ({"type": "text", "text": …}), or None."""
 
     role: Role
     content: str | list[dict[str, Any]] | None
@@ -38,14 +38,14 @@ class Message:
 
     @property
     def texts(self) -> list[str]:
-        """The texts of the content's parts; a content that is a text, or absent, is one part."""
+        """The texts of the content's parts; string content is one part, and absent or empty content is one empty string."""
         content = self.content or ""
         return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and tools for the model's chat template to write as one prompt."""
+    """Messages, tools and template options that the model's chat template renders into one prompt."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()  # OpenAI's shape: {"type": "function", "function": {…}}
@@ -59,7 +59,7 @@ Prompt = Conversation | str | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """A request to generate, whatever dialect it came in. It has one choice per prompt and `n`."""
+    """A generation request, independent of the API dialect it came in; it produces `n` choices for each prompt."""
 
     model: str | None
     prompts: tuple[Prompt, ...]
@@ -75,15 +75,15 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
     session: str = ""  # the client's name for a conversation that will come again with more turns
-    client: str = ""  # clients take turns
+    client: str = ""  # who sent it; the scheduler is fair between clients
     dialect: str = ""
-    priority: int = 0  # higher ones go first
+    priority: int = 0  # requests with a higher number go first
     is_flexible: bool = False  # reasoning that the model can not do, or more tokens than fit, are left out instead of refused
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as the dialects show it: its text, its exact bytes, and its log-probability where that was requested."""
+    """A token as API replies show it: its text, its exact bytes, and its log-probability if that was requested."""
 
     id: int
     text: str
@@ -94,7 +94,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A piece of the answer; `tokens` only where log-probabilities were requested."""
+    """A delta of answer text; `tokens` is empty unless log-probabilities were requested."""
 
     text: str
     tokens: tuple[Token, ...] = ()
@@ -102,14 +102,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the reasoning before the answer."""
+    """A delta of reasoning text, which is kept apart from the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallOpened:
-    """The beginning of a tool call. Later deltas with the same index, counted from 0 within a choice, belong to it."""
+    """The delta that starts a tool call; later deltas of this call have the same index, counted from 0 within a choice."""
 
     index: int
     id: str
@@ -118,7 +118,7 @@ class CallOpened:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A piece of the JSON text of a call's arguments, as generated; all pieces together are the arguments."""
+    """A delta of a tool call's arguments: the next piece of their JSON text, to be concatenated with the others."""
 
     index: int
     text: str
@@ -126,14 +126,14 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallClosed:
-    """The end of a call whose arguments are a JSON object. A call that is never closed was cut short or is broken."""
+    """The delta that ends a tool call whose arguments are a JSON object; a truncated or malformed call never gets one."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseExplanation:
-    """How much of a prompt was cached, and why no more: the engine's `PrefixReuse` with texts instead of ids."""
+    """How much of a prompt was cached and why not more: the engine's `PrefixReuse` with texts instead of token ids."""
 
     cause: MissCause
     matched: int  # tokens that were cached
@@ -146,7 +146,7 @@ class ReuseExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts and times of one choice."""
+    """Token counts, timings and prefix-cache explanation of one choice."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -160,7 +160,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why a choice ended; `stop` is the stop string or token id that ended it, where one did."""
+    """The last delta of a choice: why it ended, its usage, and in `stop` the stop string or token id that ended it, or None."""
 
     reason: Ending
     stop: str | int | None = None

@@ -1,4 +1,4 @@
-"""Tool calls: from one table of families come the trigger, the grammar, the stream reader and the tests."""
+"""Tool calls: finds the format (family) in which a model writes them, and makes grammars and stream readers for it."""
 
 import json
 import logging
@@ -33,14 +33,14 @@ ARGUMENTS = ({"word": "zq one", "count": 1}, {"word": "zq two", "count": 2})
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How one model writes calls."""
+    """How one model writes tool calls: its family and the ids of its marker tokens; makes call readers and grammars."""
 
     family: Family
     tokens: MarkerTokens
 
     @classmethod
     def of(cls, writer: PromptWriter, tokenizer: Tokenizer) -> Self | None:
-        """The format that a model's chat template shows; None where the template has no place for tools."""
+        """Detect the call format from a model's chat template, logging a warning for a guess; None if it takes no tools."""
         family = find_family(writer)
         if family is None:
             return None
@@ -52,30 +52,30 @@ class CallFormat:
 
     @property
     def notice(self) -> str | None:
-        """A warning for the operator that the family is a guess; None where it is known."""
+        """A warning for the operator that the family is only a guess; None if it was recognised."""
         guess = f"the chat template writes tool calls in no way that weft knows; they are read like those of {self.family.name}"
         return guess if self.family.is_guess else None
 
     @property
     def shown(self) -> frozenset[int]:
-        """Tokens whose text the reader needs, even where special tokens are skipped."""
+        """Ids of the marker tokens whose text the call reader needs, even if special tokens are skipped."""
         return frozenset(token for _, token in self.tokens)
 
     @property
     def trigger(self) -> str:
-        """The text that must not come within reasoning; "" where calls are not announced."""
+        """The text that announces a call, which is forbidden in reasoning; "" if the family has no such text."""
         return "" if self.family.is_anchored or self.family.is_harmony else self.family.trigger
 
     def reader(self, tools: Sequence[Tool]) -> CallReader | HarmonyReader:
         return HarmonyReader(tools) if self.family.is_harmony else CallReader(self.family, tools)
 
     def grammar(self, selection: ToolSelection, answer: GrammarSpec | None = None) -> GrammarSpec:
-        """The grammar of an answer. Raises InvalidRequest for a strict tool whose schema can not be enforced."""
+        """Return the grammar of an answer with calls. Raises InvalidRequest for a strict tool that can not be enforced."""
         return tool_grammar(self.family, selection, self.tokens, answer)
 
 
 def find_family(writer: PromptWriter) -> Family | None:
-    """The family whose reader understands the calls that the template writes; None for a template without tools."""
+    """Return the family whose reader parses the calls that the template writes, else a guess; None if it takes no tools."""
     one = _write_calls(writer, ARGUMENTS[:1])
     if one is None:
         return None
@@ -90,7 +90,7 @@ def find_family(writer: PromptWriter) -> Family | None:
 
 
 def _write_calls(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> tuple[str, ...] | None:
-    """Calls as the template writes them: all since the question, and from where an answer begins. None: it has no tools."""
+    """Render example calls; return all text after the question, and the answer only; () if calls fail, None if tools do."""
     question = Message("user", "zq?")
     calls = tuple(ToolCall(NAME, json.dumps(one), f"functions.{NAME}:{index}") for index, one in enumerate(arguments))
     results = (Message("tool", f"zq{index}", tool_call_id=call.id) for index, call in enumerate(calls))
@@ -108,7 +108,7 @@ def _write_calls(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> t
 
 
 def _count_unread(family: Family, texts: Sequence[str], arguments: Sequence[dict[str, Any]]) -> int | None:
-    """The number of characters that the family's reader leaves beside these calls; None where it does not find them."""
+    """Return how many characters the family's reader leaves as text beside the expected calls; None if it misreads them."""
     left = []
     for text in texts:
         found = CallFormat(family, frozenset()).reader(read_tools([PROBE])).feed(text)

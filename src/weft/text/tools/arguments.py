@@ -1,4 +1,4 @@
-"""The arguments of one tool call, read piece by piece: from any notation, JSON comes out as it is generated."""
+"""Incremental readers of a tool call's arguments: convert JSON, tags or keyword arguments to JSON text while streaming."""
 
 import json
 import re
@@ -23,7 +23,7 @@ PLACE_LETTERS = {"⟨name⟩": "[A-Za-z0-9_.-]", "⟨id⟩": "[A-Za-z0-9_-]", "�
 
 @dataclass(frozen=True)
 class Tags:
-    """Each argument in tags of its own, texts as they are, other values as JSON."""
+    """A notation with each argument in a tag of its own: strings are written raw, other values as JSON."""
 
     open: str  # has ⟨key⟩, and ⟨type⟩ where the tag says what follows
     close: str
@@ -32,7 +32,7 @@ class Tags:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Names and values as a language writes them: a='x', b=1."""
+    """A notation with arguments as key-value pairs, like Python's keyword arguments: a='x', b=1."""
 
     assign: str
     quotes: tuple[str, ...] = ("'", '"')
@@ -44,7 +44,7 @@ Notation = Tags | Pairs | None  # None: arguments are JSON
 
 
 class Piece:
-    """Fixed notation with places like ⟨name⟩, matched against text that still grows; its answers stay true when it does."""
+    """Matches fixed text with placeholders like ⟨name⟩ against streamed text; a result stays true when the text grows."""
 
     def __init__(self, text: str) -> None:
         whole = begun = ""
@@ -59,7 +59,7 @@ class Piece:
         self.match, self._match_begun = re.compile(whole).match, re.compile(begun).match
 
     def may_come(self, text: str, start: int = 0) -> bool:
-        """Whether the text could still become the piece at this place: it ends before the piece does."""
+        """Whether the text from `start` on is only the beginning of a match, which more text could complete."""
         return self._match_begun(text, start) is not None and self.match(text, start) is None
 
 
@@ -67,13 +67,13 @@ piece = lru_cache(maxsize=256)(Piece)
 
 
 class Arguments:
-    """Reads the arguments of one call step by step; each notation has its own step."""
+    """Base of readers that convert a call's streamed arguments to JSON; subclasses implement `_step` for one notation."""
 
     is_done = False  # the arguments ended; what follows them was not used
     is_broken = False  # the text can not belong to arguments
 
     def read(self, text: str) -> tuple[str, int]:
-        """A piece of JSON, and how many characters of the text it was made of; the others are undecided, to be given again."""
+        """Return JSON text and the number of characters it was made from; the caller passes the rest again with more text."""
         made: list[str] = []
         at, used = 0, 1
         while used and at < len(text) and not self.is_done and not self.is_broken:
@@ -82,16 +82,16 @@ class Arguments:
         return "".join(made), at
 
     def _step(self, text: str, made: list[str]) -> int:
-        """Add JSON to `made`; returns how many characters it was made of, 0 where more must come or none belong here."""
+        """Append JSON for the start of `text` to `made`; return the number of characters used, 0 to stop or wait for more."""
         raise NotImplementedError
 
     def finish(self, text: str) -> str:
-        """The JSON of text that was not used, when no more comes."""
+        """Return the JSON for the unused text when the answer ends within the arguments."""
         return text
 
 
 class JsonArguments(Arguments):
-    """Reads JSON, which is passed on as it is, up to the end of an object. May begin inside one."""
+    """Passes JSON arguments through unchanged, up to the end of their object; `depth` above 0 begins inside an object."""
 
     def __init__(self, depth: int = 0) -> None:
         self.in_string = False
@@ -117,7 +117,7 @@ class JsonArguments(Arguments):
 
 
 class TagArguments(Arguments):
-    """Reads tagged arguments as one object."""
+    """Reads arguments in the `Tags` notation and converts them to one JSON object."""
 
     def __init__(self, tags: Tags, tool: Tool, closing: str) -> None:
         self._open, self._closing = piece(tags.open), piece(closing)
@@ -131,7 +131,7 @@ class TagArguments(Arguments):
         return self._read_value(text, made) if self._kind else self._read_tag(text, made)
 
     def finish(self, text: str) -> str:
-        """The part of the value received so far; partial tags are withheld."""
+        """Return the part of the open value received so far, as JSON; "" if none is open, so partial tags are withheld."""
         return text.strip() if self._kind == "json" else self._quote + escape(text) if self._kind else ""
 
     def _read_tag(self, text: str, made: list[str]) -> int:
@@ -171,7 +171,7 @@ class TagArguments(Arguments):
 
 
 class PairArguments(Arguments):
-    """Reads Python's keyword arguments, or what looks like them, as one object; values may be nested."""
+    """Reads Python-like keyword arguments, whose values may be nested, and converts them to one JSON object."""
 
     def __init__(self, quotes: tuple[str, ...], closer: str) -> None:
         self._quotes, self._closer = quotes, closer
@@ -243,12 +243,12 @@ class PairArguments(Arguments):
 
 
 def escape(text: str) -> str:
-    """A text as it is between the quotes of JSON."""
+    """Return the text escaped for use between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def decode_json(text: str) -> Any:
-    """The value of a JSON text; None for what is no JSON."""
+    """Return the value of a JSON text; None if the text is not valid JSON."""
     try:
         return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity: they are Python, not JSON
     except (ValueError, RecursionError):
@@ -256,7 +256,7 @@ def decode_json(text: str) -> Any:
 
 
 def _as_json(value: str) -> str:
-    """A value as JSON: as it is, translated from Python's notation, or as a string."""
+    """Return a value as JSON: unchanged if it is JSON, converted if it is a Python literal, else as a JSON string."""
     text = value.strip()
     if text == "null" or decode_json(text) is not None:
         return text
@@ -274,7 +274,7 @@ def _ends_in_string(text: str) -> bool:
 
 
 def _translate_escape(escaped: str) -> str:
-    """The letters after a backslash in Python, as JSON writes what they mean."""
+    """Translate a Python string escape, given without its backslash, to the text of a JSON string."""
     if escaped[0] in "xuU":
         code = int(escaped[1:], 16)
         return f"\\u{code:04x}" if code < 0x10000 else chr(code)

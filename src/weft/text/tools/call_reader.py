@@ -1,8 +1,8 @@
-"""The text of an answer is read as text and tool calls, as it comes; the result does not depend on where it is cut.
+"""Splits streamed answer text into text and tool calls; the result does not depend on where the stream is cut.
 
-What can not be a call is text, to the letter: markup with an unknown name or a wrong shape. An open call stays open: when its
-arguments break it is never closed, and the rest is text; when the answer ends within them they end there too. White space before
-and after calls belongs to the markup.
+Markup that is no valid call (unknown name, wrong shape) is emitted unchanged as text. An open call is never taken back: if its
+arguments are malformed, it is not closed and the rest is text; if the answer ends within them, they end there too. White space
+before and after calls belongs to the markup.
 """
 
 import re
@@ -20,12 +20,12 @@ RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
 
 
 def new_id() -> str:
-    """An id for a call to which the model gave none."""
+    """Return a random id for a call to which the model gave none."""
     return f"call_{secrets.token_hex(12)}"
 
 
 class _Reader:
-    """A state machine over text that comes in pieces, and the calls it opens one after the other."""
+    """Base of the call readers: a state machine over streamed text, which opens tool calls one after the other."""
 
     def __init__(self, tools: Sequence[Tool], make_id: Callable[[], str]) -> None:
         self.held = ""  # undecided
@@ -46,7 +46,7 @@ class _Reader:
         return found
 
     def _open_call(self, name: str, arguments: Arguments, given_id: str = "") -> None:
-        """Open a call. An id that the model gave is kept, but not twice."""
+        """Open a call and emit CallOpened; its id is the model's, or a new one if the model gave none or one already used."""
         self._ids.append(self._make_id() if not given_id or given_id in self._ids else given_id)
         self._arguments, self._made = arguments, []
         self._found.append(CallOpened(len(self._ids) - 1, self._ids[-1], name))
@@ -57,7 +57,7 @@ class _Reader:
             self._found.append(CallArguments(len(self._ids) - 1, made))
 
     def _read_arguments(self) -> bool | None:
-        """Read arguments and close the call if they are an object; returns whether they are, None while they go on."""
+        """Read arguments. If they end as a JSON object, close the call and return True; False if invalid, None if incomplete."""
         arguments = self._arguments
         assert arguments is not None, "a call is open"
         made, used = arguments.read(self.held)
@@ -72,7 +72,7 @@ class _Reader:
 
 
 class CallReader(_Reader):
-    """Reads answers with the calls of one family."""
+    """Splits an answer in one family's call format into text and tool calls."""
 
     def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
         super().__init__(tools, make_id)
@@ -87,7 +87,7 @@ class CallReader(_Reader):
         self._follows_call = False
 
     def finish(self) -> list[ContentDelta]:
-        """The deltas of what was held back. Markup behind complete arguments is dropped; markup before them is text."""
+        """Return deltas for the text held back; markup after complete arguments is dropped, markup before them becomes text."""
         if self._arguments is not None:
             self._emit_arguments(self._arguments.finish(self.held))
         elif self._state not in (self._read_tail, self._read_next):
@@ -114,7 +114,7 @@ class CallReader(_Reader):
         return (bool(text.rstrip()) and self._emit_text(text.rstrip())) or bool(trigger)
 
     def _read_head(self) -> bool:
-        """Read a call up to its arguments, behind white space. In some families it is not announced, but comes first."""
+        """Read a call's markup up to its arguments, after white space; if no call can come here, go on with free text."""
         blank = len(self.held) - len(self.held.lstrip())
         if self._enter_call(self._opening, blank):
             return True
@@ -147,7 +147,7 @@ class CallReader(_Reader):
         return True
 
     def _read_tail(self) -> bool:
-        """Read what closes a call. In an object more fields may follow the arguments; they are dropped."""
+        """Read the text that closes a call; further fields after the arguments in the call's JSON object are dropped."""
         if self._rest is None and self._brace and self._family.tail.startswith("}"):
             self.held = self.held.lstrip()
             self._rest = JsonArguments(depth=1) if self.held.startswith(",") else None
@@ -175,7 +175,7 @@ class CallReader(_Reader):
 
 
 class HarmonyReader(_Reader):
-    """Reads answers of gpt-oss, whose reasoning, text and calls are messages of one stream, with or without tools.
+    """Splits gpt-oss answers into reasoning, text and calls, which are messages of one stream (harmony), also without tools.
 
         <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
         <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}
@@ -188,7 +188,7 @@ class HarmonyReader(_Reader):
         self._state = self._read_header
 
     def finish(self) -> list[ContentDelta]:
-        """The deltas of what was held back. A header that was cut off is dropped."""
+        """Return deltas for the text held back; an incomplete header and text held within a call are dropped."""
         rest, self.held = self.held, ""
         is_header = self._state == self._read_header and rest.lstrip().startswith("<|")
         if rest and self._arguments is None and not is_header:

@@ -1,7 +1,7 @@
-"""Custom tools, whose one argument is a text: the text's grammar inside of calls, and the text out of calls in JSON.
+"""Custom tools, which take one text: converts the text's grammar for use in calls, and extracts the text from arguments.
 
-A model is shown a custom tool as a function that takes `input`. Within JSON the text is escaped, so every literal and pattern
-of its grammar is too; elsewhere it must not contain the mark that closes it.
+A model sees a custom tool as a function with the parameter `input`. Within JSON the text is escaped, so every literal and
+pattern of its grammar is escaped too; in other notations the text must not contain the mark that closes it.
 """
 
 import json
@@ -58,14 +58,14 @@ ESCAPES = "(?-i:"  # what a pattern has where a letter is escaped
 
 
 class CustomInputReader:
-    """Extracts the text from the JSON arguments of one call, as they come in pieces."""
+    """Extracts a custom tool's input text from the JSON arguments of one call while they are streamed."""
 
     def __init__(self) -> None:
         self._held = ""  # undecided
         self._in_text = False
 
     def feed(self, arguments: str) -> str:
-        """The text that became certain with this piece of the arguments; "" where they have another shape."""
+        """Take a piece of the arguments; return the input text that is now certain, "" if none or if they have another shape."""
         self._held += arguments
         if not self._in_text:
             begin = _BEGIN.match(self._held)
@@ -83,17 +83,17 @@ class CustomInputReader:
 
 
 def custom_input(arguments: str) -> str:
-    """The text in complete arguments of a custom tool."""
+    """Return the input text in complete JSON arguments of a custom tool; "" if they have another shape."""
     return CustomInputReader().feed(arguments)
 
 
 def wrap_custom_input(text: str) -> str:
-    """The arguments of a custom tool that is called with this text."""
+    """Return the JSON arguments of a custom tool call whose input is `text`."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
 def string_grammar(spec: GrammarSpec, place: str) -> str:
-    """The grammar of a custom tool's texts as JSON strings. Raises InvalidRequest for a part that has no such form."""
+    """Return a Lark expression for a custom tool's text as a JSON string. Raises InvalidRequest if a part can not be escaped."""
     lark, write = _Lark(spec, place), partial(_escape, place=place)
     if texts := [given for given in lark.attributes.values() if '"' in given or "/" in given]:
         raise _refusal(place, texts[0])
@@ -109,7 +109,7 @@ def string_grammar(spec: GrammarSpec, place: str) -> str:
 
 
 def plain_grammar(spec: GrammarSpec, close: str, end: str, place: str, *, is_lazy: bool) -> str | None:
-    """The grammar of a custom tool's texts without `close`, followed by `end` (lazy: the first); None for recursive rules."""
+    """Return Lark for a custom tool's raw text without `close`, then `end` (lazy: the first one); None for recursive rules."""
     lark = _Lark(spec, place)
     if not lark.is_regular:
         return None
@@ -118,7 +118,7 @@ def plain_grammar(spec: GrammarSpec, close: str, end: str, place: str, *, is_laz
 
 
 def recursive_grammar(spec: GrammarSpec, close: str, place: str) -> str:
-    """The grammar of a custom tool's texts by recursive rules: each pattern by itself must not contain `close`."""
+    """Return Lark for recursive rules of a custom tool; no pattern matches text with `close`. Raises if a string has it."""
     patterns: dict[str, str] = {}
 
     def write(kind: str, text: str) -> str:
@@ -131,12 +131,12 @@ def recursive_grammar(spec: GrammarSpec, close: str, place: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A text in quotes, as JSON and Lark write it."""
+    """Return the text as a double-quoted string literal that is valid in both JSON and Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
 class _Lark:
-    """A grammar, taken apart into its definitions."""
+    """A client's Lark grammar or regex, parsed into rule and terminal definitions, rule attributes and imports."""
 
     def __init__(self, spec: GrammarSpec, place: str) -> None:
         self.bodies: dict[str, list[LarkToken]] = {}  # of rules, terminals (in capitals) and what may be between (%ignore)
@@ -169,7 +169,7 @@ class _Lark:
 
     @cached_property
     def is_regular(self) -> bool:
-        """Whether no rule leads back to itself, so that all of them can be one terminal."""
+        """Whether no rule is recursive or has attributes, so that the whole grammar can be one terminal."""
         return not any(self.attributes.values()) and not any(name in self._reachable(name) for name in self.bodies)
 
     def _reachable(self, name: str) -> set[str]:
@@ -182,7 +182,7 @@ class _Lark:
         return reached
 
     def terminals(self) -> dict[str, list[LarkToken]]:
-        """The terminals that the lexer must tell apart, named or not, with all that they are made of."""
+        """Return the terminals that rules use, named or anonymous, each with all literals and patterns that it is made of."""
         used = {token for name, body in self.bodies.items() if not name.isupper() for token in body}
         parts = {text: [(kind, text)] for kind, text in used if kind in TERMINAL}
         for name in {text for kind, text in used if kind == "name" and text.isupper()}:
@@ -197,7 +197,7 @@ class _Lark:
             yield " ".join([head, *(write(*token) for token in body)])
 
     def as_terminals(self, write: Write) -> Iterator[str]:
-        """The rewritten lines with all rules made terminals, so that the lexer has no borders to find."""
+        """Yield the grammar's lines, tokens rewritten by `write` and rules made terminals, so that the lexer sees one token."""
         ignored = []
         yield from self.imports
         for name, body in self.bodies.items():
@@ -263,7 +263,7 @@ def _escape_pattern(text: str, place: str) -> str:
 
 
 def _set(text: str, place: str) -> str:
-    """A pattern for one letter of a set, escaped where JSON requires it."""
+    """Return a regex for one character of a character set, in escaped form where JSON requires that."""
     if re.search(r"\[|&&|--|~~|\|\|", re.sub(r"\\.", "", text[1:])):  # sets of sets: Python does not read them
         raise _refusal(place, text)
     try:

@@ -1,4 +1,4 @@
-"""How model families write tool calls: one row each, from which readers and grammars are made."""
+"""Table of the formats in which model families write tool calls; call readers and grammars are built from its rows."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from weft.text.tools.arguments import Notation, Pairs, Tags
 
 @dataclass(frozen=True)
 class Family:
-    """A way to write calls. In its texts a blank or a line break may be missing."""
+    """A format of tool calls, given as fixed texts with placeholders; any space or newline in these texts may be missing."""
 
     name: str
     call: str  # one call, with ⟨name⟩, ⟨arguments⟩ and maybe ⟨id⟩
@@ -38,7 +38,7 @@ class Family:
 
     @cached_property
     def literals(self) -> str:
-        """All fixed texts, in which markers with a token of their own are searched."""
+        """All fixed texts of the format, joined by NUL, in which to look for markers that have a token of their own."""
         own: tuple[str, ...] = self.notation.quotes if isinstance(self.notation, Pairs) else ()
         own = (self.notation.open, self.notation.close) if isinstance(self.notation, Tags) else own
         return "\0".join((self.begin, self.call, self.between or "", self.end, self.also, *own))
@@ -60,7 +60,7 @@ def _listed(name: str, begin: str, end: str, call: str = OBJECT, notation: Notat
 
 
 def _functions(name: str, tag: str, gap: str) -> Family:
-    """A family that writes a function with parameters in a tag; `gap` is the line break around values, if any."""
+    """Build a family with <function=…> and <parameter=…> elements in a `tag` element; `gap` is put around values."""
     call = f"<{tag}>\n<function=⟨name⟩>⟨arguments⟩\n</function>\n</{tag}>"
     return Family(name, call, Tags(f"\n<parameter=⟨key⟩>{gap}", f"{gap}</parameter>"), between="\n")
 

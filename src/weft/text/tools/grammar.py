@@ -1,7 +1,7 @@
-"""Tools and the selection among them become a grammar for the engine, in which every call that comes is valid.
+"""Builds the engine's Lark grammar from tools and tool choice, so that every call the model makes is valid.
 
-Where a call must come the answer is calls only; otherwise it is free text, and the grammar takes over at the trigger. In
-llguidance's Lark a token for a marker never matches the marker's letters, so tokens are named by their ids.
+If a call is required, the answer is calls only; otherwise it is free text until the trigger, where the call grammar begins. In
+llguidance's Lark a marker's token is not matched by the marker's letters, so tokens are named by their ids.
 """
 
 import json
@@ -35,7 +35,7 @@ MarkerTokens = frozenset[tuple[str, int]]  # the markers of calls for which a vo
 
 @lru_cache(maxsize=32)
 def tool_grammar(family: Family, selection: ToolSelection, tokens: MarkerTokens, answer: GrammarSpec | None) -> GrammarSpec:
-    """The grammar of an answer of calls, or of `answer`. Raises InvalidRequest naming what this family can not enforce."""
+    """Build the grammar of answers that are calls or fit `answer`. Raises InvalidRequest for what the family can not enforce."""
     if selection.mode == "none" and answer is not None and not family.is_harmony:
         return answer
     if answer is not None and answer.kind != "json_schema":
@@ -44,7 +44,7 @@ def tool_grammar(family: Family, selection: ToolSelection, tokens: MarkerTokens,
 
 
 class _Grammar:
-    """The rules of one grammar while it is written. Methods return expressions, and add the rules that these use."""
+    """Builder of one Lark grammar; its methods return expressions, and add the rules that these expressions use."""
 
     def __init__(self, family: Family, selection: ToolSelection, tokens: dict[str, int]) -> None:
         self.family, self.mode, self.tools = family, selection.mode, selection.tools
@@ -73,13 +73,13 @@ class _Grammar:
         return f"({section})* TEXT" if self.is_parallel else f"TEXT | {section}"
 
     def anchored(self) -> str:
-        """Free text, unless it begins as a call. A call's head is one terminal, or free text would match more of it."""
+        """Return an expression for free text that does not begin like a call, or for calls at the beginning of the answer."""
         heads = [(self.family.begin + self.family.head).strip().replace("⟨name⟩", tool.name) for tool in self.tools]
         self.rules["PLAIN"] = rf"/{ANY_TEXT}/ & ~/\s*({'|'.join(map(_pattern, heads))}){ANY_TEXT}/"
         if self.mode == "none":
             return "PLAIN"
         blank, tail = self.literal(" " * self.family.head.endswith(" ")), self.literal(self.family.tail)
-        firsts = []
+        firsts = []  # each call's head is one terminal, or free text would match more of it
         for index, (tool, head) in enumerate(zip(self.tools, heads, strict=True)):
             self.rules[f"FIRST_{index}"] = rf"/\s*{_pattern(head)}/"
             firsts.append(f"FIRST_{index} {blank} {self.arguments(tool)} {tail}")
@@ -95,7 +95,7 @@ class _Grammar:
         return f"({aside} {self.until('<|end|>')})* ({last})"
 
     def calls(self, num_read: int = 0) -> str:
-        """One call or several; `num_read` letters of the first were already read."""
+        """Return an expression for one call, or several if allowed, without the first `num_read` characters (already matched)."""
         begun = self.literal((self.family.begin + self.family.head.partition("⟨name⟩")[0]).lstrip()[num_read:])
         # Behind free text a further call is announced like the first, unless the calls are in a frame.
         return f"{begun} {self.call()} {self.more_calls(is_framed=bool(self.family.end) or not num_read)}"
@@ -147,7 +147,7 @@ class _Grammar:
         return " ".join(bodies)
 
     def paired(self, tool: Tool, node: Tool, pairs: Pairs, place: str) -> str:
-        """Arguments, or the properties of an object, in their order with commas between."""
+        """Return an expression for comma-separated pairs in a fixed order: a call's arguments, or properties of an object."""
         comma, written, starts = self.literal(", "), [], []
         for key, schema, repeat, where in self.divided(tool, node, place):
             pair = f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}"
@@ -161,7 +161,7 @@ class _Grammar:
         return f"({' | '.join(starts)})?" if starts else ""
 
     def divided(self, tool: Tool, node: Tool, place: str) -> list[tuple[str, Any, str, str]]:
-        """Arguments one by one: the key, its schema, how often it comes ("": once), and its place."""
+        """List arguments as (key expression, schema, repetition, path); repetition is "" if required, else "?" or "*"."""
         _check_keywords(tool, node.parameters, DIVIDED, place)
         parts = []
         for key, schema in node.properties.items():
@@ -180,7 +180,7 @@ class _Grammar:
         return parts
 
     def value(self, tool: Tool, schema: Any, pairs: Pairs, place: str) -> str:
-        """A value as JSON where that is understood, else in the family's own notation."""
+        """Return an expression for a value: as JSON if the family's reader understands it, else in the family's notation."""
         if tool.grammar is not None:
             if pairs.is_json:
                 return string_grammar(tool.grammar, tool.place)
@@ -232,7 +232,7 @@ class _Grammar:
                 return _json_value(tool, {"type": kind, **{word: node[word] for word in NUMERIC & node.keys()}}, place)
 
     def custom_text(self, grammar: GrammarSpec, close: str, place: str) -> str:
-        """A custom tool's text as it is, and what closes it. Line breaks that the reader takes away must be there."""
+        """Return an expression for a custom tool's raw text and its closing text, including newlines that the reader strips."""
         mark = self.longest_mark(close.strip())
         before = close.partition(mark)[0] if mark else close
         text = plain_grammar(grammar, close.strip(), before, place, is_lazy=not mark)
@@ -241,11 +241,11 @@ class _Grammar:
         return f"{text} {self.literal(close[len(before) :])}"
 
     def longest_mark(self, text: str) -> str:
-        """The longest marker with a token of its own that this text begins with; "" for none."""
+        """Return the longest marker with a token of its own that `text` begins with; "" if there is none."""
         return max((mark for mark in self.tokens if text.startswith(mark)), key=len, default="")
 
     def literal(self, text: str) -> str:
-        """A fixed text, in which line breaks, and blanks beside signs, may be missing; ⟨id⟩ is any id."""
+        """Return an expression for fixed text: newlines and spaces after signs are optional, markers are tokens, ⟨id⟩ any id."""
         marks = [re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True) if mark in text]
         seams = "|".join([*marks, "[ \n]", "⟨id⟩"])
         parts = [part for part in re.split(f"({seams})", text) if part]
@@ -257,7 +257,7 @@ class _Grammar:
         return " ".join(atoms)
 
     def until(self, text: str) -> str:
-        """Free text up to and including this text, which comes by its tokens or letter by letter."""
+        """Return an expression for free text through the first `text`, which comes as marker tokens or spelled out."""
         spelled = f"until_{len(self.rules)}"
         self.rules[f"{spelled}[lazy]"] = f"/{ANY_TEXT}{_pattern(text)}/"
         mark = self.longest_mark(text)
@@ -270,7 +270,7 @@ class _Grammar:
 
 
 def _json_value(tool: Tool, schema: Any, place: str) -> str:
-    """A value as JSON that fits its schema; without strict as far as that can be enforced."""
+    """Return a %json expression for a schema; if the tool is not strict, constraints that can not be enforced are relaxed."""
     is_whole = schema is tool.parameters
     document = {word: tool.parameters[word] for word in SHARED if word in tool.parameters}
     document |= schema if isinstance(schema, dict) else {}
@@ -297,5 +297,5 @@ def _check_keywords(tool: Tool, node: dict[str, Any], enforced: set[str], place:
 
 
 def _pattern(text: str) -> str:
-    """A regular expression for a text in which blanks may be missing."""
+    """Build a regex that matches `text` literally, except that each of its spaces and newlines is optional."""
     return "".join(r"\n?" if one == "\n" else " ?" if one == " " else r"\/" if one == "/" else re.escape(one) for one in text)

@@ -1,4 +1,4 @@
-"""Tools and the selection among them, read from JSON in the shapes of OpenAI's dialects; the other dialects translate theirs."""
+"""Tool definitions and tool choice, validated from OpenAI's JSON formats; the other dialects translate theirs to these."""
 
 import re
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ Facts = tuple[set[str], list[Any] | None]  # the kinds of values that fit a sche
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that may be called, and which of its arguments are texts. A custom tool takes one text, its `input`."""
+    """A function or custom tool that may be called, with the schema of its arguments; a custom tool takes one text, `input`."""
 
     name: str
     schema: str  # of its arguments, as JSON text
@@ -51,14 +51,14 @@ class Tool:
 
     @property
     def is_open(self) -> bool:
-        """Whether a call may have arguments that the schema does not name: only where it allows them, or names none."""
+        """Whether calls may have arguments the schema does not name: as additionalProperties says, else only if it names none."""
         return bool(self.parameters.get("additionalProperties", not self.properties))
 
     def schema_of(self, key: str) -> Any:
         return self.properties.get(key, self.parameters.get("additionalProperties", {}))
 
     def resolve(self, schema: Any) -> dict[str, Any]:
-        """The schema that a reference leads to; {} for what is no schema or leads nowhere."""
+        """Follow a schema's $ref within the tool's schema and return the target; {} for a non-object or an unresolvable $ref."""
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
@@ -69,12 +69,12 @@ class Tool:
         return schema if isinstance(schema, dict) and "$ref" not in schema else {}
 
     def kind_of(self, schema: Any) -> Literal["text", "nullable", "json"]:
-        """How a value is written where texts are written as they are: a text, a text or null, or JSON."""
+        """How to write values of a schema where strings need no quotes: "text" (raw), "nullable" (raw or null) or "json"."""
         kinds = self._facts(schema)[0]
         return "text" if kinds == {"text"} else "nullable" if kinds == {"text", "null"} else "json"
 
     def choices(self, schema: Any) -> list[Any] | None:
-        """The values of which an argument must be one; None where the schema has no such list."""
+        """Return the list of all values that the schema allows (const, enum, branches of these); None if it lists none."""
         return self._facts(schema)[1]
 
     def _facts(self, schema: Any) -> Facts:
@@ -101,7 +101,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolSelection:
-    """Which tools may be called, and whether one must be."""
+    """The tools that may be called, whether a call is optional, forbidden or required, and whether several are allowed."""
 
     mode: Literal["auto", "none", "required"]
     tools: tuple[Tool, ...]
@@ -109,9 +109,9 @@ class ToolSelection:
 
 
 def read_tools(tools: Sequence[Any] | None, places: Sequence[str] = (), schema_field: str = "parameters") -> tuple[Tool, ...]:
-    """The tools of a request in the shape of Chat Completions. Raises InvalidRequest.
+    """Validate a request's tools, in the format of Chat Completions, and return them as `Tool`s. Raises InvalidRequest.
 
-    A dialect that translated its tools names for errors the path of each tool in its own request, and the schema's field there.
+    For error messages, other dialects pass each tool's path in their own request (`places`) and the name of its schema field.
     """
     tools = tools or ()
     if len(tools) > MAX_TOOLS:
@@ -132,12 +132,12 @@ def read_tools(tools: Sequence[Any] | None, places: Sequence[str] = (), schema_f
 
 
 def template_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Tools, read before, as chat templates know them: a custom tool is a function that takes a text."""
+    """Convert validated tools to the form chat templates expect: a custom tool becomes a function with one string parameter."""
     return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
 
 
 def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None) -> ToolSelection:
-    """The selection that a client's tool_choice makes. A tool that is named is called once: its client expects one answer."""
+    """Convert a client's tool_choice to a ToolSelection; a tool chosen by name is called exactly once. Raises InvalidRequest."""
     is_parallel, place = parallel is not False, "tool_choice"
     match _flattened(given):
         case None:
@@ -160,13 +160,13 @@ def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | No
 
 
 def types(node: dict[str, Any]) -> list[str]:
-    """The types a value may have, as far as the schema names them."""
+    """Return the names in a schema's `type` keyword as a list; empty if there is none."""
     given = node.get("type")
     return [given] if isinstance(given, str) else [name for name in _list(given) if isinstance(name, str)]
 
 
 def alternatives(node: dict[str, Any]) -> list[Any]:
-    """The schemas of which a value must fit one."""
+    """Return the branches of a schema's anyOf, or of its oneOf if it has no anyOf; empty if it has neither."""
     return _list(node.get("anyOf", node.get("oneOf")))
 
 
@@ -175,7 +175,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _flattened(given: Any) -> Any:
-    """A value {"type": "x", "x": {…}} of Chat Completions in the flat shape of Responses, {"type": "x", …}; else as it is."""
+    """Convert {"type": "x", "x": {…}} of Chat Completions to {"type": "x", …} of Responses; return other values unchanged."""
     match given:
         case {"type": str(kind)} if isinstance(given.get(kind), dict):
             return {**given, **given[kind], "type": kind}
@@ -210,7 +210,7 @@ def _read_custom(custom: dict[str, Any], place: str) -> Tool:
 
 
 def _read_format(custom: dict[str, Any], place: str) -> tuple[str, str]:
-    """The syntax and the definition of a custom tool's grammar; empty where any text will do."""
+    """Return syntax ("lark" or "regex") and definition of a custom tool's grammar; two empty strings if any text is allowed."""
     match _flattened(custom.get("format")):
         case None | {"type": "text"}:
             return "", ""
