@@ -1,1 +1,1 @@
-"""The token world: ids in, ids out. `engine.py` is the loop; read it first."""
+"""The engine process's code: schedules, prefills, decodes and samples token ids; `engine.py` has the main loop."""

@@ -1,4 +1,4 @@
-"""The memory budget: weights, running rows with what they will need, cached prefixes, and a reserve for forwards.
+"""The engine's memory budget: bytes for weights, running rows with their expected output, cached prefixes, and a reserve.
 
 All bytes are computed from the layers' specs; nothing is measured. A row is admitted when its prompt and the answer it may be
 expected to give fit.
@@ -15,7 +15,7 @@ SLACK = 1.3  # slabs have free slots and rounded capacities; while a row is copi
 
 
 class MemoryBudget:
-    """How many bytes rows need and how many there are; a budget of None is unlimited."""
+    """Computes how many bytes rows need and whether they fit the memory budget; a budget of None is unlimited."""
 
     def __init__(self, row_bytes: Callable[[int], int], weights_bytes: int, budget_bytes: int | None = None) -> None:
         self.row_bytes = row_bytes
@@ -29,27 +29,27 @@ class MemoryBudget:
         return int(self.row_bytes(tokens) * SLACK)
 
     def needed(self, sequence: Sequence) -> int:
-        """The bytes reserved for a sequence: its prompt, its answer so far, and the next tokens it may emit."""
+        """Return the bytes to reserve for a sequence: its prompt, its output so far, and up to 256 expected tokens."""
         ahead = EXPECTED_TOKENS * (len(sequence.output) // EXPECTED_TOKENS + 1)
         return self.bytes_of(len(sequence.prompt) + min(ahead, sequence.max_tokens))
 
     def reserved(self, running: Iterable[Sequence]) -> int:
-        """The bytes reserved for these sequences together; 0 without a budget."""
+        """Return the total bytes reserved for these sequences; 0 if there is no budget."""
         return sum(map(self.needed, running)) if self.budget_bytes is not None else 0
 
     def fits(self, sequence: Sequence, running: list[Sequence]) -> bool:
-        """Whether one more row can be admitted. A lone one always can: what never fits was refused before."""
+        """Whether a sequence fits the memory budget beside the running rows; always True without a budget or running rows."""
         return self.room_bytes is None or not running or self.reserved([*running, sequence]) <= self.room_bytes
 
     def is_over(self, running: list[Sequence]) -> bool:
         return self.room_bytes is not None and self.reserved(running) > self.room_bytes
 
     def left_for_prefixes(self, running: Iterable[Sequence], wanted: int) -> int:
-        """Of the bytes wanted for cached prefixes, those that running rows leave free."""
+        """Return how many of the `wanted` bytes for cached prefixes running rows leave free; all of them without a budget."""
         return wanted if self.room_bytes is None else max(0, min(wanted, self.room_bytes - self.reserved(running)))
 
     def max_row_tokens(self, context_length: int) -> int:
-        """The longest row, prompt and answer, that can ever fit."""
+        """Return the most tokens (prompt and output) that one row can ever hold within the budget and the context length."""
         if self.room_bytes is None:
             return context_length
         return max(0, bisect.bisect_right(range(context_length + 1), self.room_bytes, key=self.bytes_of) - 1)

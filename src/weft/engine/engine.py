@@ -1,7 +1,7 @@
-"""The loop: token ids in, token ids out. One thread drives `turn` and takes the events.
+"""The engine's main loop over token ids: one thread calls `turn` repeatedly and takes the resulting events.
 
 Each turn makes room, plans, runs a decode step in the order that suits the device (`order.py`), and works on one prompt
-chunk. Whatever fails costs the one row it belongs to.
+chunk. A failure ends only the row it belongs to.
 """
 
 import itertools
@@ -36,7 +36,7 @@ MAX_FAILED_TURNS = 10  # in a row; then the process ends, and another one resume
 
 
 class Engine:
-    """Runs many sequences of one model together."""
+    """Runs many sequences of one model with continuous batching: queues, prefills, decodes, samples and emits events."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Engine:
         self._numbers = itertools.count()
 
     def turn(self) -> None:
-        """Run one turn of the loop: make room, plan, decode a step, work on a prompt chunk."""
+        """Run one turn: release, preempt and admit rows, plan, run a decode step, and compute (part of) a prompt chunk."""
         started = self.clock()
         self.faults.at("turn", *self.scheduler.running)
         self._make_room()
@@ -92,11 +92,11 @@ class Engine:
             self.scheduler.measure_step(self.clock() - started)
 
     def submit(self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None) -> Sequence:
-        """Check a single request and queue it. Raises RequestError naming the parameter."""
+        """Check one prompt with its sampling parameters and queue it; raises RequestError naming the bad parameter."""
         return self.submit_all(Submit((next(self._numbers),), prompt, (sampling,)), constraint)[0]
 
     def submit_all(self, request: Submit, constraint: Constraint | None = None) -> list[Sequence]:
-        """Check a request and queue a sequence for each of its answers; their prompt is computed once."""
+        """Check a request and queue one sequence per requested answer; answers with equal prompts share one prefill."""
         rooms = [self.limits.check(request.prompt, sampling) for sampling in request.samplings]
         sequences = [self._sequence(request, index, room, constraint) for index, room in enumerate(rooms)]
         leader, *forks = sequences
@@ -118,7 +118,7 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence now; its memory is free before the next step."""
+        """Finish a sequence as cancelled unless it has finished; its memory is freed at the start of the next turn."""
         if not sequence.is_finished:
             self._finish(sequence, "cancelled")
 
@@ -128,13 +128,13 @@ class Engine:
 
     @property
     def is_waiting_for_disk(self) -> bool:
-        """Whether every running sequence waits for the disk tier."""
+        """Whether sequences are running and every one of them waits for cached prefixes to be loaded from disk."""
         running = self.scheduler.running
         return bool(running) and all(sequence.prefix.is_loading for sequence in running)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many sequences run, and how many wait."""
+        """The numbers of running and of waiting sequences; answers that wait for a shared prompt count as waiting."""
         queues = (self.scheduler.running, self.scheduler.waiting)
         forks = sum(len(sequence.forks) for queue in queues for sequence in queue)
         return len(self.scheduler.running), len(self.scheduler.waiting) + forks
@@ -156,7 +156,7 @@ class Engine:
     # What a turn is made of.
 
     def _make_room(self) -> None:
-        """Release finished rows, preempt and admit others, and move prompts forward over what is cached by now."""
+        """Release finished rows, preempt and admit rows, limit the prefix cache, and skip prompt chunks that are cached now."""
         self._release_finished()
         self.bisection.clear_proven()
         while (sequence := self.scheduler.to_preempt()) is not None:
@@ -172,13 +172,13 @@ class Engine:
             self._report_prompt(sequence)
 
     def _prefill_before_step(self, chunk: Row) -> Plan:
-        """Compute a short chunk at once and plan the step anew, so that its row may be in it."""
+        """Settle the pending step, compute a short prompt chunk, and return a new plan in which the chunk's row may decode."""
         self.order.flush()
         self.prefill(chunk, None)
         return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None)
 
     def prefill(self, row: Row, seconds: float | None) -> None:
-        """Work on a prompt chunk that is still wanted; once it is done, other prompts can go on from it."""
+        """Compute a prompt chunk for about `seconds` (None: to its end); a finished chunk is added to the prefix tree."""
         if row.sequence.is_abandoned:
             return
         try:
@@ -194,7 +194,7 @@ class Engine:
         self._report_prompt(row.sequence)
 
     def _report_prompt(self, sequence: Sequence) -> None:
-        """Report how far a prompt is; once it is in memory its forks go on from there."""
+        """Emit a prompt's progress; once it is computed, queue its forks (further answers) and end requests for 0 tokens."""
         logprobs = tuple(sequence.prompt_logprobs) if sequence.is_prefilled and sequence.must_read_prompt else None
         self.prompt_events.append(PromptEvent(sequence.id, sequence.num_computed, logprobs))
         if sequence.is_prefilled:
@@ -205,7 +205,7 @@ class Engine:
                 self._finish_empty(one)
 
     def sample(self, step: Step) -> None:
-        """Start sampling a step's tokens under the rows' constraints; the step before it is settled."""
+        """Start sampling a step's tokens under the rows' grammars; a row whose grammar fails is ended with an error."""
         demands = [self._demand(sequence) if sequence in step.new else None for sequence in step.sequences]
         allowed, errors = self.masks.fill(demands)
         for row, why in errors.items():
@@ -221,7 +221,7 @@ class Engine:
             return None
 
     def settle(self, step: Step) -> None:
-        """Read a step's tokens: append, finish, emit."""
+        """Wait for a step's sampled tokens, append them to their sequences, emit events, and finish sequences that ended."""
         assert step.sampled is not None
         tokens, problems = step.sampled.read()  # sync: the device is waited for here and nowhere else
         logprobs = step.sampled.logprobs
@@ -267,7 +267,7 @@ class Engine:
         self.events.append(TokenEvent(sequence.id, *last, ending.reason, ending.error, ending.stop_token, sequence.timings))
 
     def _finish_empty(self, sequence: Sequence) -> None:
-        """End a request for no tokens at all with its prompt."""
+        """Finish a sequence whose max_tokens is 0 with the reason "length", unless it has finished."""
         if sequence.max_tokens == 0 and not sequence.is_finished:
             self._finish(sequence, "length")
 
@@ -277,13 +277,13 @@ class Engine:
             self._release_prefix(sequence)
 
     def _release_prefix(self, sequence: Sequence) -> None:
-        """Release a sequence's cached prefix; a chunk under way goes to a prompt that needs the same."""
+        """Release a sequence's cached prefix; hand its half-computed chunk, if any, to a prompt that needs the same chunk."""
         if sequence.is_amid_chunk and (twin := self.scheduler.twin(sequence)) is not None:
             self.runner.hand_over(sequence, twin)
         self.prefix.release(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take all states from a running sequence; it waits again, and a token in flight is sampled once more."""
+        """Free a running sequence's states and move it back to the waiting queue; a token in flight will be sampled again."""
         self.order.forget(sequence)
         self.runner.release(sequence)
         self.prefix.release(sequence)
@@ -291,7 +291,7 @@ class Engine:
         sequence.preempt(self.config.max_replayed_tokens)
 
     def _undo(self, plan: Plan, last: Step | None, error: Exception) -> None:
-        """Recompute all rows after a failed step; those that were in it step in halves until the guilty one is found."""
+        """After a failed step preempt all decoding rows and retry the step's rows in halves; end a row that failed alone."""
         log.error("a step of %d rows failed and is tried again in parts", len(plan.steps), exc_info=error)
         self.last_failure = error
         self.num_failed_turns += 1
@@ -308,7 +308,7 @@ class Engine:
             self._fail(guilty, "a step of it", error)
 
     def _fail(self, sequence: Sequence, what: str, error: Exception) -> None:
-        """End one sequence with an error, and let nobody use what it computed."""
+        """End a sequence with an error, free its memory, and remove every prompt chunk it computed from the prefix cache."""
         if sequence.is_finished:
             return
         log.error("sequence %d ends: %s failed", sequence.id, what, exc_info=error)

@@ -1,6 +1,6 @@
-"""Points at which a test can break the engine. In production no rule is set and every call does nothing.
+"""Fault injection for tests: points in the engine where a rule can raise, kill, hang or slow; no-ops in production.
 
-A rule names a token and strikes where a sequence with that token in its prompt takes part. Rules come from the environment.
+A rule applies to sequences with a certain token in the prompt. Rules come from the environment variable WEFT_TEST_FAULTS.
 """
 
 import os
@@ -20,11 +20,11 @@ Point = Literal["prefill", "decode", "mask", "accept", "sampler", "logprobs", "s
 
 
 class InjectedFault(WeftError):
-    """Raised at a point where a rule strikes."""
+    """The exception that a fault-injection rule raises where it applies."""
 
 
 class Rule(msgspec.Struct):
-    """Strikes at a point when a marked sequence is there and has emitted so many tokens; at most `times` times."""
+    """A fault injected at a point for sequences with `token` in the prompt, after `after` output tokens, up to `times` times."""
 
     point: Point
     token: int
@@ -49,7 +49,7 @@ class Rule(msgspec.Struct):
 
 
 class Faults:
-    """The rules in force; none in production."""
+    """The fault-injection rules in force; empty in production."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         self.rules = list(rules)
@@ -59,13 +59,13 @@ class Faults:
         return cls(msgspec.json.decode(os.environ.get(VARIABLE, "[]"), type=list[Rule]))
 
     def at(self, point: Point, *sequences: Sequence) -> None:
-        """Let each rule for this point strike the first of these sequences it applies to."""
+        """Trigger each rule for this point that applies to one of these sequences: raise, kill the process, hang or sleep."""
         for rule in self.rules:
             struck = next((one for one in sequences if rule.point == point and rule.applies_to(one)), None)
             if struck is not None:
                 rule.strike(f"a test broke {point} of sequence {struck.id}")
 
     def struck(self, point: Point, sequences: Iterable[Sequence]) -> list[int]:
-        """The indices of the sequences that a rule applies to, for faults that are no exceptions."""
+        """Return the indices of sequences that a rule for this point applies to; nothing is raised, the caller injects."""
         rules = [rule for rule in self.rules if rule.point == point]
         return [index for index, one in enumerate(sequences) if any(rule.applies_to(one) for rule in rules)]

@@ -1,4 +1,4 @@
-"""Runs an engine for the front: receives messages, drives the loop, sends events.
+"""The engine process's main thread: receives messages of the front process, runs engine turns, sends events back.
 
 One thread; when there is nothing to do it verifies cached prefixes, then waits.
 """
@@ -33,7 +33,7 @@ TOLERANCE = 1e-3  # of a cached state's largest value; on CPU computing it again
 
 @dataclass(frozen=True)
 class Compiling:
-    """A request whose constraint is being compiled."""
+    """A request whose grammar constraint is being compiled, with the compilation's future and start time."""
 
     submit: Submit
     future: Future[Constraint]
@@ -41,7 +41,7 @@ class Compiling:
 
 
 class Host:
-    """Connects an engine to the channel; `run` returns when the front sends Shutdown."""
+    """Connects an engine to the channel of the front process; `run` serves until the front sends Shutdown."""
 
     def __init__(self, engine: Engine, compiler: Compiler, channel: EngineEnd, *, has_canary: bool) -> None:
         self.engine = engine
@@ -67,7 +67,7 @@ class Host:
             self.send_events()
 
     def receive(self) -> None:
-        """Handle the front's messages; waits for one only when there is nothing else to do."""
+        """Handle the front's messages; waits up to 0.5 s for one when idle, 2 ms while a grammar or disk load is pending."""
         for message in self.channel.receive(self._patience()):
             match message:
                 case Submit(constraint=None):
@@ -82,7 +82,7 @@ class Host:
                     self.is_running = False
 
     def take_compiled(self) -> None:
-        """Queue the requests whose constraint is compiled; refuse those for which that failed or takes too long."""
+        """Queue requests whose constraint is compiled; refuse those whose compilation failed or takes over 15 seconds."""
         now = self.clock()
         for waiting in [one for one in self.compiling if one.future.done() or now - one.since > MAX_COMPILE_SECONDS]:
             self.compiling.remove(waiting)
@@ -100,7 +100,7 @@ class Host:
                 self._submit(waiting.submit, constraint)
 
     def send_events(self) -> None:
-        """Send the events of this turn, and the status when it changed."""
+        """Send new tokens, prompt progress and submit outcomes to the front, with the status if it is due; nothing if empty."""
         tokens, prompts = self.engine.take_events(), self.engine.take_prompt_events()
         for event in tokens:
             if event.finish is not None:
@@ -111,7 +111,7 @@ class Host:
             self.channel.send(EngineEvents(outcomes, prompts, tokens, status))
 
     def _patience(self) -> float:
-        """How long to wait for a message: not at all while there is work."""
+        """Return how long `receive` may wait: 0 while there is work; an idle engine first verifies one cached chunk here."""
         if not self.engine.idle:
             return POLL_SECONDS if self.engine.is_waiting_for_disk else 0.0
         if self.compiling:
@@ -140,7 +140,7 @@ class Host:
         self.outcomes.append(SubmitOutcome(message.numbers[0], str(error), error.param))
 
     def _status(self) -> EngineStatus | None:
-        """The engine's status, when it changed and some time has passed, when all work is done, or now and then."""
+        """Return the engine's status if it changed (at most every 0.1 s while busy) or 0.5 s have passed; otherwise None."""
         counts, now = self.engine.counts, self.clock()
         waited = now - self._last_status_at
         if waited < STATUS_SECONDS and counts != (0, 0):
@@ -165,7 +165,7 @@ class Host:
 
 
 def memory_in_use(engine: Engine) -> dict[str, int]:
-    """Bytes by kind, as the device's allocator and the slabs count them, and how much of the budget is promised."""
+    """Return bytes in use by kind (weights, rows, prefixes, MLX allocator) and, if there is a budget, its reservations."""
     budget = engine.budget
     promised = {"reserve": budget.reserve_bytes, "promised": budget.reserved(engine.scheduler.running)}
     return ({} if budget.budget_bytes is None else {"budget": budget.budget_bytes, **promised}) | {
@@ -179,10 +179,10 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
 
 
 class Canary:
-    """Verifies cached prefixes while the engine is idle: a cached prompt is computed again and compared, chunk by chunk.
+    """Verifies cached prefixes while the engine is idle: recomputes cached prompts chunk by chunk and compares the states.
 
-    What differs is invalidated with all that stands on it, counted and logged. One chunk at a time, so that a request which
-    comes meanwhile waits for no more than that.
+    A chunk that differs is invalidated with all its descendants, counted and logged. Each call checks one chunk, so that a
+    request which arrives meanwhile waits for no more than that.
     """
 
     def __init__(self, prefix: PrefixSharing, tree: PrefixTree, chance: random.Random | None = None) -> None:
@@ -196,7 +196,7 @@ class Canary:
         self._checked: set[int] = set()  # numbers of the nodes that were right: they do not change
 
     def check(self) -> bool:
-        """Compute one chunk again and compare; False when there is nothing left to check."""
+        """Recompute one cached chunk and invalidate its subtree if it differs; returns False if nothing is left to check."""
         if not self._path and not self._choose_path():
             return False
         node, self._path = self._path[0], self._path[1:]
@@ -230,7 +230,7 @@ class Canary:
 
 
 def _worst_difference(cached: object, again: SavedState) -> float:
-    """The largest difference between two states as a share of the largest value; infinite when their geometry differs."""
+    """Return the largest relative difference of two states; 0 if `cached` was dropped, infinity if shapes or dtypes differ."""
     if not isinstance(cached, SavedState):
         return 0.0  # it was dropped
     mine, right = cached.arrays, again.arrays

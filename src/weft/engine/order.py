@@ -1,6 +1,6 @@
-"""The order in which steps are built, started, settled and sampled: one small class per way of running a device.
+"""Execution orders of decode steps (build, start, sample, settle), from fully synchronous to overlapped with the device.
 
-All three give the same tokens; `PlainOrder` is the oracle for the other two. The engine's settings choose one.
+All three classes give the same tokens; `PlainOrder` is the oracle for the other two. The engine's settings choose one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PlainOrder:
-    """Runs each step to its end before anything else."""
+    """Synchronous order: each decode step is built, run and sampled, and its tokens are read, before anything else happens."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -31,20 +31,20 @@ class PlainOrder:
             self.engine.settle(step)
 
     def flush(self) -> None:
-        """Settle the pending step and send its tokens."""
+        """Settle the pending step, if any, and send its tokens."""
         last, self.pending = self.pending, None
         if last is not None:
             self.engine.settle(last)
             self.engine.on_events()
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop the token in flight of a preempted sequence: it is sampled once more."""
+        """Discard a preempted sequence's token in flight, if any; it will be sampled again."""
         if self.pending is not None:
             self.pending.new.discard(sequence)
 
 
 class OverlappedOrder(PlainOrder):
-    """Starts a step before the last one is settled, so that the device never waits for the host: for GPUs."""
+    """For GPUs: starts a step before the previous one's tokens are read, so that the device never waits for the host."""
 
     def run(self, plan: Plan) -> None:
         last, self.pending = self.pending, None
@@ -60,7 +60,7 @@ class OverlappedOrder(PlainOrder):
 
 
 class SettleFirstOrder(PlainOrder):
-    """Settles the last step and sends its tokens before the next is started: for CPU.
+    """For CPUs: reads and sends the previous step's tokens before it starts the next step, which is already built.
 
     MLX's CPU queue holds ten operations, so starting a step takes nearly as long as the step.
     """
@@ -81,7 +81,7 @@ class SettleFirstOrder(PlainOrder):
 
 
 def make_order(config: EngineConfig, engine: Engine) -> PlainOrder:
-    """The order of execution that these settings ask for."""
+    """Return the execution order for these settings: plain if not pipelined, settle-first if set, else overlapped."""
     if not config.pipelined:
         return PlainOrder(engine)
     return SettleFirstOrder(engine) if config.settle_first else OverlappedOrder(engine)

@@ -1,6 +1,6 @@
-"""Prefix sharing: prompts find their place in the prefix tree, enter the chunks they compute, and release them.
+"""Prefix caching for sequences: matches prompts with the prefix tree, adds computed chunks, pins and unpins nodes.
 
-Of prompts that need the same chunk one computes it and the others go on from there; which one is the scheduler's decision.
+Of several prompts that need the same chunk one computes it and the others continue from it; the scheduler decides which.
 """
 
 import itertools
@@ -29,7 +29,7 @@ ChunkEnds = Callable[[Sequence], Iterator[int]]
 
 
 class PrefixSharing:
-    """Computes what prompts have in common once. Without a tree every prompt is computed from its first token."""
+    """Computes prefixes that prompts have in common only once; without a tree every prompt is computed from its start."""
 
     def __init__(self, tree: PrefixTree | None, runner: Runner, chunk_ends: ChunkEnds, disk: DiskTier | None = None) -> None:
         self.tree = tree
@@ -44,13 +44,13 @@ class PrefixSharing:
         return 0 if self.tree is None else self.tree.held_bytes + self.retained.held_bytes
 
     def limit(self, budget_bytes: int) -> None:
-        """Shrink to this many bytes; retained caches have their share of it, the tree the rest."""
+        """Shrink the prefix cache to this many bytes: retained KV caches may use an eighth of them, the prefix tree the rest."""
         if self.tree is not None:
             self.retained.limit(budget_bytes)
             self.tree.limit(budget_bytes - self.retained.held_bytes)
 
     def answer(self, request: AskPrefixes, budget_bytes: int) -> Prefixes:
-        """List the cached prefixes; where the request says so, those that no running sequence uses are evicted before."""
+        """List the cached prefixes; `request.clear` first drops unpinned tree nodes, all retained caches and the disk cache."""
         tree, disk, num_cleared = self.tree, self.disk, 0
         if tree is None:
             return Prefixes(request.number, (), 0, 0, 0)
@@ -80,21 +80,21 @@ class PrefixSharing:
         return Prefixes(request.number, nodes, *sizes, num_cleared)
 
     def update(self, sequence: Sequence) -> None:
-        """Move a prompt forward over what is cached by now; one that is in memory then is prepared to decode."""
+        """Skip the part of a prompt that is cached now, or start loading it from disk; prepare a fully cached one to decode."""
         if self.tree is not None:
             self._match(sequence, self.tree)
         if sequence.is_prefilled:
             self.begin(sequence)
 
     def best_cut(self, sequence: Sequence, end: int, others: list[Sequence]) -> int | None:
-        """Where the next chunk of a prompt should end before `end`, because cached prompts or these others diverge there."""
+        """Return where to end a prompt's next chunk before `end` because other prompts diverge there; None for no such cut."""
         node = sequence.prefix.node
         if self.tree is None or node is None or sequence.prefix.is_private:
             return None
         return self.tree.best_cut(node, sequence.prefill_ids, end, [other.prefill_ids for other in others])
 
     def begin(self, sequence: Sequence) -> None:
-        """Prepare a prompt for its own work: give it retained caches if there are some, and note why no more was cached."""
+        """Give a sequence without KV caches the retained ones at its prefix node, if any; record why no more was cached."""
         node, timings = sequence.prefix.node, sequence.timings
         if node is not None and not sequence.has_caches and (caches := self.retained.take(node)) is not None:
             self.runner.adopt(sequence, caches)
@@ -111,7 +111,7 @@ class PrefixSharing:
             timings.reuse = self.tree.explain_miss(node, sequence.prefill_ids, end, sequence.request.salt)
 
     def enter(self, row: Row) -> None:
-        """Enter a computed chunk into the tree, so that others can go on from it."""
+        """Add a computed prompt chunk to the prefix tree and pin it; if it does not fit, the sequence stops sharing chunks."""
         sequence, cursor = row.sequence, row.sequence.prefix
         if self.tree is None or cursor.node is None or cursor.is_private:
             return
@@ -130,7 +130,7 @@ class PrefixSharing:
             self._store(node)
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Let a fork go on from the states of its leader, whose prompt is in memory."""
+        """Start a fork (further answer) from its leader's computed prompt: pin the leader's prefix node, or copy its states."""
         if self.tree is None or leader.prefix.is_private or leader.prefix.node is None:
             self.runner.fork(leader, fork)
             fork.prefix.is_private = True
@@ -140,7 +140,7 @@ class PrefixSharing:
         fork.timings.reuse = PrefixReuse("whole", fork.num_computed)
 
     def release_allocated(self, sequence: Sequence) -> None:
-        """Unpin the prefix of a row that has all states in memory of its own, and retain the caches it started with."""
+        """Unpin a decoding row's prefix, as the row has its own copy of the states; retain the caches it was prefilled in."""
         retained, node = self.runner.take_retained(sequence), sequence.prefix.node
         if node is not None and sequence.is_prefilled:
             if retained is not None and not sequence.prefix.is_private and node.length == retained[1]:
@@ -148,7 +148,7 @@ class PrefixSharing:
             self._unpin(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Unpin a sequence's prefix, and store the chunks of a prompt that was not finished."""
+        """Unpin a sequence's prefix and drop its pending disk load; chunks of an unfinished prompt are queued to disk."""
         sequence.prefix.is_loading = False
         self._loads.pop(sequence.id, None)
         if sequence.prefix.node is not None:
@@ -157,17 +157,17 @@ class PrefixSharing:
             self._unpin(sequence)
 
     def reset(self, sequence: Sequence) -> None:
-        """Go back to the pinned prefix: the sequence's own states are lost, and whoever takes its prompt over begins there."""
+        """Set a sequence's progress back to its pinned prefix node, because its own states beyond that node are lost."""
         sequence.num_computed = 0 if sequence.prefix.node is None else sequence.prefix.node.length
         sequence.prefix.is_private = False
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Remove every chunk that a failed sequence computed, and all that stands on them: nobody may use them."""
+        """Remove every chunk that a failed sequence computed, and all descendants, from the prefix tree and from disk."""
         if sequence.prefix.first_own_node is not None:
             self.invalidate_subtree(sequence.prefix.first_own_node)
 
     def invalidate_subtree(self, node: Node) -> int:
-        """Remove a node and all behind it, in memory and on disk; returns the number of removed chunks."""
+        """Remove a node and all its descendants from memory and disk; returns the number of chunks removed from memory."""
         assert self.tree is not None
         if self.disk is not None:
             self.disk.forget([one.key for one in node.subtree()])
@@ -197,7 +197,7 @@ class PrefixSharing:
                 self._loads[sequence.id] = self.disk.load(keys)
 
     def _is_worth_restoring(self, sequence: Sequence, found: Node) -> bool:
-        """Whether restoring the states at `found` is cheaper than computing up to there on the caches it has."""
+        """Whether restoring the states at `found` is faster than computing up to there; True for a sequence without caches."""
         if not sequence.has_caches:
             return True
         seconds = (found.length - sequence.num_computed) * self.runner.seconds_per_token
@@ -215,7 +215,7 @@ class PrefixSharing:
             self.tree.unpin(node)
 
     def _keys_on_disk(self, sequence: Sequence, node: Node, disk: DiskTier) -> list[bytes]:
-        """The keys of the chunks that follow on disk, up to the last one at which every layer can be restored."""
+        """Return the keys of a prompt's chunks on disk after `node`, up to the last one with a checkpoint; empty if none."""
         assert self.tree is not None
         tokens, ends = sequence.prefill_ids, {*self.chunk_ends(sequence)} if self.tree.is_exact else None
         found: list[bytes] = []
@@ -233,7 +233,7 @@ class PrefixSharing:
         return found
 
     def _take_loaded(self, sequence: Sequence, tree: PrefixTree) -> None:
-        """Enter what has come from disk into the tree, as if it had been computed."""
+        """Add the chunks that a sequence's finished disk load returned to the prefix tree; does nothing while it is pending."""
         load, node = self._loads.get(sequence.id), sequence.prefix.node
         if load is None or node is None or not load.done():
             return
@@ -265,9 +265,9 @@ def _packed(saved: object) -> Packed:
 
 
 class RetainedCaches:
-    """Caches that finished rows left, for the next turn of their conversation: it goes on from them without a copy.
+    """Keeps KV caches of finished rows by prefix node, so the next turn of a conversation continues in them without a copy.
 
-    Each belongs to the prefix node on which its prompt ended and is used once. Bounded in bytes; the oldest go first.
+    An entry belongs to the node at which its prompt ended and is used once. Bounded in bytes; the oldest are dropped first.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The engine's process, `python -m weft.engine.process ADDRESS`: loads a model, reports that it is ready, serves the front.
+"""The engine process, `python -m weft.engine.process ADDRESS`: loads a model, reports that it is ready, serves the front.
 
 The front starts it, sends its settings as the first message and is its only user. `bring_up` makes an engine from settings
-for this process and for `weft.LLM`. Nothing here imports mlx before the matrix product is bound.
+for this process and for `weft.LLM`. Nothing here imports mlx before weft's BLAS is bound.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLOSE_SECONDS = 2.0  # to write queued prefixes to disk before the front loses p
 
 
 def main() -> None:
-    """Serve one model over the channel until the front ends it."""
+    """Run the engine process: receive settings, load the model, serve it over the channel until the front sends Shutdown."""
     address = sys.argv[1]
     for number in (signal.SIGINT, signal.SIGTERM):  # these reach the whole group; the front decides when we end
         signal.signal(number, signal.SIG_IGN)
@@ -102,9 +102,9 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
 
 @contextmanager
 def heartbeat(channel: EngineEnd) -> Iterator[None]:
-    """Send signs of life from a thread of its own, so that neither a long forward nor a long compile holds them back.
+    """Context manager: send heartbeats to the front from a background thread, even during long forwards and compilations.
 
-    What takes long in an engine releases the interpreter (measured: evaluating, reading arrays, compiling grammars).
+    What takes long in an engine releases the GIL (measured: evaluating, reading arrays, compiling grammars).
     """
     ended = threading.Event()
 
@@ -123,7 +123,7 @@ def heartbeat(channel: EngineEnd) -> Iterator[None]:
 
 
 def _end_with_front(parent: int, folder: Path) -> None:
-    """End this process, and remove the channel's folder, as soon as the front is gone."""
+    """Start a watcher thread that removes the channel's folder and exits this process once the parent process is gone."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -137,7 +137,7 @@ def _end_with_front(parent: int, folder: Path) -> None:
 def bring_up(
     settings: EngineSettings, report: BlasReport, progress: Progress, config: EngineConfig | None = None
 ) -> tuple[Engine, LoadedModel]:
-    """Make a running engine from settings: resolve, load, adapt. Raises ModelError. The matrix product is bound before."""
+    """Resolve and load the model, open the disk cache and build an Engine; raises ModelError. Call `blas.bind` first."""
     from weft.engine.engine import Engine
     from weft.engine.faults import Faults
     from weft.memory.disk import DiskTier
@@ -161,7 +161,7 @@ def bring_up(
 
 
 def safe_memory() -> int | None:
-    """The default memory budget: a share of what is available on a CPU, of the device's memory on a GPU; None if unknown."""
+    """Return the default memory budget in bytes: a share of available RAM on a CPU, of GPU memory on a GPU; None if unknown."""
     import mlx.core as mx
 
     if device_in_use() == "cpu":
@@ -172,7 +172,7 @@ def safe_memory() -> int | None:
 
 
 def device_in_use() -> Device:
-    """The kind of device that MLX computes on here."""
+    """Return the kind of MLX's default device: "cpu", "metal" or "cuda"."""
     import mlx.core as mx
 
     if mx.default_device() != mx.gpu:

@@ -1,4 +1,4 @@
-"""Runs a plan: forwards over the rows' memory, then sampling.
+"""Executes the scheduler's plans: builds and runs the model's forwards for prefill and decode steps, and samples tokens.
 
 A sequence starts on caches of its own (prefill, one row, unpadded) and is copied into the pool when it can join the batch. A
 row that can not join decodes alone on its own caches: slower, never wrong.
@@ -27,7 +27,7 @@ from weft.model.saved_state import LayerCaches, SavedState, restore, save_block,
 
 @dataclass
 class RowMemory:
-    """A sequence's layer states: in its own caches until it has a slot in the pool, and the prompt chunk under way."""
+    """One sequence's layer states: its own KV caches until it has a slot in the pool, and the prompt chunk in progress."""
 
     own: LayerCaches | None = None
     state: RowState = field(default_factory=RowState)
@@ -47,7 +47,7 @@ class RowMemory:
 
 @dataclass
 class Step:
-    """A decode step under way: its sequences in order, their lazy logits, then their lazy tokens."""
+    """A decode step in progress: its sequences in batch order, their lazy logits, and later their lazy sampled tokens."""
 
     sequences: list[Sequence]
     logits: mx.array  # (rows, V)
@@ -56,7 +56,7 @@ class Step:
 
 
 class RowFailure(WeftError):
-    """An error that belongs to one row of a step."""
+    """An error caused by one row of a decode step; carries that row's sequence."""
 
     def __init__(self, sequence: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -64,7 +64,7 @@ class RowFailure(WeftError):
 
 
 class Runner:
-    """The only one in the engine that runs the model."""
+    """Runs the model for the engine: prefill chunks, decode steps and sampling; owns the pool of the batched rows' states."""
 
     def __init__(self, adapter: Adapter, config: EngineConfig, clock: Callable[[], float], faults: Faults) -> None:
         self.adapter = adapter
@@ -75,7 +75,7 @@ class Runner:
         self.reset()
 
     def reset(self) -> None:
-        """Start with an empty pool: after a failed forward nobody knows what is in the old one."""
+        """Replace the pool by an empty one, because the contents of the old one are undefined after a failed forward."""
         self.pool = Pool(
             self.adapter.specs,
             slab_tokens=self.config.slab_tokens,
@@ -85,7 +85,7 @@ class Runner:
         )
 
     def forward(self, plan: Plan, last: Step | None) -> Step | None:
-        """Build the decode step of a plan without running it. `last` holds tokens that were not read yet."""
+        """Build a plan's decode step, first copying new rows into the pool; None if no row decodes. `last`: the step before."""
         if not plan.steps:
             return None
         for sequence in plan.steps:
@@ -105,18 +105,18 @@ class Runner:
         return step
 
     def start(self, step: Step) -> None:
-        """Start computing a step that was built; returns at once where the device runs beside the host."""
+        """Start computing a built step; returns at once on a GPU, while on a CPU this may take nearly as long as the step."""
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
         mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
 
     def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
-        """Start sampling a step's tokens, among the `allowed` (rows, V) ones where that is given; returns at once."""
+        """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (rows, V) if given; returns at once."""
         self.faults.at("sampler", *step.sequences)
         step.sampled = sample(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
 
     def prefill(self, row: Row, seconds: float | None) -> bool:
-        """Work on a prompt chunk for at most `seconds`, layer by layer; True when it is in memory.
+        """Evaluate a prompt chunk layer by layer for about `seconds` (None: to its end); returns whether it is complete.
 
         The chunk is one lazy graph. Evaluating its layers' states in order divides the time finely without dividing the
         tokens: the numbers do not depend on how often the work was interrupted.
@@ -142,45 +142,45 @@ class Runner:
         return True
 
     def save(self, row: Row) -> tuple[SavedState, SavedState]:
-        """Copy out a chunk that was just computed: its keys and values, and the other layers' states at its end."""
+        """Copy a just computed chunk: its keys and values (block), and all other layers' states at its end (checkpoint)."""
         self.faults.at("snapshot", row.sequence)
         own = _memory(row.sequence).own
         assert own is not None
         return save_block(own, row.start, row.start + row.count), save_checkpoint(own)
 
     def hand_over(self, sequence: Sequence, successor: Sequence) -> None:
-        """Give all states and the chunk under way to a sequence that stands at the same position."""
+        """Move all layer states and the chunk in progress from a sequence to another at the same prompt position."""
         successor.memory, sequence.memory = sequence.memory, None
 
     def take_retained(self, sequence: Sequence) -> tuple[LayerCaches, int] | None:
-        """Take the caches that a row does not need since it has a slot, and how many tokens they hold."""
+        """Take the caches a row was prefilled in before it got a pool slot, and their token count; None if there are none."""
         memory = _memory(sequence)
         retained, memory.retained = memory.retained, None
         return retained
 
     def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
-        """Let a sequence go on with another's caches, which end where it stands."""
+        """Let a sequence continue in another row's retained caches, which must end at the sequence's position."""
         self.faults.at("restore", sequence)
         _memory(sequence).own = self.adapter.reset_growth(caches)
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
-        """Give a sequence the states of another whose prompt is in memory. Arrays are shared until one of them writes."""
+        """Give `fork` a copy of the leader's computed prompt states; arrays are shared until one of the two writes."""
         fork.memory = RowMemory(copy.deepcopy(_memory(leader).own))
         fork.num_computed = leader.num_computed
 
     def unpacked(self, loaded: Entry) -> tuple[SavedState, SavedState | None]:
-        """Saved states from host data that was read from disk."""
+        """Convert a chunk loaded from disk into saved states: its block, and its checkpoint or None."""
         like = self.adapter.new_caches(1)
         return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
 
     def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
-        """Free a sequence's memory; a poisoned slot is zeroed."""
+        """Free a sequence's memory and pool slot; the slot is zeroed if `poisoned` or if the sequence ended in an error."""
         if sequence.memory is not None:
             self.pool.free(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
             sequence.memory = None
 
     def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
-        """Copy a row's own caches into a slot of the pool, if their geometry fits; else it stays on them."""
+        """Copy a row's own caches into a slot of the pool if their geometry fits; otherwise the row decodes on them alone."""
         memory = _memory(sequence)
         if memory.own is None and memory.state.slab is None:
             memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
@@ -200,7 +200,7 @@ class Runner:
         return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
     def _decode_together(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
-        """Build the forwards of the rows in the pool: one for all, or one per slab."""
+        """Build the forwards of the rows in the pool, one for all or one per slab; yield each one's sequences and logits."""
         owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
         if not owner:
             return
@@ -220,7 +220,7 @@ class Runner:
                 yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)
 
     def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
-        """(rows,) each row's newest token: those that were read come from the host, those in flight from the device."""
+        """Return each row's newest token (rows,): from the host if it was read already, else from the unread step `last`."""
         places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
         in_flight = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
         on_host = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]
@@ -241,7 +241,7 @@ class Runner:
         return chunk
 
     def _slice(self, chunk: Chunk, seconds: float) -> None:
-        """Run layers of a chunk as long as the next one will probably end in time, but at least one."""
+        """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`."""
         start = last = self.clock()
         while chunk.advance():
             now = self.clock()

@@ -23,7 +23,7 @@ CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partitio
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of the tokens at T positions and of the likeliest ones there, still on the device."""
+    """Log-probabilities of the tokens at T positions and of the k most likely tokens there, as lazy device arrays."""
 
     chosen: mx.array  # (T,)
     top_tokens: mx.array  # (T, k)
@@ -33,7 +33,7 @@ class Logprobs:
         return [self.chosen, self.top_tokens, self.top_values]
 
     def read(self, tokens: Rows[int]) -> list[TokenLogprob]:
-        """Read the log-probabilities of `tokens`. Waits for the device."""
+        """Wait for the device and return one TokenLogprob per position; `tokens` are the tokens at these positions."""
         chosen = np.array(self.chosen).tolist()
         tops = zip(np.array(self.top_tokens).tolist(), np.array(self.top_values).tolist(), strict=True)
         ranked = [tuple(sorted(zip(*top, strict=True), key=lambda pair: (-pair[1], pair[0]))) for top in tops]
@@ -42,7 +42,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """The tokens sampled for the rows of a step, still on the device."""
+    """The tokens sampled for a step's rows, with error codes and log-probabilities, as lazy device arrays."""
 
     tokens: mx.array  # (B,) int32
     problems: mx.array  # (B,) by row: an index into PROBLEMS
@@ -52,13 +52,13 @@ class SampledTokens:
         return [self.tokens, self.problems, *(array for row in self.logprobs.values() for array in row.arrays())]
 
     def read(self) -> tuple[list[int], dict[int, str]]:
-        """Read the tokens, and by row what is wrong with it. Waits for the device."""
+        """Wait for the device; return the tokens and, by row index, the error message of each row that has one."""
         problems = {row: PROBLEMS[index] for row, index in enumerate(np.array(self.problems).tolist()) if index}
         return np.array(self.tokens).tolist(), problems
 
 
 def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
-    """Log-probabilities of `tokens` (T,) and of the `count` likeliest by `logits` (T, V), before penalties and temperature."""
+    """Return log-probabilities of `tokens` (T,) and of the `count` most likely tokens under unadjusted `logits` (T, V)."""
     logits = logits.astype(mx.float32)
     values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
@@ -68,7 +68,7 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
 
 
 def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> SampledTokens:
-    """Sample a token for each row of `logits` (B, V), among the `allowed` (B, V) ones where that is given."""
+    """Sample one token per row of `logits` (B, V) by the row's own parameters, restricted to `allowed` (B, V) if given."""
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
     problems = mx.where(mx.isfinite(mx.max(raw, axis=-1)), 0, 2)
@@ -102,7 +102,7 @@ def _draw(logits: mx.array, rows: Rows[Sequence], greedy: mx.array) -> mx.array:
 
 
 def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.array:
-    """Draw for rows with top_k or top_p, over candidates in order of falling logit, ties by token."""
+    """Draw tokens for rows with top_k or top_p, from candidates ordered by falling logit, ties by token id."""
     if few:
         candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
         candidates = mx.sort(candidates, axis=-1)  # so that equal logits stand in token order below
@@ -123,7 +123,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.ar
 
 
 def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
-    """Unnormalised probabilities: exp((logit − highest) / temperature), zero below min_p."""
+    """Return unnormalised probabilities, exp((logit − highest logit) / temperature), with those below min_p set to zero."""
     temperature = mx.array([row.sampling.temperature for row in group], mx.float32)[:, None]
     min_p = mx.array([row.sampling.min_p for row in group], mx.float32)[:, None]
     weights = mx.exp((logits - mx.max(logits, axis=-1, keepdims=True)) / temperature)
@@ -131,7 +131,7 @@ def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
 
 
 def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
-    """The index at which the cumulative weights pass each row's random number."""
+    """Return, per row, the first index at which the cumulative weights exceed the row's random number times their sum."""
     uniform = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)[:, None]
     cumulative = mx.cumsum(weights, axis=-1)
     total = cumulative[:, -1:]
@@ -142,7 +142,7 @@ def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
 
 
 def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
-    """Apply penalties, biases and held-back stop tokens of the rows that have any, as one sparse update."""
+    """Apply penalties, logit_bias and min_tokens (stop tokens to −infinity) to the rows' logits as one sparse update."""
     changes = [((index, token), change) for index, row in enumerate(rows) for token, change in adjustments(row).items()]
     if not changes:
         return logits
@@ -155,7 +155,7 @@ def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
 
 
 def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
-    """The changes to one row's logits: token → (repetition factor, shift)."""
+    """Return the changes to one row's logits, by token: (repetition penalty factor, additive shift)."""
     sampling = row.sampling
     result: dict[int, tuple[float, float]] = {}
     if row.token_counts is not None:

@@ -1,7 +1,7 @@
-"""Decides who runs next, and where a prompt's chunks end. Imports no mlx.
+"""The scheduler: admits and preempts sequences, picks the rows to decode and the next prompt chunk. Imports no mlx.
 
-There are no phases: every sequence chases `num_computed < num_tokens`. Rows whose newest token is all that is missing
-step together; one prompt chunk at a time runs beside them.
+There are no phases: every sequence computes until `num_computed` reaches `num_tokens`. Rows that lack only their newest
+token decode together; one prompt chunk at a time runs beside them.
 """
 
 from collections import Counter, deque
@@ -23,7 +23,7 @@ BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
 
 @dataclass(frozen=True)
 class Row:
-    """A chunk of one prompt: its tokens `start` to `start + count`."""
+    """A prefill chunk of one sequence: its tokens in the half-open range [start, start + count)."""
 
     sequence: Sequence
     start: int
@@ -41,16 +41,16 @@ class Plan:
 
 
 class Fairness:
-    """Orders sequences by priority, then by how few tokens their client has had so far.
+    """Fair queueing: orders sequences by priority, then by how few weighted tokens their client has been served.
 
-    A client that comes back is not owed what it did not request meanwhile: it starts at the level of the least served one.
+    A client that returns is owed nothing for its absence: it starts at the level of the least served client present.
     """
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}  # virtual tokens by client
 
     def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
-        """Start a counter for a client that is not among those of `present`; drop the counters of clients that left."""
+        """Start an absent client's counter at the level of the least served client present; drop those of other absent ones."""
         clients = {one.client for one in present}
         if sequence.client not in clients:
             level = min((self.served[client] for client in clients), default=0.0)
@@ -61,12 +61,12 @@ class Fairness:
         self.served[sequence.client] = self.served.get(sequence.client, 0.0) + tokens
 
     def first(self, waiting: Iterable[Sequence]) -> Sequence:
-        """The sequence that is next; of equals the first."""
+        """Return the next sequence: highest priority, then least served client, then preempted ones, then the first given."""
         return min(waiting, key=lambda one: (-one.request.priority, self.served.get(one.client, 0.0), not one.is_preempted))
 
 
 class Scheduler:
-    """Owns the queues: sequences that wait for a place, those that run, and of these the ones still in prefill."""
+    """Owns the queues: waiting sequences, running ones, and those of the running ones that are still in prefill."""
 
     def __init__(self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection) -> None:
         self.config = config
@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anybody still wants tokens; finished sequences leave with the next turn."""
+        """Whether any waiting or running sequence is unfinished or has a fork that still needs its prompt."""
         return any(not sequence.is_abandoned for queue in (self.waiting, self.running) for sequence in queue)
 
     def add(self, sequence: Sequence) -> None:
@@ -94,7 +94,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def admit(self, now: float) -> None:
-        """Move waiting sequences to the running ones, as far as there are rows and bytes."""
+        """Move waiting sequences to the running ones in fair order, as long as rows and memory are left."""
         while self.waiting and len(self.running) < self.config.max_rows:
             sequence = self._first(self.waiting)
             if not self.budget.fits(sequence, self.running):
@@ -106,7 +106,7 @@ class Scheduler:
                 self.prompts.append(sequence)
 
     def to_preempt(self) -> Sequence | None:
-        """The running sequence that must make room, if any.
+        """Return the running sequence that must give up its row now, or None.
 
         The youngest when memory is over budget or a suspect waits for a row; the youngest of the client with the most rows
         when a client waits that has none and was served less.
@@ -128,13 +128,13 @@ class Scheduler:
         return next(one for one in reversed(running) if one.client == client)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence back to the front of the waiting ones."""
+        """Move a running sequence to the front of the waiting queue."""
         self.running = [one for one in self.running if one is not sequence]
         self.prompts = [one for one in self.prompts if one is not sequence]
         self.waiting.appendleft(sequence)
 
     def drop_finished(self) -> list[Sequence]:
-        """Remove finished sequences from all queues and return those that ran; a waiting fork takes its leader's place."""
+        """Remove finished sequences from all queues and return those that ran; an unfinished fork replaces its leader."""
         gone = [sequence for sequence in self.running if sequence.is_finished]
         leaders = [one for queue in (self.running, self.waiting) for one in queue if one.is_finished and not one.is_abandoned]
         successors = {id(leader): leader.hand_over_prompt() for leader in leaders}
@@ -151,13 +151,13 @@ class Scheduler:
         return done
 
     def release_forks(self, leader: Sequence) -> list[Sequence]:
-        """Queue the forks of a prompt that is in memory now, before all others."""
+        """Move the forks (further answers) of a computed prompt to the front of the waiting queue and return them."""
         forks = leader.release_forks()
         self.waiting.extendleft(reversed(forks))
         return forks
 
     def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
-        """Decide who decodes and which prompt chunk is computed; short chunks of several prompts may delay a few steps."""
+        """Decide which rows decode and which prompt chunk is computed; up to 3 plans in a row may put short chunks first."""
         steps = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
         is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens
@@ -169,7 +169,7 @@ class Scheduler:
         return Plan(steps, chunk, slice_seconds, self._upcoming())
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
-        """Where a prompt's chunks end, from what is computed on: at multiples of the chunk size and at its boundaries."""
+        """Yield where a prompt's remaining chunks end: multiples of the chunk size, its boundaries, and before its last token."""
         size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
         while end < last:
             boundary = next((position for position in sequence.boundaries if position > end), last)
@@ -177,7 +177,7 @@ class Scheduler:
             yield end
 
     def finish_chunk(self, row: Row) -> None:
-        """Charge a computed chunk to its client; its prompt is the last among equals now."""
+        """Charge a computed chunk to its client and move its prompt to the end of the prefill queue, or out of it if complete."""
         self.fairness.charge(row.sequence, row.count)
         self.prompts = [one for one in self.prompts if one is not row.sequence]
         if not row.sequence.is_prefilled:
@@ -187,17 +187,17 @@ class Scheduler:
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
 
     def twin(self, sequence: Sequence) -> Sequence | None:
-        """A prompt that can take over the chunk under way of this one, because it needs the same."""
+        """Return another prompt that needs the chunk this sequence is computing and can take it over; None if there is none."""
         others = (one for one in self.prompts if not (one is sequence or one.is_finished or one.must_read_prompt))
         free = (one for one in others if not (one.prefix.is_loading or one.is_amid_chunk))
         return next((one for one in free if self._shares_chunk(one, sequence)), None)
 
     def _first(self, candidates: Collection[Sequence]) -> Sequence:
-        """Who is next: suspects of a failed step, since the others wait for them, then the fairest."""
+        """Return the candidate to run next: suspects of a failed step first, since all others wait for them, then the fairest."""
         return self.fairness.first([one for one in candidates if self.bisection.is_suspect(one)] or candidates)
 
     def _next_chunk(self, best_cut: BestCut | None) -> Row | None:
-        """The fairest prompt's next chunk, computed by a prompt with caches of its own that needs the same chunk."""
+        """Return the fairest prompt's next chunk, assigned to a prompt with caches if one shares it; None if none is ready."""
         ready = [one for one in self.prompts if not one.prefix.is_loading]
         if not ready:
             return None
@@ -213,7 +213,7 @@ class Scheduler:
         return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
 
     def _shares_chunk(self, one: Sequence, other: Sequence) -> bool:
-        """Whether two prompts stand on the same prefix node and need the same tokens next."""
+        """Whether two prompts continue from one prefix node with the same next chunk (equal tokens and end)."""
         node = other.prefix.node
         if node is None or one.prefix.node is not node or one.prefix.is_private or other.prefix.is_private:
             return False
@@ -221,7 +221,7 @@ class Scheduler:
         return next(self.chunk_ends(one)) == end and one.prefill_ids[start:end] == other.prefill_ids[start:end]
 
     def _upcoming(self) -> tuple[int, ...]:
-        """Lengths of the prompts that will be in memory within a few chunks: their rows are worth making room for now."""
+        """Return the lengths of prompts that will be computed within a few chunks, so that new slabs get slots for them."""
         lengths, work = [], 0
         for sequence in self.prompts:
             work += len(sequence.prefill_ids) - sequence.num_computed

@@ -1,6 +1,6 @@
-"""One request inside the engine: everything about it lives on this object, and leaving the batch is dropping it.
+"""A sequence: one prompt with one answer inside the engine; this object holds all of its state. Imports no mlx.
 
-Imports no mlx. The runner and prefix sharing change it directly; everybody else calls its methods.
+The runner and prefix sharing change it directly; all other modules call its methods.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from weft.memory.prefix_tree import Node
 
 
 class LayerStates(Protocol):
-    """What the runner keeps for one sequence; others may only ask these questions."""
+    """Protocol of the runner's layer states of one sequence (`RowMemory`), as other modules see them."""
 
     @property
     def has_caches(self) -> bool: ...
@@ -30,7 +30,7 @@ class LayerStates(Protocol):
 
 @dataclass
 class PrefixCursor:
-    """Where a sequence stands in the prefix tree, and what it shares. Written by `engine/prefix.py` alone."""
+    """A sequence's pinned node in the prefix tree, and whether it shares its chunks or waits for the disk tier."""
 
     node: Node | None = None  # pinned: its prompt is computed up to here by whoever computed it first
     first_own_node: Node | None = None  # the first node that this sequence computed itself
@@ -41,7 +41,7 @@ class PrefixCursor:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why a sequence ended."""
+    """Why a sequence ended: the finish reason, an error message if it failed, the stop token if one ended it."""
 
     reason: FinishReason
     error: str | None = None
@@ -49,7 +49,7 @@ class Ending:
 
 
 class Sequence:
-    """A prompt, its answer so far, and what the engine needs to continue it."""
+    """One prompt with one answer: output so far, prefill progress, sampling parameters, constraint and layer states."""
 
     def __init__(self, request: Submit, index: int, max_tokens: int, eos_token_ids: frozenset[int], now: float) -> None:
         sampling = request.samplings[index]
@@ -98,37 +98,37 @@ class Sequence:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether it has ended and no fork waits for the prompt it computes."""
+        """Whether this sequence has finished and no unfinished fork needs the prompt it computes."""
         return self.is_finished and all(fork.is_finished for fork in self.forks)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer, those in flight included."""
+        """Number of prompt and output tokens, including those sampled on the device but not read yet."""
         return len(self.prompt) + len(self.output) + self.num_in_flight
 
     @property
     def is_replaying(self) -> bool:
-        """Whether the next step recomputes the state of a token it emitted before, instead of giving a new one."""
+        """Whether the next step recomputes the state of a token emitted before, instead of sampling a new one."""
         return self.num_computed + 1 < self.num_tokens
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether all but the newest token are in memory."""
+        """Whether all tokens to prefill but the last are computed, so that the sequence can decode."""
         return self.num_computed >= len(self.prefill_ids) - 1
 
     @property
     def wants_token(self) -> bool:
-        """Whether another token may be sampled, given those in flight."""
+        """Whether the sequence is unfinished and has fewer than max_tokens output tokens, counting those in flight."""
         return not self.is_finished and len(self.output) + self.num_in_flight < self.max_tokens
 
     @property
     def must_read_prompt(self) -> bool:
-        """Whether it must compute every prompt token itself, because their log-probabilities were requested."""
+        """Whether every prompt token must be computed, cached or not, because prompt log-probabilities were requested."""
         return self.sampling.prompt_logprobs is not None
 
     @property
     def has_caches(self) -> bool:
-        """Whether it has caches of its own, so that its prefill goes on without restoring anything."""
+        """Whether the sequence has KV caches of its own, so that prefill continues without restoring a cached prefix."""
         return self.memory is not None and self.memory.has_caches
 
     @property
@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def demand(self) -> TokenDemand | None:
-        """What its constraint allows as the next token; None when anything may come."""
+        """The tokens that the grammar constraint allows next; None without a constraint or once the sequence has finished."""
         if self.constraint is None or self.is_finished:
             return None
         return self.constraint.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos)
@@ -146,21 +146,21 @@ class Sequence:
         return self.prompt[position] if position < len(self.prompt) else self.output[position - len(self.prompt)]
 
     def uniform(self, position: int) -> float:
-        """The random number in [0, 1) for the token at `position`, made from the seed and the position alone."""
+        """Return the random number in [0, 1) for the token at `position`, derived from the seed and the position alone."""
         key = (self.seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
 
     def admit(self, now: float) -> None:
-        """Note when it was admitted first; a fork has the time of its leader."""
+        """Record the time of admission unless one is recorded already (a fork has its leader's)."""
         self.timings.admitted = self.timings.admitted or now
 
     def cut(self, position: int) -> None:
-        """End the next chunk at this position, where other prompts diverge."""
+        """Add a chunk boundary at this position, where other prompts diverge from this one."""
         self.cut_at = position
         self.boundaries = tuple(sorted((*self.boundaries, position)))
 
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
-        """Take a token that was in flight and decide whether it is the last. Raises RowFailed when the constraint fails."""
+        """Append a sampled token (a stop token is not appended) and set `ending` if it is the last; may raise RowFailed."""
         self.num_in_flight -= 1
         if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
             self.ending = Ending("stop", stop_token=token)
@@ -179,7 +179,7 @@ class Sequence:
             self.ending = Ending("length")
 
     def end(self, reason: FinishReason, error: str | None, now: float) -> Ending:
-        """End it; the ending that its own last token gave it stays."""
+        """Record the finish time and this ending, unless the last token already set one; returns the ending in force."""
         self.ending = self.ending or Ending(reason, error)
         self.timings.finished = now
         return self.ending
@@ -188,16 +188,16 @@ class Sequence:
         self.timings.first_token = now
 
     def constrain(self, constraint: Constraint) -> None:
-        """Hold its tokens to a constraint of its own, which accepts those emitted before a resume."""
+        """Attach a fork of a grammar constraint, limited to max_tokens and advanced over the tokens already emitted."""
         self.constraint = constraint.fork()
         self.constraint.limit_to(self.max_tokens)
         for token in self.output:
             self.constraint.accept(token)
 
     def restart(self, emitted: Iterable[int], max_replayed_tokens: int) -> None:
-        """Forget all computed states but keep the emitted tokens: a few are decoded again, many are prefilled.
+        """Drop all computed states but keep the `emitted` tokens: a few are decoded again, many are prefilled like the prompt.
 
-        Decoding them again gives the very bits the answer had; for a long answer it would take as long as the first time.
+        Decoding tokens again gives bit-identical states; for a long answer that would take as long as the first time.
         """
         self.output = list(emitted)
         self.prefill_ids = self.prompt if len(self.output) <= max_replayed_tokens else [*self.prompt, *self.output]
@@ -210,7 +210,7 @@ class Sequence:
         self.prefix = PrefixCursor()
 
     def preempt(self, max_replayed_tokens: int) -> None:
-        """Give up its place and its states; it waits again, with the tokens it has emitted."""
+        """Mark the sequence as preempted and drop its computed states; its emitted tokens are kept."""
         self.is_preempted = True
         self.restart(self.output, max_replayed_tokens)
 
@@ -218,14 +218,14 @@ class Sequence:
         self.forks = forks
 
     def release_forks(self) -> list[Self]:
-        """The forks that still wait, once its prompt is in memory; they are on their own from now on."""
+        """Detach and return the unfinished forks, once the prompt they share with this sequence is computed."""
         forks, self.forks = [fork for fork in self.forks if not fork.is_finished], []
         for fork in forks:
             fork.timings.admitted = self.timings.admitted
         return forks
 
     def hand_over_prompt(self) -> Self:
-        """Hand the prompt's states and progress to the first fork that still waits; this sequence has ended."""
+        """Move a finished sequence's prompt states, progress and other forks to its first unfinished fork; returns that fork."""
         successor, *others = [fork for fork in self.forks if not fork.is_finished]
         successor.forks, self.forks = others, []
         successor.num_computed, successor.memory, self.memory = self.num_computed, self.memory, None

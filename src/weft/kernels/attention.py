@@ -1,4 +1,4 @@
-"""Attention over slabs: the name `scaled_dot_product_attention` in a loaded model's modules is bound to the seam.
+"""Attention over KV slabs: `seam_over` wraps a model's `scaled_dot_product_attention`; the wrapper is called the seam.
 
 The seam passes ordinary arrays on to mlx-lm's own function, or to a faster one on a CPU. A `SlabHandle` (`memory/views.py`) is
 answered from the slabs: one call per slab in use, each over its own rows and no further than its longest one.
@@ -19,7 +19,7 @@ ON_CUDA = not ON_CPU and not mx.metal.is_available()
 
 
 def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Wrap a model's attention function: a `SlabHandle` is answered from its slabs, other calls go to `original`."""
+    """Wrap a model's attention function: slab handles attend over slabs, CPU float32 prefill is grouped, else `original`."""
 
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
@@ -35,7 +35,7 @@ def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks: mx.array | None = None) -> mx.array:
-    """Attention of one token per row over the rows' slabs. queries (B, heads, 1, dim) → (B, heads, 1, value dim)."""
+    """Compute attention of one token per row over the rows' slabs: (B, heads, 1, dim) → (B, heads, 1, value dim)."""
     if not (mask is None or isinstance(mask, StepMask)):
         raise InternalError("this model makes its own mask, which the seam does not take")
     window = None if mask is None else mask.window
@@ -61,7 +61,7 @@ def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: flo
 
 
 def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """Attention for a CPU, with our product's softmax where that is bound; `mask` is "causal", or numbers added to the scores."""
+    """Grouped-query attention for CPUs, with fused softmax if weft's BLAS is bound; `mask`: "causal", additive bias or None."""
     (n, num_heads, tokens, dim), groups = queries.shape, keys.shape[1]
     together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)  # one matrix for a key head: its keys are read once
     is_fused = cpu.is_bound(queries.dtype) and tokens <= cpu.MAX_CAUSAL_TOKENS
@@ -81,7 +81,7 @@ def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale
 
 
 def _weights(queries: mx.array, keys: mx.array, bias: mx.array | str | None) -> mx.array:
-    """The softmax written out: MLX's exp takes 12 ns a number, its power 4.4, its where as long again as either."""
+    """Return softmax(queries @ keys + bias), made with `power` because MLX's exp is slower (12 ns a number against 4.4)."""
     scores = queries @ keys + bias if isinstance(bias, mx.array) else queries @ keys
     weights = mx.power(math.e, scores - mx.max(scores, axis=-1, keepdims=True))
     return weights / mx.sum(weights, axis=-1, keepdims=True)

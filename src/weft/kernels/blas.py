@@ -1,4 +1,4 @@
-"""Binds a fast matrix product into the process before MLX is loaded, and lets the heap keep what MLX frees.
+"""Loads a fast BLAS into the process before MLX, so that MLX uses it, and lets malloc keep the memory that MLX frees.
 
 MLX's CPU wheel for Linux is linked against the reference BLAS. The dynamic linker takes the three functions MLX needs from
 whatever was loaded first, so we load ours. Never imports MLX; whoever imports `mlx.core` calls `bind()` once before.
@@ -25,7 +25,7 @@ TOO_LATE = "mlx.core was imported before weft.kernels.blas.bind(): its BLAS is b
 
 @dataclass(frozen=True, slots=True)
 class BlasReport:
-    """The BLAS that MLX's float32 products run on."""
+    """Which BLAS MLX's float32 matrix products run on, with its path, threads, and a warning if it is a slow one."""
 
     name: str  # "weft+openblas", "openblas", "stock", or "none": MLX does not use a BLAS of ours here
     path: str | None = None
@@ -35,7 +35,7 @@ class BlasReport:
 
 
 def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
-    """Load the best BLAS there is, so that MLX will use it; never fails, and reports what it did.
+    """Load the best available BLAS for MLX to use, unless MLX is loaded already; never fails, reports the BLAS in use.
 
     With `exact` a row's result has the same bits whatever other rows are computed with it, at any number of rows;
     without it OpenBLAS is asked where it is faster, which makes bits depend on the size of the batch.
@@ -53,7 +53,7 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what MLX frees: fresh pages from the system take three times as long to fill."""
+    """Let glibc's malloc keep freed memory, because filling fresh pages takes three times as long; no-op without glibc."""
     with contextlib.suppress(AttributeError):  # not glibc
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, MAX_KEPT_PIECE_BYTES)  # M_MMAP_THRESHOLD in malloc.h
@@ -67,19 +67,19 @@ def is_mlx_on_cpu() -> bool:
 
 
 def default_threads() -> int:
-    """OPENBLAS_NUM_THREADS if it is a number, else the cores this process may use."""
+    """Return OPENBLAS_NUM_THREADS if it is a positive number, else the number of cores this process may use."""
     wanted = os.environ.get("OPENBLAS_NUM_THREADS", "")
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
 
 
 def compiled_library() -> Path | None:
-    """The path of our own library; None if it could not be compiled when weft was installed."""
+    """Return the path of weft's own BLAS library; None if it was not compiled when weft was installed."""
     candidates = (Path(__file__).with_name(f"_blas{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.exists()), None)
 
 
 def packaged_openblas() -> str | None:
-    """The path of the OpenBLAS in PyPI's scipy-openblas32; its functions carry a prefix, so only our library can use it."""
+    """Return the path of scipy-openblas32's library, None if not installed; its prefixed symbols suit weft's BLAS only."""
     try:
         import scipy_openblas32
     except ImportError:
@@ -88,7 +88,7 @@ def packaged_openblas() -> str | None:
 
 
 def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
-    """Bind our product in front of the OpenBLAS `backend`; None if it is not compiled for this machine or they do not fit."""
+    """Load weft's BLAS in front of the OpenBLAS `backend`; None if it is not compiled for this machine or can not use it."""
     library = compiled_library()
     own = library and load_library(str(library))
     if not own or not own.weft_blas_open(backend.encode()):
@@ -101,7 +101,7 @@ def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
 
 
 def bind_plain(backend: str, threads: int) -> BlasReport | None:
-    """Bind OpenBLAS alone; None if its functions do not carry the names MLX asks for."""
+    """Load OpenBLAS alone for MLX to use; None if it can not be loaded or its functions lack the names MLX asks for."""
     library = load_library(backend)
     if library is None or not hasattr(library, "cblas_sgemm"):
         return None
@@ -111,21 +111,21 @@ def bind_plain(backend: str, threads: int) -> BlasReport | None:
 
 
 def load_library(path: str) -> ctypes.CDLL | None:
-    """The library at this path; None if it can not be loaded here."""
+    """Load the shared library at this path; None if it can not be loaded."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL(path)
     return None
 
 
 def set_openblas_threads(library: ctypes.CDLL, threads: int) -> None:
-    """Set OpenBLAS's number of threads by whichever function it has for that."""
+    """Set OpenBLAS's number of threads by whichever setter functions the library exports."""
     for name in ("scipy_openblas_set_num_threads", "openblas_set_num_threads"):
         if hasattr(library, name):
             getattr(library, name)(threads)
 
 
 def already_bound() -> BlasReport:
-    """Report the BLAS in place when MLX is loaded already: ours from an earlier call, or a warning that it is too late."""
+    """Report the BLAS in use when MLX is already loaded; one that is neither weft's nor OpenBLAS comes with a warning."""
     path = library_of("cblas_sgemm")
     if path is not None and path == str(compiled_library()):
         return BlasReport("weft+openblas", path, skinny=True)
@@ -135,7 +135,7 @@ def already_bound() -> BlasReport:
 
 
 def library_of(symbol: str) -> str | None:
-    """The file from which a library loaded from now on takes this symbol; None if no loaded library has it."""
+    """Return the file of the loaded library that provides this symbol to the process; None if no library has it."""
     process, info = ctypes.CDLL(None), (ctypes.c_char_p * 4)()  # C's Dl_info: four pointers, the first to the file's name
     if not hasattr(process, symbol):
         return None

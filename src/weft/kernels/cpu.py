@@ -1,8 +1,8 @@
-"""Softmax, SiLU, RMSNorm and rotary positions on a CPU as one operation each, and the layers that use them in place of mlx's.
+"""Fused softmax, SiLU, RMSNorm and RoPE for CPUs, one operation each, and the layers that use them in place of mlx's.
 
 MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
 the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays
-lazy and in MLX's order. Where our product is not bound mlx's own run.
+lazy and in MLX's order. Where our product is not bound, mlx's own operations run.
 """
 
 import functools
@@ -24,31 +24,31 @@ MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
 
 
 def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
-    """softmax(queries @ keys), (…, heads · tokens, dim) by (…, dim, span); `mask` is added to scores, or "causal", or None."""
+    """Fused softmax(queries @ keys), (…, heads · tokens, dim) by (…, dim, span); `mask`: additive bias, "causal" or None."""
     if isinstance(mask, mx.array):
         return mx.addmm(mask, queries, keys, alpha=_alpha(SOFTMAX), beta=1.0)
     return mx.addmm(_full((), 0.0), queries, keys, alpha=_alpha(SOFTMAX, tokens if mask == "causal" else 0), beta=0.0)
 
 
 def fused_silu(gate: mx.array) -> mx.array:
-    """gate · sigmoid(gate) in one operation of our product."""
+    """Compute gate · sigmoid(gate) as one fused operation of weft's BLAS, which must be bound."""
     return mx.addmm(gate, _full((*gate.shape[:-1], 1), 0.0), _full((1, gate.shape[-1]), 0.0), alpha=_alpha(SILU), beta=1.0)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """x over the root of its mean square, times the weight, in one operation of our product."""
+    """Compute RMSNorm of x, times the weight, as one fused operation of weft's BLAS, which must be bound."""
     return mx.addmm(x, _full((*x.shape[:-1], 1), eps), weight[None], alpha=_alpha(RMS_NORM), beta=1.0)
 
 
 def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
-    """Rotate the first numbers of x (B, heads, T, dim) by `angles`, (B or 1, 1, T, as many): cosines and then sines."""
+    """Apply RoPE to the first dims of x (B, heads, T, dim), fused; `angles` (B or 1, 1, T, dims): cosines, then sines."""
     # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
     nothing = mx.broadcast_to(_full((angles.shape[-1], x.shape[-1]), 0.0), (*x.shape[:2], angles.shape[-1], x.shape[-1]))
     return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
 
 
 class RotaryAngles:
-    """Cosines and sines of rotary positions, made once for all layers of a step. One for each model."""
+    """Memoised cosines and sines for RoPE, computed once for all layers of a step; each model has one."""
 
     def __init__(self) -> None:  # a model has one or two kinds of positions, asked for by every layer of a step
         self._known: deque[tuple[int | mx.array, mx.array | None, tuple[object, ...], mx.array]] = deque(maxlen=4)
@@ -56,7 +56,7 @@ class RotaryAngles:
     def at(
         self, offset: int | mx.array, tokens: int, dims: int, base: float | None, scale: float, freqs: mx.array | None
     ) -> mx.array:
-        """The cosines and sines (B or 1, 1, T, dims) for the tokens behind each row's offset."""
+        """Return cosines and sines (B or 1, 1, T, dims) for `tokens` positions from each row's offset on; memoised."""
         kind = (tokens, dims, base, scale)
         for known, its_freqs, its_kind, angles in self._known:
             is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
@@ -72,7 +72,7 @@ class RotaryAngles:
 
 @functools.cache
 def is_bound(dtype: mx.Dtype) -> bool:
-    """Whether MLX's matrix product for this type is ours; found by trying its additional operations."""
+    """Whether MLX's matrix product for this dtype is weft's BLAS, found by testing its fused operations; cached."""
     if dtype != mx.float32 or mx.default_device() == mx.gpu:
         return False
     queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4).swapaxes(-1, -2) / 20
@@ -102,7 +102,7 @@ def _alpha(operation: int, detail: int = 0) -> float:
 
 
 class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
-    """An RMSNorm in one operation."""
+    """An `nn.RMSNorm` that runs as one fused operation where weft's BLAS is bound."""
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]
@@ -112,7 +112,7 @@ class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
 
 
 class FusedRotation:
-    """The common part of our RoPE layers: one operation on x (B, heads, T, dim), with angles made once a step."""
+    """Mixin of the fused RoPE layers: one operation on x (B, heads, T, dim), with angles shared by all layers of a step."""
 
     angles: RotaryAngles  # the model's
 
@@ -126,33 +126,33 @@ class FusedRotation:
 
 
 class FusedRoPE(FusedRotation, nn.RoPE):  # type: ignore[misc]
-    """A RoPE in one operation."""
+    """An `nn.RoPE` that runs as one fused operation where weft's BLAS is bound."""
 
 
 class FusedLlama3RoPE(FusedRotation, Llama3RoPE):  # type: ignore[misc]
-    """A RoPE in one operation, for models with rotation frequencies of their own."""
+    """A `Llama3RoPE` (RoPE with scaled frequencies) that runs as one fused operation where weft's BLAS is bound."""
 
 
 FUSED_LAYERS = {nn.RMSNorm: FusedRMSNorm, nn.RoPE: FusedRoPE, Llama3RoPE: FusedLlama3RoPE}
 
 
 def silu(x: mx.array) -> mx.array:
-    """x · sigmoid(x). Where e^−x overflows to infinity the quotient is zero, as it should be."""
+    """Compute x · sigmoid(x), fused where weft's BLAS is bound; where e^−x overflows the result is zero, as it should be."""
     return fused_silu(x) if x.ndim > 1 and is_bound(x.dtype) else x / (1.0 + mx.power(math.e, -x))
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x."""
+    """Compute silu(gate) · x."""
     return silu(gate) * x
 
 
 def precise_swiglu(like: mx.array, gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) · x, computed in float32 and returned in the type of `like`."""
+    """Compute silu(gate) · x in float32 and return it in the dtype of `like`."""
     return swiglu(gate.astype(mx.float32), x.astype(mx.float32)).astype(like.dtype)
 
 
 class NNWithOurSilu(ModuleType):
-    """A module with everything of `mlx.nn`, but with our silu."""
+    """A stand-in for the module `mlx.nn` with weft's silu; every other name is looked up in `mlx.nn`."""
 
     silu = staticmethod(silu)
 
@@ -161,7 +161,7 @@ class NNWithOurSilu(ModuleType):
 
 
 def bind(model: Any) -> list[str]:
-    """Put our layers and functions into a model that runs on a CPU; returns the names of the modules that were changed."""
+    """Replace layers and functions of a model on a CPU by fused ones; returns the changed modules' names, [] on a GPU."""
     if mx.default_device() == mx.gpu:
         return []
     angles = RotaryAngles()

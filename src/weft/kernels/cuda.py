@@ -1,4 +1,4 @@
-"""Attention of one token per row over a slab's ragged rows as two CUDA kernels: sums over spans of keys, then their union.
+"""Decode attention over a slab's rows of unequal length as two CUDA kernels: partial sums by span of keys, then their merge.
 
 MLX has no variable-length attention: a masked batch takes five kernels and reads the padding too. Here each row reads its
 own keys and no others, and its numbers depend on its own length alone, whoever shares the slab.
@@ -35,7 +35,7 @@ __device__ inline void load_columns(const T* from, float* to) {{
 
 
 def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
-    """Whether the kernels take arrays of these types and shapes."""
+    """Whether the CUDA kernels support arrays of these dtypes and shapes."""
     num_heads, key_heads, key_dim, value_dim = queries.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
     return (
         queries.dtype == keys.dtype == values.dtype
@@ -49,7 +49,7 @@ def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
 def attend_ragged(
     queries: mx.array, keys: mx.array, values: mx.array, reach: Reach, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Attention of queries (n, heads, 1, dim) over keys and values (slots, key heads, places, dim) → (n, heads, 1, value dim)."""
+    """Attention of queries (n, heads, 1, dim) over slab keys and values (slots, key heads, places, dim), by rows' own bounds."""
     bounds, part = reach.bounds, reach.part
     assert bounds is not None  # row i reads places bounds[2i] to bounds[2i + 1] of its slot
     n, num_heads, _, key_dim = queries.shape

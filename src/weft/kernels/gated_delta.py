@@ -30,7 +30,7 @@ MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
 
 
 def bind(model: nn.Module) -> list[str]:
-    """Put our rule into every module of mlx-lm that this model's layers come from; returns the modules' names."""
+    """Replace mlx-lm's `gated_delta_update` by the chunked one in a model's modules, except on Metal; returns their names."""
     if mx.metal.is_available():  # mlx-lm has kernels there
         return []
     known = (stock.gated_delta_update, gated_delta_update)
@@ -55,7 +55,7 @@ def gated_delta_update(
     lower_bound: float | None = None,
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
-    """Replace mlx-lm's function of this name: compute gates and betas from their projections, then apply the rule."""
+    """Drop-in for mlx-lm's function: compute gates and betas from their projections, then apply the gated delta rule."""
     if not _on_cpu() and key.shape[1] <= MAX_STEPS_ON_GPU:  # mlx-lm's steps are compiled there: fewer launches
         arguments = (query, key, value, fading, writing, log_rate, bias, state, mask)
         options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
@@ -74,7 +74,7 @@ def gated_delta_update(
 
 
 def skip_tokens(gate: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
-    """Gates and betas with which the tokens where `mask` (B, T) is False leave the state as it is; their outputs mean nothing."""
+    """Set gates to 1 and betas to 0 where `mask` (B, T) is False, so that these tokens leave the state unchanged."""
     return mx.where(mask.reshape(*mask.shape, *[1] * (gate.ndim - 2)), gate, 1), mx.where(mask[..., None], beta, 0)
 
 
@@ -86,7 +86,7 @@ def gated_delta_rule(
     beta: mx.array,  # (B, T, HG), between 0 and 2
     state: mx.array | None = None,  # (B, HG, V, K)
 ) -> tuple[mx.array, mx.array]:
-    """Apply the rule; returns the outputs (B, T, HG, V) in the query's type and the state after the last token in float32."""
+    """Apply the gated delta rule; returns outputs (B, T, HG, V) in the query's dtype and the last state in float32."""
     rows, length, heads, _ = key.shape
     groups, width = value.shape[2] // heads, value.shape[3]
     if state is None:
@@ -98,7 +98,7 @@ def gated_delta_rule(
 
 
 class DeltaTokens(NamedTuple):
-    """The rule's arguments for some tokens, in float32: (B, T, …) as they come, or (N, B, H, G, C, …) in chunks."""
+    """Arguments of the gated delta rule for some tokens, in float32: (B, T, …) as given or (N, B, H, G, C, …) in chunks."""
 
     query: mx.array
     key: mx.array
@@ -107,7 +107,7 @@ class DeltaTokens(NamedTuple):
     beta: mx.array
 
     def cut(self, size: int, heads: int, groups: int) -> Self:
-        """The arguments in chunks of this size; the last is filled up with tokens that write nothing and fade nothing."""
+        """Reshape the arguments into chunks of this size; the last one is padded with tokens that leave the state unchanged."""
         rows, length = self.key.shape[:2]
         missing = -length % size
 
@@ -122,7 +122,7 @@ class DeltaTokens(NamedTuple):
 
 
 def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Apply the rule as it is written, token by token, to a state (B, H, G, V, K)."""
+    """Apply the gated delta rule token by token to a state (B, H, G, V, K); returns the outputs and the last state."""
     rows, heads, groups, width, _ = state.shape
     outputs, length = [], tokens.key.shape[1]
     for at in range(length):  # five slices are a fifth of a decode step on a CPU: one token is not sliced
@@ -137,7 +137,7 @@ def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.ar
 
 
 def _chunks(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Apply the rule to all chunks at once; the state before them is (B, H, G, V, K)."""
+    """Apply the gated delta rule chunk by chunk to a state (B, H, G, V, K); returns the outputs and the last state."""
     rows, heads, groups, width, _ = state.shape
     length = tokens.key.shape[1]
     chunk = tokens.cut(_chunk_size(tokens), heads, groups)
@@ -168,13 +168,13 @@ def _chunks(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _chunk_size(tokens: DeltaTokens) -> int:
-    """Tokens of a chunk, a power of two: the fastest on two EPYC cores by the key's width, and on an H200 up to 4,096 tokens."""
-    is_wide = tokens.key.shape[-1] >= 128 and tokens.gate.ndim == 3
+    """Return the chunk size in tokens: 64 on a GPU or for wide keys with one gate per head, else 32; less for short prompts."""
+    is_wide = tokens.key.shape[-1] >= 128 and tokens.gate.ndim == 3  # the fastest on two EPYC cores; H200: up to 4,096 tokens
     return min(64 if is_wide or not _on_cpu() else 32, 1 << (tokens.key.shape[1] - 1).bit_length())
 
 
 def _pairs_by_head(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
-    """Overlap and readout with one gate per head: from token j to i the state fades by the product of the gates after j.
+    """Return key-key and query-key products for token pairs j ≤ i of a chunk, times the gates after j; one gate per head.
 
     Products of gates, not exponentials of differences: nothing overflows, nothing cancels, and a gate of zero is fine.
     """
@@ -185,10 +185,10 @@ def _pairs_by_head(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
 
 
 def _pairs_by_number(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
-    """Overlap and readout with one gate per number of the key: the product of gates from j to i is split where their blocks meet.
+    """Return key-key and query-key products for token pairs of a chunk, times the gates after j; one gate per key number.
 
-    With blocks of 1, 2, 4 … tokens every pair j < i meets at one length only. From j to the end of its block and from
-    the start of the next block to i are two factors of at most one each, so a product of matrices can be made of them.
+    With blocks of 1, 2, 4 … tokens every pair j < i is in two neighbouring blocks at one length only. The gates from j to the
+    end of its block, and from the start of the next block to i, are two factors ≤ 1: one matrix product has all such pairs.
     """
     size = chunk.key.shape[-2]
     patterns = _patterns(size)
@@ -205,10 +205,10 @@ def _pairs_by_number(chunk: DeltaTokens) -> tuple[mx.array, mx.array]:
 
 
 def _inverse_of_one_plus(lower: mx.array) -> mx.array:
-    """The inverse of the identity plus the part of `lower` below the diagonal.
+    """Return the inverse of the identity plus the strictly lower triangle of `lower`.
 
-    A GPU has no solver for it: there by products, from the inverses of blocks on the diagonal to those of blocks twice as long.
-    Never by powers of the triangle: with keys alike they grow like binomials and drown the answer.
+    A GPU has no solver for it: there by products, from the inverses of diagonal blocks to those of blocks twice as long.
+    Never by powers of the triangle: with similar keys they grow like binomials and drown the result.
     """
     patterns = _patterns(lower.shape[-1])
     if _on_cpu():
@@ -221,7 +221,7 @@ def _inverse_of_one_plus(lower: mx.array) -> mx.array:
 
 
 class PairPatterns(NamedTuple):
-    """Fixed patterns over the rows i and columns j of a square matrix."""
+    """Constant masks over the rows i and columns j of a square matrix: diagonal, triangles, and neighbouring blocks."""
 
     diagonal: mx.array  # 1 where j = i, else 0
     not_later: mx.array  # 1 where j ≤ i

@@ -1,1 +1,1 @@
-"""Memory of the rows: what a layer must remember, where it lives, and how a model sees it."""
+"""Memory of sequences: KV slabs and recurrent states, the views models see of them, the prefix tree, the disk tier."""

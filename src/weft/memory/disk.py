@@ -1,4 +1,4 @@
-"""The second tier of the prefix cache: chunks of the prefix tree as files, kept across restarts, bounded in bytes.
+"""The disk tier of the prefix cache: chunks of the prefix tree as files, kept across restarts, bounded in bytes.
 
 Nothing on disk is trusted: an entry's digest is compared at every load, and once after each start. The engine's thread only
 asks and queues; one thread writes and deletes, another loads and verifies. Imports no mlx.
@@ -30,7 +30,7 @@ class _IndexedEntry(NamedTuple):
 
 
 class DiskTier:
-    """The disk tier of one model's prefix cache. An entry that is missing or wrong is a miss and never an error."""
+    """The disk tier of one model's prefix cache; a missing, damaged or unwritable entry is a cache miss, never an error."""
 
     def __init__(self, folder: Path, identity: str, budget_bytes: int) -> None:
         self.identity = identity
@@ -53,7 +53,7 @@ class DiskTier:
         return self._folder.held_bytes
 
     def open(self) -> None:
-        """Read the headers of all files, then begin to write and verify. A folder that can not be made is no error."""
+        """Index the folder's files (deleting damaged and surplus ones), then start background writing and verification."""
         with suppress(OSError):
             self._folder.make()
         self._folder.sweep()
@@ -83,11 +83,11 @@ class DiskTier:
         return (queued is not None and queued.checkpoint is not None) or (indexed is not None and indexed.has_checkpoint)
 
     def sizes_after(self, key: bytes) -> set[int]:
-        """The numbers of tokens that entries with this parent may have."""
+        """Return the chunk lengths in tokens of all entries ever seen with this parent key."""
         return set(self._children.get(key, {}).values())
 
     def store(self, entry: Entry) -> bool:
-        """Queue an entry for writing; False if too much waits already. A known one is written again only for its checkpoint."""
+        """Queue an entry for writing; False if the queue is full or closed. A known one is rewritten only to add a checkpoint."""
         if self.has_checkpoint(entry.key) or (entry.checkpoint is None and self.has(entry.key)):
             return True
         with self._lock:
@@ -102,11 +102,11 @@ class DiskTier:
         return True
 
     def load(self, keys: Sequence[bytes]) -> Future[list[Entry]]:
-        """Load entries in the background, in order, up to the first that is gone or damaged."""
+        """Load entries in a background thread; the future gives them in order, up to the first that is missing or damaged."""
         return self._loader.submit(self._load, keys, self._generation)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Never load these entries again, nor what was computed on top of them; the files are deleted in the background."""
+        """Drop these entries and all their descendants, also from pending loads; files are deleted in the background."""
         doomed, waiting = set[bytes](), list(keys)
         while waiting:
             if (key := waiting.pop()) not in doomed:
@@ -115,11 +115,11 @@ class DiskTier:
         self._forget(doomed)
 
     def clear(self) -> None:
-        """Forget everything of this identity; the files are deleted in the background, before anything new is written."""
+        """Drop all entries of this model; their files are deleted in the background, before anything new is written."""
         self._forget(None)
 
     def close(self, seconds: float) -> None:
-        """Write what is queued, for at most so long, and stop. Loads that have not begun are cancelled."""
+        """Wait up to `seconds` for queued entries to be written, then stop both threads; pending loads are cancelled."""
         with self._lock:
             is_working, self._is_closed = self._is_open and not self._is_closed, True
         if is_working:
@@ -186,7 +186,7 @@ class DiskTier:
                     self._index.pop(bytes.fromhex(path.stem), None)
 
     def _ancestry(self, key: bytes) -> Iterator[bytes]:
-        """The key of an entry, of the one before it, and so on, while they are on disk; bounded, for files may claim anything."""
+        """Yield this key and its ancestors' keys while they are on disk; bounded, because files may claim cyclic parents."""
         for _ in range(len(self._index)):
             if (indexed := self._index.get(key)) is None:
                 return
@@ -196,7 +196,7 @@ class DiskTier:
     # The loader's thread.
 
     def _verify_next(self) -> None:
-        """Verify one entry that was found at the start. The next one queues behind the loads that a request waits for."""
+        """Verify one entry found at startup, then queue the next verification behind the loads that requests wait for."""
         with self._lock:
             key = self._unverified.pop() if self._unverified and not self._is_closed else None
         if key is not None:
@@ -219,7 +219,7 @@ class DiskTier:
         return loaded
 
     def _find(self, key: bytes) -> Entry | None:
-        """An entry from the queue or from disk. One whose file is gone or not right is dropped."""
+        """Return an entry from the write queue or disk, else None; an entry whose file is missing or invalid is unindexed."""
         known = self._queue.get(key) or self._index.get(key)
         if known is None or isinstance(known, Entry):
             return known
@@ -237,7 +237,7 @@ class DiskTier:
             return None
 
     def _refuse(self, path: Path, error: Exception) -> None:
-        """Log a file that is not used. A damaged one is deleted; a foreign one stays until room is needed."""
+        """Log and count a file that can not be used; a damaged one is deleted, one of another model or version is kept."""
         is_foreign = isinstance(error, Foreign)
         with self._lock:
             self.num_foreign += is_foreign

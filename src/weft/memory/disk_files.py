@@ -1,4 +1,4 @@
-"""The files of the disk tier: the format of one entry, the folder under one byte budget, and the identity of a model.
+"""Files of the disk tier: the format of an entry, the cache folder with its byte budget, and the digest of a model.
 
 An entry is a safetensors file, `folder/identity/key.safetensors`, whose metadata says what it is. Other processes may write and
 delete at any time: a file that vanished is no error. Only files that are named as ours are touched. Imports no mlx.
@@ -33,16 +33,16 @@ MARGIN = 16  # a full folder is emptied by one part in so many, so that it is no
 
 
 class Damaged(WeftError):
-    """A file that is not what was written."""
+    """Raised for a corrupt cache file: unreadable header, wrong digest, or contents that do not fit."""
 
 
 class Foreign(WeftError):
-    """An intact file that belongs to another model, version or place."""
+    """Raised for an intact cache file whose format version, model identity or key is not the expected one."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """A named array as raw bytes."""
+    """A named array as raw bytes, with its safetensors dtype and its shape."""
 
     name: str
     dtype: str  # as safetensors names it: F32, BF16, BOOL, …
@@ -52,7 +52,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Packed:
-    """Layer states of one row as host data: what they are, in JSON, and the arrays in them."""
+    """Layer states of one row as host data: a JSON description and the raw arrays that it refers to."""
 
     description: str
     planes: tuple[StoredArray, ...]
@@ -64,7 +64,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A chunk of the prefix tree, as it goes to disk and comes back."""
+    """A prefix-tree chunk as stored on disk: key, parent's key, tokens, block of keys and values, checkpoint or None."""
 
     key: bytes
     parent: bytes  # the key of the chunk before it
@@ -78,7 +78,7 @@ class Entry:
 
 
 class EntryMetadata(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an entry's file says about itself, in strings, as safetensors requires."""
+    """The `__metadata__` of an entry's safetensors file, in strings: digest, model identity, keys, tokens, layer descriptions."""
 
     digest: str  # blake3 over every byte of the file, with these digits as zeros; it comes first, so they are easily found
     format: str
@@ -95,7 +95,7 @@ class _EntryHeader(msgspec.Struct):
 
 
 def encode_entry(entry: Entry, identity: str) -> list[bytes | memoryview]:
-    """The pieces of an entry's file, in order; arrays are not copied."""
+    """Encode an entry as the pieces of its safetensors file, in order, with their digest; arrays are not copied."""
     planes = {BLOCK + plane.name: plane for plane in entry.block.planes}
     if entry.checkpoint is not None:
         planes |= {CHECKPOINT + plane.name: plane for plane in entry.checkpoint.planes}
@@ -108,7 +108,7 @@ def encode_entry(entry: Entry, identity: str) -> list[bytes | memoryview]:
 
 
 def read_entry(path: Path, identity: str, key: bytes) -> Entry:
-    """The entry in a file. Raises Damaged unless the digest is right, Foreign if another entry belongs there."""
+    """Read and verify an entry's file; raises Damaged if the digest is wrong, Foreign if identity or key are not these."""
     with path.open("rb", buffering=0) as file:  # with a buffer it would be copied once more
         text, metadata = _read_metadata(file)
         body = memoryview(file.read())
@@ -132,7 +132,7 @@ def read_entry(path: Path, identity: str, key: bytes) -> Entry:
 
 
 def read_metadata(path: Path, identity: str, key: bytes) -> EntryMetadata:
-    """The metadata of an entry's file. Its arrays are not read and the digest is not checked. Raises Damaged or Foreign."""
+    """Read an entry file's metadata without reading its arrays or checking the digest; raises Damaged or Foreign."""
     with path.open("rb", buffering=0) as file:
         _, metadata = _read_metadata(file)
     _check_place(metadata, identity, key)
@@ -140,7 +140,7 @@ def read_metadata(path: Path, identity: str, key: bytes) -> EntryMetadata:
 
 
 def _read_metadata(file: BinaryIO) -> tuple[bytes, EntryMetadata]:
-    """The text of a file's header, and the metadata in it. Tensors are skipped: parsing takes a hundred times as long."""
+    """Return a file's header text and parsed metadata; parsing the tensor entries too would take a hundred times as long."""
     try:
         text, _ = read_header_text(file)
         return text, msgspec.json.decode(text, type=_EntryHeader).metadata
@@ -162,7 +162,7 @@ def _digest(*pieces: bytes | memoryview) -> str:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Put a file under its name, whole or not at all. It is locked until then: others see that the writer lives."""
+    """Write a file atomically by renaming a temporary one, which is locked until then to show that its writer is alive."""
     handle, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".tmp", dir=path.parent)
     try:
         with open(handle, "wb") as file:
@@ -177,7 +177,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 class CacheFolder:
-    """The files of several models and versions, each under its identity; the least recently used make room for new ones."""
+    """The cache folder that several models and versions share under one byte budget, with LRU eviction across all of them."""
 
     def __init__(self, path: Path, identity: str, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -187,7 +187,7 @@ class CacheFolder:
         self._unseen_bytes = budget_bytes  # written since it was looked through; at first as much as makes it look
 
     def make(self) -> None:
-        """Create the folder, for this user only: prompts are private."""
+        """Create the cache folder and this model's subfolder, readable by this user only because prompts are private."""
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.home.mkdir(mode=0o700, exist_ok=True)
 
@@ -195,19 +195,19 @@ class CacheFolder:
         return self.home / f"{key.hex()}.safetensors"
 
     def entries(self) -> list[tuple[bytes, int]]:
-        """Keys and sizes in bytes of the entries under this folder's identity."""
+        """Return the key and the size in bytes of every entry file of this model identity."""
         found = self._scan(ENTRY_NAMES)
         return [(bytes.fromhex(path.stem), status.st_size) for path, status in found if path.parent == self.home]
 
     def sweep(self) -> None:
-        """Remove the temporary files that dead writers left behind."""
+        """Delete temporary files left behind by dead writers, recognised by their free lock."""
         for path, _ in self._scan(TEMPORARY_NAMES):
             with suppress(OSError), path.open("rb") as file:  # a lock that is held is an OSError
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Mark entries as used just now, each later than the one before it."""
+        """Set the entries' modification times to now, in increasing order: the last key becomes the most recently used."""
         now = time.time_ns()
         for step, key in enumerate(keys):
             with suppress(OSError):
@@ -217,7 +217,7 @@ class CacheFolder:
         return self.held_bytes + nbytes <= self.budget_bytes
 
     def make_room(self, nbytes: int) -> list[Path]:
-        """Delete the least recently used entries, of any identity, until so many bytes more fit; returns their paths."""
+        """Delete the least recently used entries of any model until `nbytes` more fit the budget; returns the deleted paths."""
         self._unseen_bytes += nbytes
         margin = self.budget_bytes // MARGIN
         if nbytes > self.budget_bytes or (self.has_room(nbytes) and self._unseen_bytes < margin):
@@ -242,7 +242,7 @@ class CacheFolder:
         self._unseen_bytes = self.budget_bytes  # look through the folder at the next occasion
 
     def _scan(self, names: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
-        """Plain files `identity/name` with names of this kind."""
+        """Yield path and stat of every regular file `identity/name` in the cache folder whose path matches the pattern."""
         for name in filter(names.fullmatch, glob.iglob("*/*", root_dir=self._path)):
             with suppress(OSError):
                 if stat.S_ISREG((status := (self._path / name).lstat()).st_mode):
@@ -250,7 +250,7 @@ class CacheFolder:
 
 
 def identity_of(folder: Path, facts: Sequence[str], remembered: Path) -> str:
-    """32 hex digits for the weights and the config in a model's folder, together with the caller's facts.
+    """Return 32 hex digits that identify a model's weights and config together with the caller's `facts`.
 
     Reads all weights once; their digests are kept in the file `remembered`, so that the next start needs only sizes and times.
     """

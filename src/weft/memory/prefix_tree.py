@@ -25,14 +25,14 @@ Tokens = tuple[int, ...]
 
 
 class Stored(Protocol):
-    """Something with a size in bytes: a block or a checkpoint."""
+    """Protocol of the opaque data in a node, a KV block or a checkpoint: only its size in bytes is known."""
 
     @property
     def nbytes(self) -> int: ...
 
 
 class Node:
-    """One chunk of a prompt that is in memory; `length` tokens lead to its end."""
+    """A prefix-tree node: one cached prompt chunk; `length` counts the tokens from the prompt's start to the chunk's end."""
 
     def __init__(self, number: int, parent: Self | None, tokens: Tokens, key: bytes, block: Stored | None = None) -> None:
         self.number = number
@@ -58,12 +58,12 @@ class Node:
 
     @property
     def is_worth_a_checkpoint(self) -> bool:
-        """Whether a checkpoint should be kept here: a prompt will probably go on from it, or it costs nothing."""
+        """Whether to keep a checkpoint here: it is free, `keep` is set, or the node is a leaf, branches, or has depth 4, 8, …."""
         is_free = self.checkpoint is not None and not self.checkpoint.nbytes
         return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
 
     def path(self) -> list[Self]:
-        """The nodes from the first chunk to this one, without the root."""
+        """Return the nodes from the first chunk to this node, without the root."""
         nodes, node = list[Self](), self
         while node.parent is not None:
             nodes.append(node)
@@ -71,7 +71,7 @@ class Node:
         return nodes[::-1]
 
     def subtree(self) -> Iterator[Self]:
-        """This node and all behind it, parents before children."""
+        """Yield this node and all its descendants, parents before children."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
@@ -80,11 +80,11 @@ class Node:
 
 
 class PrefixTree:
-    """Owns all prefix nodes and their ages. Bounded in bytes; pinned nodes are never evicted.
+    """The tree of cached prompt chunks: bounded in bytes, evicts in segmented LRU order, never evicts pinned nodes.
 
-    Nodes are in one of two rows, each ordered by last use: new ones, and protected ones, which were used again or whose
-    client will come again (`is_retained`). A use counts for the whole path, so the oldest of a row has no children in it. New
-    ones are evicted first. Protected ones have half the budget: what is beyond becomes new again, so nothing stays for ever.
+    Nodes are in one of two LRU lists: new nodes, and protected nodes, which were used again or whose client will come again
+    (`is_retained`). A use counts for the whole path, so the oldest of a list has no children in it. New nodes are evicted
+    first. Protected nodes have half the budget: those beyond it become new again, so no node stays for ever.
     """
 
     def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic, *, is_exact: bool = False) -> None:
@@ -109,11 +109,11 @@ class PrefixTree:
         return self.roots[salt]
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the roots, the most recently used first, parents before children."""
+        """Iterate over all nodes but the roots, most recently used first, parents before children."""
         return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
 
     def match(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
-        """The deepest node from `start` on at which every layer can be restored; `ends` are the prompt's own cuts."""
+        """Return the deepest node with a checkpoint on the prompt's cached path from `start`, or `start` if there is none."""
         found, waiting, last = start, [start], len(prompt) - 1  # the last token is always computed
         while waiting:
             node = waiting.pop()
@@ -126,7 +126,7 @@ class PrefixTree:
         return found
 
     def best_cut(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
-        """Where a chunk after `node` is best cut, so that known prompts and `others` share what comes before; None: nowhere."""
+        """Return where to cut the chunk after `node` to share most tokens with known prompts and `others`; None for no cut."""
         known = itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
         shared = [_num_same(child.tokens, prompt, node.length) for child in known]
         shared += [_num_same(tuple(other[node.length : end]), prompt, node.length) for other in others]
@@ -136,7 +136,7 @@ class PrefixTree:
         return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
 
     def explain_miss(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
-        """Why no more of a prompt is cached than up to `prefix_node`; `end` is where its next chunk ends."""
+        """Return the reason why a prompt is cached only up to `prefix_node`; `end` is where its next chunk would end."""
         root = self.root(salt)
         if salt and not root.children:
             return PrefixReuse("salt")
@@ -151,7 +151,7 @@ class PrefixTree:
         return PrefixReuse("differs", prefix_node.length, position, known, instead)
 
     def _longest_known(self, root: Node, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """How many of a prompt's tokens some known prompt begins with, wherever that was cut, and what it has next."""
+        """Return the most leading tokens a prompt shares with any cached one, and that cached prompt's next token or None."""
         found: list[tuple[int, int | None]] = [(0, None)]
         waiting = [root]
         while waiting:
@@ -165,13 +165,13 @@ class PrefixTree:
         return max(found, key=lambda one: (one[0], one[1] is not None))
 
     def hit(self, node: Node) -> None:
-        """Count a sequence that goes on from this node: its path becomes protected and the most recently used."""
+        """Count a cache hit on a node and its ancestors, which become protected and most recently used."""
         for one in node.path():
             one.hits += 1
         self._touch(node, is_protected=True)
 
     def enter(self, parent: Node, tokens: Tokens, block: Stored, checkpoint: Stored | None, *, is_retained: bool = False) -> Node:
-        """Enter a computed chunk after `parent` and return its node; an older node is kept, and gets what it lacks."""
+        """Add a computed chunk after `parent` and return its node; an existing node only gets a checkpoint it lacks."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(next(self._numbers), parent, tokens, key_of(parent.key, tokens), block)
@@ -189,7 +189,7 @@ class PrefixTree:
         node.pins += 1
 
     def unpin(self, node: Node) -> None:
-        """Release a pinned node: it may be evicted, and a checkpoint that is not worth its bytes is dropped."""
+        """Release one pin; at zero pins drop a checkpoint not worth its bytes. Then evict down to the budget."""
         node.pins -= 1
         if node.parent is not None and not node.pins and not node.is_worth_a_checkpoint and node.checkpoint is not None:
             self._resize(node, -node.checkpoint.nbytes)
@@ -198,7 +198,7 @@ class PrefixTree:
         self._forget_empty_root(node)
 
     def shrink(self, budget_bytes: int | None = None) -> None:
-        """Evict down to the budget: leaves first, new ones before protected ones, of each the least recently used first."""
+        """Evict unpinned leaves until the budget holds: new nodes before protected ones, each in LRU order."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         while self._protected_bytes > PROTECTED_SHARE * budget and self._protected:
             self._move(next(iter(self._protected)), is_protected=False)
@@ -209,7 +209,7 @@ class PrefixTree:
             self._evict(victim)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Evict what is not needed until so many bytes more fit; returns whether they do."""
+        """Evict unpinned leaves until `num_bytes` more fit the budget, as far as possible; returns whether they fit."""
         self.shrink(self.budget_bytes - num_bytes)
         return self.held_bytes + num_bytes <= self.budget_bytes
 
@@ -219,14 +219,14 @@ class PrefixTree:
             self.shrink()
 
     def clear(self) -> int:
-        """Evict everything that is not in use; returns the number of evicted nodes."""
+        """Evict every node that no sequence uses; returns the number of evicted nodes."""
         before = len(self)
         self.shrink(0)
         self._evicted_keys.clear()
         return before - len(self)
 
     def invalidate(self, node: Node) -> int:
-        """Remove a node and all behind it at once, even if in use: what is in it is wrong. Returns the number of nodes."""
+        """Remove a node and all its descendants, even pinned ones; returns their number, 0 for a root or a detached node."""
         if node.parent is None or node.is_detached:
             return 0
         del node.parent.children[node.tokens]
@@ -239,7 +239,7 @@ class PrefixTree:
         return len(nodes)
 
     def _touch(self, node: Node, *, is_protected: bool) -> None:
-        """Make a node and those before it the most recently used, the first of them last, and protect them where asked."""
+        """Mark a node and its ancestors as most recently used, the topmost most recent of all; optionally protect them."""
         now = self.clock()
         for one in reversed(node.path()):
             if not one.is_detached:
@@ -262,7 +262,7 @@ class PrefixTree:
         self._row(node)[node] = None
 
     def _evict(self, node: Node) -> None:
-        """Evict a leaf, and the nodes above it from which nobody can go on any more."""
+        """Evict a leaf, and its ancestors as long as they are left as unpinned leaves without a checkpoint."""
         parent = node.parent
         assert parent is not None
         self.invalidate(node)
@@ -275,13 +275,13 @@ class PrefixTree:
         self._forget_empty_root(parent)
 
     def _forget_empty_root(self, node: Node) -> None:
-        """Forget a root without prompts: there are as many salts as clients like."""
+        """Drop `node` if it is a root without children and pins, because clients may use any number of salts."""
         if node.parent is None and not node.pins and not node.children:
             self.roots = {salt: root for salt, root in self.roots.items() if root is not node}
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a path: the path with the key `parent`, extended by these tokens."""
+    """Return the hash that identifies a path: the path with the key `parent`, extended by a chunk of these tokens."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
 
 

@@ -1,4 +1,4 @@
-"""The safetensors format: a JSON header that names every tensor, then their bytes. Headers are read strictly.
+"""Reads and writes headers of safetensors files, strictly validated: the tensors must fill the file without gaps.
 
 mlx believes a file's header; a wrong one would be read as garbage or end the process. So a header must fit its file to the
 byte. Imports no mlx.
@@ -23,11 +23,11 @@ DTYPE_BYTES = {  # of the types that mlx reads; the sizes of tensors of other ty
 
 
 class BadHeader(ValueError):
-    """A header that does not fit its file; the message continues a sentence that begins with the file."""
+    """Raised for a safetensors header that does not fit its file; the message is a predicate, the file is its subject."""
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a header: its type, its shape, and where its bytes lie behind the header."""
+    """One tensor in a safetensors header: its dtype, shape, and half-open byte range [start, end) behind the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorEntry(NamedTuple):
 
 
 def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """The bytes of a file up to its first tensor; `tensors`: type, shape and bytes of each, in the order in which they follow."""
+    """Encode a safetensors file's length field and JSON header; `tensors`: name → (dtype, shape, bytes), in file order."""
     entries, end = dict[str, object](__metadata__=metadata), 0
     for name, (dtype, shape, nbytes) in tensors.items():
         start, end = end, end + nbytes
@@ -47,7 +47,7 @@ def encode_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metad
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a model's file by name; they must fill it to the byte. Raises BadModel saying what is wrong."""
+    """Return the tensor entries of a model's safetensors file by name; raises BadModel unless they exactly fill the file."""
     try:
         with file.open("rb") as opened:
             return parse_header(*read_header_text(opened))
@@ -58,7 +58,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def read_header_text(opened: BinaryIO) -> tuple[bytes, int]:
-    """The JSON text of a header, and how many bytes follow it in the file. Raises BadHeader if the file is too short."""
+    """Return a file's JSON header text and how many bytes follow it; raises BadHeader if the file is too short."""
     size, length = os.fstat(opened.fileno()).st_size, int.from_bytes(opened.read(LENGTH_BYTES), "little")
     if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise BadHeader("is not a whole safetensors file: it is cut off or something else")
@@ -66,7 +66,7 @@ def read_header_text(opened: BinaryIO) -> tuple[bytes, int]:
 
 
 def parse_header(text: bytes, data_bytes: int) -> dict[str, TensorEntry]:
-    """The tensors in a header's text that `data_bytes` follow. Raises BadHeader unless they fill these without gaps."""
+    """Parse a header's JSON text into tensor entries by name; raises BadHeader unless they fill `data_bytes` without gaps."""
     try:
         entries = msgspec.json.decode(text)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Where rows live while they decode: key/value slabs by capacity class, and tables of recurrent states.
+"""Memory of decoding rows: KV slabs (arrays of slots, by capacity class) and tables of recurrent states.
 
 A slab is [slots, heads, capacity, dim] per layer. Joining takes a free slot, leaving frees it, outgrowing moves that one
 row up a class; nobody else's keys and values are touched.
@@ -16,7 +16,7 @@ GROWTH_ROOM = 32  # a row is allocated with room for one in so many of its token
 
 
 class RowState:
-    """One sequence's place in the pool: how many tokens it holds, and where."""
+    """One sequence's place in the pool: its token count, slab and slot, and recurrent states that are in no table."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -26,7 +26,7 @@ class RowState:
 
 
 class Slab:
-    """Keys and values of up to `slots` rows of one capacity class, for every layer that has them."""
+    """A KV slab: keys and values of up to `slots` rows of one capacity class, for every attention layer."""
 
     def __init__(self, capacity: int, slots: int, specs: Sequence[LayerSpec]) -> None:
         def zeros(spec: FullAttention, plane: Plane) -> mx.array:
@@ -42,7 +42,7 @@ class Slab:
         return [row for row in self.rows if row is not None]
 
     def write(self, layer: int, slot: int, first: int, contents: KeyValues) -> None:
-        """Put a row's keys and values into its slot; `contents` starts with token `first`."""
+        """Copy a row's keys and values, of which the first is token `first`, into its slot; a sliding window wraps around."""
         held = self.layers[layer]
         for target, array in ((held.keys, contents.keys), (held.values, contents.values)):
             places, tokens = target.shape[2], array.shape[2]
@@ -53,14 +53,14 @@ class Slab:
                 target[slot : slot + 1, :, : tokens - head] = array[:, :, head:]
 
     def scrub(self, slot: int) -> None:
-        """Zero a slot whose numbers are not finite: a masked NaN would still poison the next row there."""
+        """Zero a slot's keys and values, because NaNs left there would poison the next row even where they are masked."""
         for held in self.layers.values():
             for array in (held.keys, held.values):
                 array[slot] = mx.zeros(array.shape[1:], array.dtype)
 
 
 class StateTable:
-    """Recurrent states of the rows that step together, [rows, …] per array, in the order of the last step.
+    """Recurrent states of the rows that decode together, batched into [rows, …] arrays in the order of the last step.
 
     Every step reads and writes each state whole, so the table is laid out anew (one copy) only when the rows change.
     """
@@ -71,7 +71,7 @@ class StateTable:
         self.states: list[list[mx.array | None]] = [[None] * len(parts) for parts in self.parts]
 
     def arrange(self, rows: list[RowState | None]) -> None:
-        """Lay the states out in the order of `rows`; None is an idle row of zeros. Rows that sit out get theirs as copies."""
+        """Reorder the table to `rows` (None: an idle row of zeros); live rows left out get copies of their states."""
         if rows == self.rows:
             return
         for row in filter(None, self.rows):
@@ -88,7 +88,7 @@ class StateTable:
         self.rows = list(rows)
 
     def _sources(self, rows: list[RowState | None]) -> list[slice | RowState | None]:
-        """Where the states of `rows` come from: slices of the table as it is, else the row itself, or None."""
+        """Return where the states of `rows` come from: slices of this table (neighbours merged), a row's own copies, or None."""
         place = {row: index for index, row in enumerate(self.rows)}
         sources: list[slice | RowState | None] = []
         for row in rows:
@@ -111,7 +111,7 @@ class StateTable:
         return array[source] if isinstance(source, slice) else array
 
     def extract(self, row: RowState) -> list[tuple[mx.array | None, ...]]:
-        """One row's states as copies of their own; a bare slice would keep the whole table alive."""
+        """Return copies of one row's states by layer; slices of the table would keep all of it alive."""
         if row.loose is not None:
             return row.loose
         at = self.rows.index(row)
@@ -119,7 +119,7 @@ class StateTable:
 
 
 class Pool:
-    """All slabs and tables of one model. `allocate`, `grow` and `free` are the only ways in, up and out."""
+    """All KV slabs and state tables of one model; rows enter by `allocate`, get larger slots by `grow`, leave by `free`."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Pool:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of slabs and tables, free slots included."""
+        """Total bytes of all slabs and state tables, including free slots."""
         planes = [plane for slab in self.slabs for held in slab.layers.values() for plane in (held.keys, held.values)]
         return sum(array.nbytes for array in (*planes, *self.states()))
 
@@ -154,20 +154,20 @@ class Pool:
         return [array for table in tables for states in table.states for array in states if array is not None]
 
     def table_for(self, slab: Slab | None) -> StateTable:
-        """The recurrent states of the rows that step together with this slab; None: of all rows."""
+        """Return the state table of the rows that decode with this slab (None: of all rows), created if it is missing."""
         if slab not in self.tables:
             self.tables[slab] = StateTable(self.specs)
         return self.tables[slab]
 
     def refusal(self, contents: RowContents, length: int) -> str | None:
-        """Why a row with these contents can not be allocated; None when it can."""
+        """Return why a row with these contents can not be put into the pool; None if it can."""
         for layer, (spec, content) in enumerate(zip(self.specs, contents, strict=True)):
             if reason := mismatch(spec, content, length):
                 return f"layer {layer} ({type(spec).__name__}): {reason}"
         return None
 
     def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:
-        """Copy a row's states into a free slot. Ask `refusal` first. `upcoming`: lengths of rows that will follow soon."""
+        """Copy a row's keys and values into a free slot; its recurrent states are only referenced. Check `refusal` first."""
         row.length = length
         capacity = self._first_capacity(length)
         slab = self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in upcoming))
@@ -177,7 +177,7 @@ class Pool:
         row.loose = [content if isinstance(content, tuple) else () for content in contents]
 
     def grow(self, row: RowState, *, table: StateTable | None = None) -> None:
-        """Make room for one more token: a row that fills its slot moves up a class, alone."""
+        """Make room for one more token: a row whose slot is full moves, alone, to a slot of a larger capacity class."""
         old, slot = row.slab, row.slot
         assert old is not None
         if row.length < old.capacity or not self.has_positions:
@@ -210,11 +210,11 @@ class Pool:
         return max(SMALLEST_CAPACITY, -(-tokens // step) * step)
 
     def _first_capacity(self, length: int) -> int:
-        """The capacity class of a new row: with some room, so that a long row does not move up with its first tokens."""
+        """Return a new row's capacity class, with some room so that a long row does not move after its first tokens."""
         return self.capacity_for(length + 1 + length // GROWTH_ROOM)
 
     def _place(self, row: RowState, capacity: int, wanted: int) -> Slab:
-        """Give a row a slot of this class; a new slab gets slots for the `wanted` rows in sight."""
+        """Put a row into a free slot of this capacity and return its slab, a new one (for about `wanted` rows) if necessary."""
         slab = next((slab for slab in self.slabs if slab.capacity == capacity and None in slab.rows), None)
         if slab is None:
             most = max(1, min(self.max_rows, self.slab_tokens // capacity))

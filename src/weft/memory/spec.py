@@ -1,6 +1,6 @@
-"""What each layer must remember, declared once at load as frozen values.
+"""Layer specs: shape, dtype and bytes of each layer's KV cache or recurrent state, fixed when the model is loaded.
 
-A spec knows the bytes of a row and its exact geometry; other arrays are not let in.
+A spec knows the bytes of a row and its exact geometry; arrays of any other geometry are refused.
 """
 
 import math
@@ -14,26 +14,26 @@ Geometry = tuple[tuple[int, ...], mx.Dtype]  # a shape without the batch axis, a
 
 @dataclass(frozen=True)
 class Plane:
-    """The geometry of one token's keys (or values) in one layer: heads × dim numbers."""
+    """Geometry of one token's keys (or values) in one layer: heads × dim numbers of one dtype."""
 
     heads: int
     dim: int
     dtype: mx.Dtype
 
     def matches(self, array: mx.array) -> bool:
-        """Whether `array` [1, heads, tokens, dim] has exactly this geometry."""
+        """Whether `array` [1, heads, tokens, dim] has exactly this number of heads, dim and dtype."""
         return (array.shape[:2], array.shape[3], array.dtype) == ((1, self.heads), self.dim, self.dtype)
 
 
 @dataclass(frozen=True)
 class FullAttention:
-    """Keys and values of every token. MLA latents are the same with one head and two different planes."""
+    """Spec of a layer with keys and values of every token; MLA latents are one head with two different planes."""
 
     keys: Plane
     values: Plane
 
     def slots_needed(self, tokens: int) -> int:
-        """Token places that a row of so many tokens fills."""
+        """Return how many token places a row of so many tokens fills: all of them, in a sliding window at most its size."""
         return tokens
 
     def bytes_at(self, tokens: int) -> int:
@@ -42,7 +42,7 @@ class FullAttention:
 
 @dataclass(frozen=True)
 class SlidingWindow(FullAttention):
-    """Keys and values of the last `window` tokens, in a ring: token p lives at place p % window."""
+    """Spec of a layer with keys and values of the last `window` tokens in a ring buffer: token p is at place p % window."""
 
     window: int
 
@@ -52,7 +52,7 @@ class SlidingWindow(FullAttention):
 
 @dataclass(frozen=True)
 class Recurrent:
-    """Arrays of a fixed size (gated delta, Mamba, short convolution …). None: a place the model leaves empty."""
+    """Spec of a layer with fixed-size states (gated delta, Mamba, short convolution …); None is a part left empty."""
 
     parts: tuple[Geometry | None, ...]
 
@@ -76,7 +76,7 @@ RowContents = Sequence[LayerContents | None]  # what one row's layers hold
 
 
 def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> str | None:
-    """Why this spec can not hold the contents of a row of `length` tokens; None when they fit exactly."""
+    """Return why this spec can not hold the contents of a row of `length` tokens; None if they fit exactly."""
     match spec, contents:
         case (_, None):
             return "it is empty"

@@ -1,4 +1,4 @@
-"""What a model sees of the rows of one decode step: objects with the few cache names that mlx-lm models touch.
+"""Cache objects that mlx-lm models see in a batched decode step: views of slabs and state tables with mlx-lm's cache API.
 
 A step runs in one of three ways; all give the same tokens. Through the *seam* all rows share one forward: the model's
 `scaled_dot_product_attention` is bound to ours (`kernels/attention.py`), views hand it a `SlabHandle` in place of arrays, and
@@ -21,7 +21,7 @@ FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look 
 
 
 class Part:
-    """The rows of one slab inside a step: batch rows `start` to `start + len(rows)`, slots `low` to `high`."""
+    """The rows of one slab inside a decode step: batch rows [start, start + len(rows)), slots [low, high)."""
 
     def __init__(self, slab: Slab, rows: list[RowState], start: int, *, is_whole: bool) -> None:
         self.slab = slab
@@ -41,7 +41,7 @@ class Part:
 
 
 class Batch:
-    """One decode step's rows, how they lie in memory, and what all layers share. Built for a step and dropped after it."""
+    """The rows of one decode forward, grouped by slab, and values all layers share; built for one step and then dropped."""
 
     def __init__(self, pool: Pool, parts: list[Part], rows: list[RowState | None], *, seam: bool) -> None:
         self.pool = pool
@@ -54,20 +54,20 @@ class Batch:
         self._memo: dict[tuple[Any, ...], Any] = {}
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Make a value that all layers of the step share, or return it if a layer before has asked for it."""
+        """Return this step's memoised value for `key`, calling `make` only the first time, so that layers share it."""
         if key not in self._memo:
             self._memo[key] = make()
         return self._memo[key]
 
 
 def as_bias(mask: mx.array | None) -> mx.array | None:
-    """A mask of either kind, booleans or numbers, as numbers to add to the scores."""
+    """Convert a boolean mask to numbers to add to attention scores (0 or −1e30); other masks and None stay as they are."""
     return mask if mask is None or mask.dtype != mx.bool_ else mx.where(mask, 0.0, FORBIDDEN)
 
 
 @dataclass(eq=False)
 class Reach:
-    """The token places that the rows of a part may look at, in layers with this ring size and window (None: without one)."""
+    """Which token places a part's rows may attend to, in layers with this ring size and attention window (None: without)."""
 
     part: Part
     ring: int | None
@@ -75,7 +75,7 @@ class Reach:
 
     @cached_property
     def mask(self) -> mx.array | None:
-        """A mask (n or range, 1, 1, span), True where a row may look; None when it may look everywhere."""
+        """Boolean mask (rows or slot range, 1, 1, span), True where a row may attend; None if every place is allowed."""
         part, ring = self.part, self.ring
         span = part.span if ring is None else min(part.span, ring)
         if self.window is None and part.spread is None and min(row.length for row in part.rows) + 1 >= span:
@@ -94,7 +94,7 @@ class Reach:
 
     @cached_property
     def bounds(self) -> mx.array | None:
-        """The first and last + 1 place each row may look at, (2n,); None when these places are not one run."""
+        """Each row's half-open range of places it may attend to, flattened to (2n,); None if the places are not contiguous."""
         if self.ring is not None and self.window is not None:
             return None
         stops = [row.length + 1 if self.ring is None else min(row.length + 1, self.ring) for row in self.part.rows]
@@ -103,7 +103,7 @@ class Reach:
 
 
 def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int | None) -> list[Batch]:
-    """Group allocated rows into the forwards of one step: one through the seam, one per slab the plain way."""
+    """Grow full rows, then group the rows of a decode step into batches: one with slab attention (seam), or one per slab."""
     # With a `width` shapes are constant: whole slabs are read, and idle rows fill the batch of the seam.
     for row in rows:
         pool.grow(row, table=None if seam or row.slab is None else pool.table_for(row.slab))
@@ -121,13 +121,13 @@ def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int
 
 @dataclass(frozen=True)
 class StepMask:
-    """The mask of a step through the seam: only the window that the model asked for; lengths are known to the view."""
+    """Mask of a step with slab attention (the seam): only the attention window, because the view knows the row lengths."""
 
     window: int | None
 
 
 class KeyValueView:
-    """The cache of one attention layer for one step."""
+    """The KV cache of one attention layer in one decode step, stored in slabs; implements mlx-lm's cache API."""
 
     def __init__(self, batch: Batch, layer: int) -> None:
         spec = batch.pool.specs[layer]
@@ -138,7 +138,7 @@ class KeyValueView:
         self.offset = batch.offsets  # the same before and after the update
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append one token per row; returns what attention reads."""
+        """Append one token's keys and values per row; returns handles for slab attention (seam), else one slab's arrays."""
         if keys.shape[0] != len(self.batch.rows) or keys.shape[2] != 1:
             raise InternalError(f"layer {self.layer}: keys {keys.shape} for {len(self.batch.rows)} rows of one token")
         for part in self.batch.parts:
@@ -159,37 +159,37 @@ class KeyValueView:
         target[self.batch.once(("indices", part.start, heads, places), indices)] = new
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What attention reads: handles through the seam, else one slab's arrays. Layers that share another's call it too."""
+        """Return what attention reads: handles for slab attention (seam), else a slab's arrays. KV-sharing layers call it too."""
         return (SlabHandle(self), SlabHandle(self)) if self.batch.seam else self.read(self.batch.parts[0])
 
     def rows_of(self, part: Part, array: mx.array) -> mx.array:
-        """The part's rows of a batch-wide array; in the plain way the batch is the slab's slot range."""
+        """Select a part's rows from a batch-wide array; without slab attention (seam) its rows are the part's slot range."""
         if not self.batch.seam:
             return array if part.gather is None else array[part.gather]
         num_rows = len(part.rows)
         return array if num_rows == array.shape[0] else array[part.start : part.start + num_rows]
 
     def reach(self, part: Part, window: int | None) -> Reach:
-        """Where the part's rows may look in this layer when the model asks for this window; shared by layers of one kind."""
+        """Return which places a part's rows may attend to in this layer with this window; shared by layers of one kind."""
         ring = self.spec.window if isinstance(self.spec, SlidingWindow) and part.slab.capacity >= self.spec.window else None
         window = None if ring is not None and window is not None and window >= ring else window
         found: Reach = self.batch.once(("reach", part.start, ring, window), lambda: Reach(part, ring, window))
         return found
 
     def planes(self, part: Part) -> tuple[mx.array, mx.array]:
-        """Keys and values of a part's whole slab, (slots, heads, places, dim) each."""
+        """Return the key and value arrays of a part's whole slab, (slots, heads, places, dim) each."""
         held = part.slab.layers[self.layer]
         return held.keys, held.values
 
     def read(self, part: Part) -> tuple[mx.array, mx.array]:
-        """Keys and values of a part's slot range, (range, heads, span, dim) each."""
+        """Return keys and values of a part's slot range, cut to its span: (range, heads, span, dim) each."""
         keys, values = self.planes(part)
         if part.high - part.low == keys.shape[0] and part.span >= keys.shape[2]:
             return keys, values
         return keys[part.low : part.high, :, : part.span], values[part.low : part.high, :, : part.span]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The mask of a step, by mlx-lm's protocol. Called before the update, from the first layer of a kind."""
+        """Return the attention mask of a one-token step, by mlx-lm's cache API and before the update; None if none is needed."""
         if n != 1:
             raise InternalError(f"a decode step has one token per row, not {n}")
         if not self.batch.seam:
@@ -202,13 +202,13 @@ class KeyValueView:
 
 @dataclass(frozen=True)
 class SlabHandle:
-    """A stand-in for keys or values that stay in their slabs. Only the seam can read it: anything else is an error."""
+    """Stand-in for keys or values that stay in their slabs; only weft's attention function (the seam) can read it."""
 
     view: KeyValueView
 
 
 class StateView:
-    """The cache of one recurrent layer for one step: `view[i]` is [B, …], read and replaced whole."""
+    """The cache of one recurrent layer in one decode step: `view[i]` is a batched state [B, …], read and replaced whole."""
 
     lengths = None
     left_padding = None

@@ -1,1 +1,1 @@
-"""Models: `resolve` turns a name into a folder, `loader` a folder into a loaded model. Imports nothing, so this is free."""
+"""Models: `resolve` turns a name into a folder, `loader` loads that folder, `adapter` runs the model for the engine."""

@@ -1,4 +1,4 @@
-"""Adapts mlx-lm's models to our rows: reads what each layer remembers, and builds forwards over our memory."""
+"""Adapts mlx-lm's models to weft: reads the geometry of each layer's cache, and builds forwards over weft's memory."""
 
 import functools
 import sys
@@ -30,13 +30,13 @@ class RecurrentView(StateView, ArraysCache):  # type: ignore[misc]
 
 
 class Chunk:
-    """A prompt chunk's forward, built but not yet run: the states of each layer, to be evaluated in order."""
+    """The forward of a prompt chunk as a lazy graph: each layer's states, to be evaluated layer by layer in order."""
 
     def __init__(self, layers: list[list[mx.array]]) -> None:
         self._left = deque(layers)
 
     def also(self, arrays: list[mx.array]) -> None:
-        """Add arrays that are evaluated after the layers."""
+        """Add arrays to be evaluated after the layers."""
         self._left.append(arrays)
 
     @property
@@ -44,7 +44,7 @@ class Chunk:
         return not self._left
 
     def advance(self) -> bool:
-        """Run one more layer of those that are left; returns whether any is left then."""
+        """Evaluate the next layer of the chunk, waiting for the device; returns whether any layers are left."""
         mx.eval(self._left[0])  # sync: a slice's end must be felt by the clock
         self._left.popleft()
         return not self.is_done
@@ -55,7 +55,7 @@ class Chunk:
 
 
 class Adapter:
-    """A loaded model as the runner uses it: makes caches, builds forwards, knows the memory of its layers."""
+    """Wraps a loaded model for the runner: makes caches, builds forwards, and knows the memory layout of its layers."""
 
     def __init__(self, loaded: LoadedModel, *, way: Way | None = None) -> None:
         self.model: Callable[..., mx.array] = loaded.model
@@ -75,12 +75,12 @@ class Adapter:
         self.way, self.refused = (way, {}) if way else choose_way(self)
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
-        """Fresh caches for one row, sized for its prompt so that no chunk copies the ones before it."""
+        """Make fresh mlx-lm caches for one row, sized for its prompt so that no chunk copies earlier ones to grow."""
         return self.reset_growth(make_prompt_cache(self.model), prompt_tokens)
 
     @staticmethod
     def reset_growth(caches: LayerCaches, num_tokens: int = 1) -> LayerCaches:
-        """Let caches grow by so many tokens from now on, rounded up to mlx-lm's own step; returns them."""
+        """Let KV caches grow in steps of `num_tokens`, rounded up to mlx-lm's own step; changes and returns the caches."""
         for cache in leaves(caches):
             if type(cache) is KVCache:
                 cache.step = -(-num_tokens // KVCache.step) * KVCache.step
@@ -91,12 +91,12 @@ class Adapter:
         return sum(array.nbytes for cache in leaves(caches) for array in arrays_of(cache))
 
     def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
-        """Build the forward of a prompt chunk for one row; its logits (1, T, V) are not computed unless they are used."""
+        """Build the lazy forward of a prompt chunk for one row; its logits (1, T, V) are computed only if they are used."""
         logits = self.model(mx.array([tokens], mx.int32), cache=caches)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 
     def prefilled_caches(self, prompt: list[int], chunk_tokens: int | None = None) -> LayerCaches:
-        """Fresh caches for one row, filled with its prompt in chunks of so many tokens; None: in one forward."""
+        """Prefill a prompt into fresh caches, in chunks of `chunk_tokens` (None: in one forward), and return them; blocks."""
         caches, size = self.new_caches(len(prompt)), chunk_tokens or len(prompt)
         for start in range(0, len(prompt), size):
             self.prefill(prompt[start : start + size], caches)[0].finish()
@@ -110,19 +110,19 @@ class Adapter:
 
     @functools.cached_property
     def _sample_bytes(self) -> list[tuple[int, int]]:
-        """Two points (length, measured bytes of a row), to draw a line through where layers can not be read."""
+        """Two measured points (tokens, bytes of a row), to interpolate row sizes of models whose layers are unreadable."""
         return [(n, self.bytes_of(self.prefilled_caches([1] * n, PROBE_CHUNK))) for n in SAMPLE_LENGTHS]
 
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
-        """What one row's own caches hold, layer by layer; None where a layer can not be read."""
+        """Read the contents of one row's caches, one list entry per layer; an entry is None where that layer is unreadable."""
         return [_contents(cache) for cache in leaves(caches)]
 
     def decode(self, tokens: mx.array, batch: Batch) -> mx.array:
-        """Build the forward of one token per row, (B, 1) → (B, V)."""
+        """Build the lazy forward of one token per row over a batch's cache views, (B, 1) → logits (B, V)."""
         return self.model(tokens, cache=[self._view(batch, place) for place in self.layout])[:, -1]
 
     def decode_alone(self, tokens: mx.array, caches: LayerCaches) -> mx.array:
-        """Start the forward of one token of one row on its own caches, (1, 1) → (1, V)."""
+        """Build and start, without waiting, the forward of one token of one row on its own caches, (1, 1) → logits (1, V)."""
         logits = self.model(tokens, cache=caches)[:, -1]
         mx.async_eval(logits, [arrays_of(cache) for cache in leaves(caches)])  # type: ignore[no-untyped-call]
         return logits
@@ -133,7 +133,7 @@ class Adapter:
         return (RecurrentView if isinstance(self.specs[place], Recurrent) else KeyValueView)(batch, place)
 
     def _read_specs(self) -> None:
-        """Build (not run) a short forward on fresh caches and read the geometry of all layers off them."""
+        """Build (not run) a short forward and record the geometry of every layer's cache in `specs` and `layout`."""
         caches: LayerCaches = make_prompt_cache(self.model)
         try:
             self.model(mx.zeros((1, 4), mx.int32), cache=caches)
@@ -149,7 +149,7 @@ class Adapter:
 
 
 def _bind_seam(model: Any) -> None:
-    """Replace attention by the seam in the modules that this model is made of; once, and in this process only."""
+    """Replace `scaled_dot_product_attention` by weft's (the seam) in the modules of a model's layers, once per process."""
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module = sys.modules[name]
         original = getattr(module, "scaled_dot_product_attention", None)
@@ -158,7 +158,7 @@ def _bind_seam(model: Any) -> None:
 
 
 def _spec(cache: Any) -> LayerSpec | None:
-    """The layer's geometry, read off its cache after a short forward; None where slabs can not hold its contents."""
+    """Return a layer's spec, read from its cache after a short forward; None for a kind of cache slabs can not hold."""
     contents = _contents(cache)
     if contents is None:
         return None
@@ -169,7 +169,7 @@ def _spec(cache: Any) -> LayerSpec | None:
 
 
 def _contents(cache: Any) -> LayerContents | None:
-    """The states that a cache holds, in the order of the tokens; None for a class of cache that slabs can not hold."""
+    """Return the states in a cache, keys and values in token order; None for a kind of cache that slabs can not hold."""
     if type(cache) is ArraysCache:
         return tuple(cache.cache)
     if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", False):

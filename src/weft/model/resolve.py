@@ -30,7 +30,7 @@ HUB_FILES = ["*.json", "*.jinja", "model*.safetensors", "mtp*.safetensors"]
 
 
 def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bool = False) -> Path:
-    """The folder of the model called `name`, downloaded and converted if need be.
+    """Return the folder of the model called `name`, downloaded and converted first if necessary.
 
     `quantized` keeps a GGUF file's own 4- and 8-bit weights instead of float32. Bars are shown on the terminal unless
     `progress` is a function to report to, or False. Raises ModelNotFound for an unknown name, and other ModelErrors for a
@@ -52,7 +52,7 @@ def resolve(name: str, *, progress: Progress | bool | None = None, quantized: bo
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model by the name that `resolve` knows. Its folder is None before a download, and the file itself for a GGUF file."""
+    """A model by the name that `resolve` takes; `folder` is None before a download, and the file itself for a GGUF file."""
 
     name: str
     kind: Literal["built-in", "converted", "hub", "folder", "file"]
@@ -61,7 +61,7 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """The models on this machine: built-in ones, those converted from GGUF files, those in the Hugging Face cache."""
+    """List the built-in models, downloaded or not, those converted from GGUF files, and those in the Hugging Face cache."""
     from huggingface_hub import errors, scan_cache_dir
 
     converted = sorted(folder for folder in cache_folder().glob("*") if _is_whole(folder))
@@ -78,7 +78,7 @@ def local_models() -> list[LocalModel]:
 
 
 def locate(name: str) -> LocalModel:
-    """The model that `resolve` would return, without downloading or converting. Raises ModelError where there can be none."""
+    """Find the model that `resolve` would return without downloading or converting; raises ModelError if there can be none."""
     if name in ALIASES:
         return next(model for model in local_models() if model.name == name)
     path = Path(name).expanduser()
@@ -105,7 +105,7 @@ def _check_hub_id(name: str) -> None:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether the folder has a config and every weight file it should have; their contents are for `loader` to check."""
+    """Whether the folder has config.json and every weight file it should have; `loader` checks their contents."""
     if not (folder / "config.json").is_file():
         return False
     index = folder / "model.safetensors.index.json"
@@ -144,7 +144,7 @@ def _converted_folder(name: str, digest: str, quantized: bool) -> Path:
 
 
 def _in_hub_cache(name: str) -> Path | None:
-    """The folder of a model in the Hugging Face cache; None if it is not there or not whole."""
+    """Return the folder of a model in the Hugging Face cache; None if it is missing or incomplete."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -182,7 +182,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reporting_bar(name: str, progress: Progress) -> Any:
-    """A class for the hub's client that draws nothing and reports the bytes to `progress`. Any: its base is untyped."""
+    """Return a tqdm class for the hub's client that draws nothing and reports bytes to `progress`. Any: its base is untyped."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):

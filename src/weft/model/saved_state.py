@@ -27,7 +27,7 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True)
 class SavedState:
-    """Copied layer states of one row: contiguous and evaluated, so that they keep nothing else alive."""
+    """A copy of one row's layer states: contiguous, evaluated arrays that keep no other buffer alive."""
 
     layers: list[Any]  # of a block: (keys, values) or None; of a checkpoint: a cache object or None
 
@@ -45,25 +45,25 @@ class SavedState:
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    """Yield the caches of a row one by one, also those inside a CacheList."""
+    """Yield a row's caches one by one, each CacheList replaced by the caches inside it."""
     for cache in caches:
         yield from cache.caches if type(cache) is CacheList else (cache,)
 
 
 def arrays_of(cache: Any) -> list[mx.array]:
-    """Every array that a cache of any class holds, in its attributes or in lists there."""
+    """Return every array that a cache object of any class holds in its attributes, directly or in a list or tuple."""
     held = [value if isinstance(value, list | tuple) else [value] for value in vars(cache).values()]
     return [array for values in held for array in values if isinstance(array, mx.array)]
 
 
 def save_block(caches: LayerCaches, start: int, end: int) -> SavedState:
-    """Copy the keys and values of a row's tokens `start` to `end`."""
+    """Copy the keys and values of a row's tokens [start, end) in its KVCache layers; other layers are None."""
     held: list[Any] = [(cache.keys, cache.values) if type(cache) is KVCache else (None, None) for cache in leaves(caches)]
     return SavedState([None if pair[0] is None else tuple(_own(plane[..., start:end, :]) for plane in pair) for pair in held])
 
 
 def save_checkpoint(caches: LayerCaches) -> SavedState:
-    """Copy the states of all layers that do not hold keys and values for each token."""
+    """Copy the current states of all layers but KVCache ones: recurrent states and sliding windows."""
     layers: list[Any] = [None if type(cache) is KVCache else copy.copy(cache) for cache in leaves(caches)]
     for layer in layers:
         if type(layer) is ArraysCache:
@@ -74,12 +74,12 @@ def save_checkpoint(caches: LayerCaches) -> SavedState:
 
 
 def _own(array: mx.array) -> mx.array:
-    """A copy of an array in a buffer of its own; `contiguous` would leave a slice that is contiguous where it is."""
+    """Copy an array into a buffer of its own; `mx.contiguous` would leave an already contiguous slice in its old buffer."""
     return mx.where(mx.array(True), array, array)
 
 
 def restore(caches: LayerCaches, blocks: Sequence[object], checkpoint: object | None) -> LayerCaches:
-    """Fill a row's fresh caches with its saved blocks and the checkpoint at their end, all `SavedState`s; returns the caches."""
+    """Fill a row's fresh caches with saved blocks and the checkpoint at their end; returns the caches."""
     if not blocks:
         return caches
     assert isinstance(checkpoint, SavedState)
@@ -105,21 +105,21 @@ def restore(caches: LayerCaches, blocks: Sequence[object], checkpoint: object | 
 
 
 def _joined(planes: Sequence[mx.array], num_tokens: int) -> mx.array:
-    """Blocks one after the other, with room for `num_tokens` in all, so that later tokens are written without another copy."""
+    """Concatenate KV blocks and pad them to `num_tokens`, so that later tokens are written without another copy."""
     batch, heads, _, width = planes[0].shape
     left = num_tokens - sum(plane.shape[2] for plane in planes)
     return mx.concatenate([*planes, mx.zeros((batch, heads, left, width), planes[0].dtype)], axis=2)
 
 
 def pack(saved: SavedState) -> Packed:
-    """Layer states as host data, bit for bit. Arrays that the host can read are not copied; threads without mlx may read them."""
+    """Convert layer states to host data, bit for bit, without copying what the host can read; threads without mlx may read it."""
     arrays: list[StoredArray] = []
     layers = [_describe(layer, str(index), arrays) for index, layer in enumerate(saved.layers)]
     return Packed(json.dumps(layers), tuple(arrays))
 
 
 def _describe(value: Any, place: str, arrays: list[StoredArray]) -> Any:
-    """A layer, or a value in it, for JSON; its arrays are appended to `arrays` and named by their place."""
+    """Convert a layer, or a value in it, to JSON data; its arrays are appended to `arrays` and named by their place."""
     # A dict is always one of ours: {"array": its name}, {"tuple": [...]} or {"class": ..., "attributes": {...}}.
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -138,7 +138,7 @@ def _describe(value: Any, place: str, arrays: list[StoredArray]) -> Any:
 
 
 def unpack(packed: Packed, like: LayerCaches) -> SavedState:
-    """Layer states from host data; `like` are fresh caches of the same model. Raises Damaged where they do not fit."""
+    """Convert host data back to layer states; `like`: fresh caches of the same model. Raises Damaged if they do not fit."""
     arrays = {stored.name: _array(stored) for stored in packed.planes}
     layers, patterns = json.loads(packed.description), list(leaves(like))
     if len(layers) != len(patterns):
@@ -156,7 +156,7 @@ def _array(stored: StoredArray) -> mx.array:
 
 
 def _restore(value: Any, arrays: dict[str, mx.array], pattern: Any = None) -> Any:
-    """The layer or value that `_describe` described; a layer is a copy of `pattern` with the described attributes."""
+    """Rebuild the layer or value that `_describe` converted; a layer is a copy of `pattern` with the described attributes."""
     match value:
         case {"class": name, "attributes": attributes}:
             if name != type(pattern).__name__:
