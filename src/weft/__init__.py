@@ -1,4 +1,4 @@
-"""weft: many requests share one running batch, each gets the answer it would have had alone.
+"""weft, an LLM inference server: many requests share one running batch, each gets the answer it would have had alone.
 
 `from weft import LLM, Sampling` is the in-process way in. Nothing heavy is imported until `LLM` is asked for.
 """

@@ -1,4 +1,4 @@
-"""`python -m weft` is `weft`."""
+"""Runs the `weft` command line for `python -m weft`."""
 
 from weft.cli import main
 

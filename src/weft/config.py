@@ -21,7 +21,7 @@ RESERVE_SHARE = 0.1  # of an engine's budget, for what a forward needs beside we
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the front tells an engine about its work: the first message it sends."""
+    """Settings of one engine process, sent to it by the front as the first message."""
 
     model: str
     fallback: str | None = None  # served where the model can not be had
@@ -37,7 +37,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How one engine divides its work. `resolve` gives a device's; any field may be replaced."""
+    """Batch size, prefill chunking, memory and scheduling parameters of one engine; `resolve` gives a device's defaults."""
 
     max_rows: int  # sequences that decode together; the others wait
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
@@ -59,7 +59,7 @@ class EngineConfig:
 
     @classmethod
     def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
-        """The defaults measured for a kind of device, changed by what the settings say.
+        """Return the defaults measured for a kind of device, with rows, memory, cache and exactness from `settings`.
 
         Where the device's products are row-invariant (our own on CPU) every batch is exact as it is. Elsewhere exactness
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
@@ -77,7 +77,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What is served, where, to whom, and how much of it. The words under each field are its flag's help."""
+    """Settings of `weft serve`: models, address, keys, limits; the string under each field is the help text of its flag."""
 
     models: tuple[str, ...] = ()
     """Built-in names (smollm2, tiny-hybrid), folders, .gguf files or Hugging Face ids. Default: smollm2."""
@@ -175,19 +175,19 @@ class ServerConfig:
 
 
 def cache_folder() -> Path:
-    """Where weft keeps what it fetched and converted: WEFT_CACHE, or the platform's cache directory."""
+    """Return the folder for downloaded and converted models: WEFT_CACHE, or `weft` in the platform's cache directory."""
     chosen = os.environ.get("WEFT_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else own_folder("XDG_CACHE_HOME", "Library/Caches", ".cache")
 
 
 def own_folder(variable: str, on_macos: str, elsewhere: str) -> Path:
-    """The folder `weft` in the one that an XDG variable names; where it is not set, in the platform's own under the home."""
+    """Return the `weft` folder inside the one an XDG environment variable names, or inside the platform's default under home."""
     base = os.environ.get(variable) or Path.home() / (on_macos if sys.platform == "darwin" else elsewhere)
     return Path(base).expanduser().absolute() / "weft"
 
 
 def available_memory_bytes() -> int | None:
-    """The bytes that a new engine on this machine's CPU may take: a share of what the system calls available."""
+    """Return how many bytes a new CPU engine may use: SAFE_SHARE of Linux's MemAvailable; None if that is not known."""
     meminfo = Path("/proc/meminfo")
     found = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
     return int(int(found[1]) * 1024 * SAFE_SHARE) if found else None

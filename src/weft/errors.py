@@ -1,12 +1,12 @@
-"""Errors that weft raises on purpose, in one tree. A message is one sentence: the thing, the value, the limit, what to do."""
+"""The exceptions that weft raises on purpose. A message is one sentence: the thing, the value, the limit, what to do."""
 
 
 class WeftError(Exception):
-    """The root: whatever weft raises on purpose."""
+    """Base class of all exceptions that weft raises on purpose."""
 
 
 class RequestError(WeftError):
-    """The caller can mend the request, and only this request fails (4xx)."""
+    """Base class of errors that end one request only; answered with a 4xx status, except for a timeout (504)."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -14,23 +14,23 @@ class RequestError(WeftError):
 
 
 class InvalidRequest(RequestError):
-    """A parameter has a value that can not be honoured."""
+    """A request parameter has a value that is invalid or can not be honoured."""
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A parameter is known but not done here; it is refused, never ignored."""
+    """A request uses a known parameter or kind of content that is not supported here; it is refused, never ignored."""
 
 
 class TemplateFailed(InvalidRequest):
-    """The model's chat template refuses these messages; the message has its words."""
+    """The model's chat template raises an error for the messages, or leaves one of them out of the prompt."""
 
 
 class GrammarRejected(InvalidRequest):
-    """A schema, regex or grammar can not be enforced; the message says what of it."""
+    """A JSON schema, regex or other grammar can not be compiled or enforced; the error text says why."""
 
 
 class ContextTooLong(RequestError):
-    """Prompt and answer do not fit into the model's context."""
+    """The prompt and the requested answer together are longer than the model's context."""
 
     def __init__(self, message: str, param: str | None = None, *, limit: int = 0, got: int = 0) -> None:
         super().__init__(message, param)
@@ -39,27 +39,27 @@ class ContextTooLong(RequestError):
 
 
 class InsufficientMemory(RequestError):
-    """The request could not run on this machine even if it were alone."""
+    """The request's prompt and answer would not fit into the engine's memory even if it ran alone."""
 
 
 class UnknownModel(RequestError):
-    """No model of this name is served; the message lists those that are."""
+    """The model named by a request is not served here, or can not be found when it is to be loaded."""
 
 
 class ModelConflict(RequestError):
-    """A model can not be loaded beside what is there now."""
+    """A model can not be loaded now: it does not fit in free memory, or a model of that name is still being unloaded."""
 
 
 class RequestCancelled(RequestError):
-    """Somebody ended the request before its answer was complete."""
+    """The request was cancelled, or its model unloaded, before its answer was complete."""
 
 
 class RequestTimedOut(RequestError):
-    """The request did not have its end in the time it was given."""
+    """The request was not finished within its time limit, set by the client or by the server's request_timeout."""
 
 
 class BusyError(WeftError):
-    """Nothing is wrong with the request; it may come again after `retry_after` seconds (429, 503)."""
+    """Base class of temporary refusals (429, 503): the request is valid and may be sent again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -67,44 +67,44 @@ class BusyError(WeftError):
 
 
 class QueueFull(BusyError):
-    """As many requests wait as may."""
+    """A request is refused because the maximum number of requests is already waiting."""
 
 
 class EngineStarting(BusyError):
-    """The model is being loaded."""
+    """The requested model is not ready yet: it is being loaded, or its engine does not respond at the moment."""
 
 
 class ServerStopping(BusyError):
-    """The server is being stopped."""
+    """The server is shutting down, so the request is refused or ended before its answer is complete."""
 
 
 class EngineError(WeftError):
-    """The engine could not finish a request; not the caller's fault (500)."""
+    """The engine could not finish a request, through no fault of the caller (500)."""
 
 
 class RowFailed(EngineError):
-    """The request's row failed; the other rows went on."""
+    """The engine failed to compute the batch row of this request; the other rows were not affected."""
 
 
 class EngineDied(EngineError):
-    """The engine's process ended while the request was in it."""
+    """The engine process that a request needs has ended or can not be started, so the request fails."""
 
 
 class ModelError(WeftError):
-    """A model can not be brought up; nothing is served."""
+    """Base class of errors because of which a model can not be loaded and served."""
 
 
 class ModelNotFound(ModelError):
-    """No alias, folder, cache entry or hub id answers to this name."""
+    """A model's name matches no alias, folder or cached model, or the model could not be downloaded."""
 
 
 class BadModel(ModelError):
-    """A file of the model is missing or damaged; the message names it."""
+    """A file of the model is missing, damaged or inconsistent; the error text names the file or folder."""
 
 
 class UnsupportedModel(ModelError):
-    """The model's architecture or one of its layers can not be held exactly."""
+    """The model's architecture, file format or one of its layers is not supported, or can not be batched exactly."""
 
 
 class InternalError(WeftError):
-    """An invariant of ours broke. Please report it with the message."""
+    """An invariant of weft itself was violated: a bug, to be reported with the error text."""

@@ -1,6 +1,6 @@
-"""A model in your own process: `LLM("smollm2").generate(["Hello"], Sampling(max_tokens=20))`.
+"""A model in your own process, without a server: `LLM("smollm2").generate(["Hello"], Sampling(max_tokens=20))`.
 
-An LLM works in the thread that made it. Importing this module binds the matrix product, which must come before importing mlx.
+Importing this module loads weft's BLAS, which must happen before mlx is imported.
 """
 
 import threading
@@ -28,7 +28,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True)
 class Result:
-    """One answer. `error` says why there is none."""
+    """One complete answer with its finish reason, logprobs and timings; if it failed, `error` says why."""
 
     token_ids: list[int]
     text: str
@@ -48,7 +48,7 @@ class TextPiece:
 
 
 class LLM:
-    """A loaded model with an engine of its own."""
+    """A model loaded into this process with its own engine; may only be used in the thread that created it."""
 
     def __init__(
         self, model: str = "smollm2", *, exact: bool = False, config: EngineConfig | None = None, progress: bool = False
@@ -63,9 +63,9 @@ class LLM:
         self._thread = threading.get_ident()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:
-        """Answer prompts (texts or token ids) together. A prompt that can not be served gets a Result with its error.
+        """Answer prompts (texts or token ids) in one batch and wait for all; a refused prompt gets a Result with its error.
 
-        Without `sampling` each gets what the model's makers recommend, as on the server.
+        Without `sampling` each prompt gets the parameters that the model's makers recommend, as on the server.
         """
         is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))  # a text, or its ids
         listed = cast(Sequence[Prompt], [prompts] if is_one else prompts)
@@ -90,7 +90,7 @@ class LLM:
         return [self.result(sequence) for sequence in sequences]
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[TextPiece]:
-        """Answer one prompt piece by piece. Leaving the loop early cancels it."""
+        """Yield the answer to one prompt piece by piece; closing the iterator early cancels the request."""
         sequence = self.submit(prompt, sampling)
         detokenizer, num_read = Detokenizer(self.tokenizer), 0
         try:
@@ -109,12 +109,12 @@ class LLM:
             self._drain()
 
     def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> EngineSequence:
-        """Queue a request without waiting; drive it with `turn()` until it `is_finished`. Raises RequestError."""
+        """Queue a request and return its sequence; call `turn()` until it `is_finished`. Raises RequestError if it is refused."""
         self._check_thread()
         return self.engine.submit(self.encode(prompt), sampling or self.default_sampling)
 
     def turn(self) -> list[TokenEvent]:
-        """One turn of the engine, at most one token for every running request; returns what happened."""
+        """Run one turn of the engine, at most one token for every running request, and return the token events."""
         self._check_thread()
         self.engine.turn()
         return self.engine.take_events()
@@ -129,13 +129,13 @@ class LLM:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
-        """A conversation as token ids, by the model's chat template; without one by the messages' texts alone."""
+        """Return a conversation's token ids by the model's chat template; without one, of the contents joined by newlines."""
         if self.template is None:
             return self.encode("\n".join(str(message["content"]) for message in messages))
         return self.tokenizer.encode(self.template.render(messages, **template), add_special_tokens=False)
 
     def _drain(self) -> None:
-        """Let finished rows leave, unless others are still at work."""
+        """Discard pending events, then run turns until finished rows have left, unless other requests still need tokens."""
         self.engine.take_events()
         while not self.engine.idle and not self.engine.scheduler.has_work:
             self.engine.turn()

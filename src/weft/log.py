@@ -1,4 +1,4 @@
-"""The log on stderr, as text or JSON lines. What clients send is escaped before it is printed; prompts are never logged."""
+"""Logging to stderr as text or JSON lines. Unprintable characters are escaped before printing; prompts are never logged."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What log and metrics say about one finished request."""
+    """Status, token counts and durations of one finished request, for its log line and for the metrics."""
 
     request_id: str
     client: str
@@ -30,7 +30,7 @@ class RequestRecord:
 
 
 def setup(format: Literal["text", "json"] = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
-    """Send the whole process's log to stderr; of other libraries only warnings are shown."""
+    """Send the whole process's log to stderr: weft's records from `level` on, other libraries' from warnings on."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if format == "json" else TextLines())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -42,7 +42,7 @@ def setup(format: Literal["text", "json"] = "text", level: str = "INFO") -> None
 
 
 def log_request(record: RequestRecord) -> None:
-    """Write the log line of a finished request."""
+    """Log one finished request in a line: ids, client, status, finish reason, token counts and times."""
     fields: dict[str, Any] = {"id": record.request_id, "client": record.client, "wire": record.dialect}
     fields |= {"model": record.model, "status": record.status, "finish": record.finish}
     text = f"{record.request_id} {record.client} {record.dialect} {record.model} {record.status} {record.finish or '-'}"
@@ -84,5 +84,5 @@ class JsonLines(logging.Formatter):
 
 
 def escape_unprintable(text: str) -> str:
-    """The text with everything unprintable written as an escape: line ends, terminal codes, half characters."""
+    """Return the text with unprintable characters (newlines, terminal codes, lone surrogates) written as escapes."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

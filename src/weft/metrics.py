@@ -1,4 +1,4 @@
-"""All metrics of the server; those that vLLM has too are exported under its names as well, so that its dashboards work here."""
+"""The server's Prometheus metrics; those that vLLM has too are also exported under its names, so that its dashboards work."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,7 +20,7 @@ Instrument = TypeVar("Instrument", bound=Collector)
 
 
 class Metrics(Collector):
-    """Counters, gauges and histograms. All calls come from the event loop's thread."""
+    """The server's Prometheus counters, gauges and histograms; called from the event loop's thread only."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[Collector, tuple[str, ...]]] = []
@@ -53,7 +53,7 @@ class Metrics(Collector):
         self._http = add(Counter, "weft_http_requests_total", "HTTP responses by status.", labels=("status",))
 
     def finished(self, record: RequestRecord) -> None:
-        """Count one finished answer; what it does not have is not observed."""
+        """Record one finished request in counters and histograms; values that are None in its record are not observed."""
         model = record.model
         self._requests.labels(model, record.dialect, record.finish or "error").inc()
         self._request.labels(model).observe(record.total_seconds)
@@ -69,13 +69,13 @@ class Metrics(Collector):
             self._reused.labels(model, record.miss_cause).inc()
 
     def token_gap(self, model: str, seconds: float) -> None:
-        """Observe the gap before a token; called for every token of every stream, so labels are looked up once."""
+        """Observe the time between two tokens of one answer; called for every streamed token, so labels are looked up once."""
         if model not in self._gaps:
             self._gaps[model] = self._token_gap.labels(model)
         self._gaps[model].observe(seconds)
 
     def gaps(self, model: str) -> list[tuple[float, float]]:
-        """The histogram of token gaps so far: for each bound in seconds how many gaps were no longer."""
+        """Return a model's cumulative token-gap histogram as (upper bound in seconds, count) pairs; empty before any gap."""
         if model not in self._gaps:
             return []
         (metric,) = self._gaps[model].collect()
@@ -94,7 +94,7 @@ class Metrics(Collector):
             self._prefixes.labels(model, kind).set(value)
 
     def engine(self, model: str, up: bool, restarts: int) -> None:
-        """Set whether an engine answers and how often it was replaced. The first call makes the model's series appear."""
+        """Set whether a model's engine answers and its restart count; the first call also creates the model's token counters."""
         self._engine_up.labels(model).set(up)
         self._restarts.labels(model).set(restarts)
         for instrument in (self._prompt_tokens, self._cached_tokens, self._generated_tokens):

@@ -1,4 +1,4 @@
-"""`weft`: the table of commands, the parameters they share, how they print, and the exit status.
+"""The `weft` command line: its commands, the parameters they share, output helpers, and `main`, which sets the exit status.
 
 A command's module is imported when the command is called; its function's signature and docstring are its options and help.
 Importing any of these modules is cheap: mlx, tokenizers and the server are imported by the functions that need them.
@@ -49,7 +49,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="
 
 
 def main() -> None:
-    """Run the command line; errors of ours and of the user's end it with one sentence and status 1."""
+    """Run the command line; a WeftError or a usage error is printed to stderr as one line and exits with status 1."""
     if not set(COMMANDS).intersection(sys.argv):
         app.resolved_commands()  # weft's own help shows the first line of every command
     try:
@@ -57,7 +57,7 @@ def main() -> None:
     except (WeftError, CycloptsError) as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(1)
-    except BrokenPipeError:  # whoever read our output has gone; the exit must not try to flush it again
+    except BrokenPipeError:  # the reader of our output is gone; the exit must not try to flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except KeyboardInterrupt:
@@ -65,20 +65,20 @@ def main() -> None:
 
 
 def write_columns(rows: list[tuple[str, ...]]) -> None:
-    """Print a table to stdout; the first row is its head."""
+    """Print rows to stdout as a left-aligned table; the first row holds the column headings."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         sys.stdout.write("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n")
 
 
 def write_json(value: Any) -> None:
-    """Print a value to stdout as indented JSON, its paths as strings."""
+    """Print a value to stdout as indented JSON; paths and other types unknown to JSON are written as strings."""
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a WeftError which says that `path` can not be written."""
+    """Context manager that turns an OSError raised in its block into a WeftError saying that `path` can not be written."""
     try:
         yield
     except OSError as error:
@@ -86,6 +86,6 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def spelling_hint(name: str, known: Iterable[str], otherwise: str) -> str:
-    """The question whether the known name nearest to `name` was meant; `otherwise` where none is near."""
+    """Return "did you mean …?" with the known name closest to `name`; return `otherwise` if no known name is close."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {close[0]!r}?" if close else otherwise

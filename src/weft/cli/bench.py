@@ -1,4 +1,4 @@
-"""`weft bench serve`: load on a running server from clients in threads, and what they saw of it, waiting included."""
+"""`weft bench serve`: send load to a running server from client threads and report throughput, latencies and errors."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ Bodies = Iterator[tuple[str, dict[str, Any]]]  # one client's requests: a path, 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The load on a server. The words under each field are its flag's help."""
+    """Command-line options of `weft bench serve`; the string under each field is the help text of its flag."""
 
     clients: int = 8
     """How many ask at the same time."""
@@ -68,7 +68,7 @@ class BenchOptions:
 
 @dataclass
 class RequestTrace:
-    """One request as its client saw it; moments are seconds since the load began."""
+    """Client-side measurements of one request; points in time are seconds since the load began."""
 
     client: int
     start: float
@@ -114,7 +114,7 @@ def bench_serve_command(options: Annotated[BenchOptions, Parameter(name="*")] = 
 
 
 def _random_clients(options: BenchOptions, model: str, client: ServerClient) -> list[Bodies]:
-    """The requests of clients that share one supply of random prompts; each prompt begins with the tokens that all share."""
+    """Return one request iterator per client: random-token prompts after a common prefix, `options.requests` in all."""
     words = {"model": model, "prompt": f" {WORDS}", "add_special_tokens": False}
     ids = client.fetch("/tokenize", dict[str, Any], ASK_SECONDS, words)["tokens"]  # ordinary ones: prompts of an exact length
     numbers = iter(range(options.requests))  # all clients take from it; taking one is atomic
@@ -129,7 +129,7 @@ def _random_clients(options: BenchOptions, model: str, client: ServerClient) -> 
 
 
 def _agent_clients(options: BenchOptions, model: str) -> list[Bodies]:
-    """The requests of agents: turns of a conversation that grows by a call and its result, or an answer and a question."""
+    """Return one iterator of chat requests per client: the successive turns of a growing conversation with tool calls."""
 
     def bodies(agent: int, turns: int) -> Bodies:
         first = {"role": "user", "content": f"I am number {agent} at {time.time_ns()}. Look at the first file."}
@@ -153,7 +153,7 @@ def _agent_clients(options: BenchOptions, model: str) -> list[Bodies]:
 
 
 def _run_load(options: BenchOptions, clients: list[Bodies]) -> tuple[list[RequestTrace], float]:
-    """Let all clients send their requests, with a bar on stderr; returns the traces and the seconds it took in all."""
+    """Send all clients' requests, one thread per client, with a progress bar; return the traces and the elapsed seconds."""
     pieces = TextColumn("{task.fields[pieces]} pieces of text")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), pieces, TimeElapsedColumn())
     traces: list[RequestTrace] = []
@@ -177,7 +177,7 @@ def _run_load(options: BenchOptions, clients: list[Bodies]) -> tuple[list[Reques
 
 
 def _run_request(stream: Generator[dict[str, Any]], trace: RequestTrace, start: float, count_piece: Callable[[], None]) -> None:
-    """Read one streamed answer to its end and note in `trace` what comes, and when."""
+    """Read one streamed answer to its end and record in `trace` its times, token counts and error, if any."""
     moments: list[float] = []  # at which text came
     try:
         with closing(stream) as events:
@@ -198,7 +198,7 @@ def _run_request(stream: Generator[dict[str, Any]], trace: RequestTrace, start: 
 
 
 def summarize(traces: list[RequestTrace], model: str, clients: int, seconds: float) -> dict[str, Any]:
-    """The figures of a load: those of the requests that succeeded, and the errors of the others."""
+    """Return throughput, latency percentiles and token counts of the successful requests, and a count of each error message."""
     good = [trace for trace in traces if trace.error is None]
     counts = {name: sum(getattr(trace, name) for trace in good) for name in ("prompt_tokens", "cached_tokens", "tokens")}
     waits = [(trace.start, trace.first) for trace in good if trace.first is not None]

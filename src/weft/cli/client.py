@@ -1,4 +1,4 @@
-"""A running server as commands see it: JSON requests and streamed answers over the standard library's HTTP."""
+"""HTTP client that commands use to talk to a running server: JSON requests and SSE streams over the standard library."""
 
 import json
 import os
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ListedModel(msgspec.Struct):
-    """One model of GET /v1/models; GET /v1/status adds the fields from `rows_running` on."""
+    """One model as listed by GET /v1/models and GET /v1/status; only the latter fills the fields from `rows_running` on."""
 
     id: str
     root: str | None = None
@@ -38,7 +38,7 @@ class ListedModel(msgspec.Struct):
 
 
 class ServerClient:
-    """A connection to one server for one request at a time; defaults: WEFT_URL or port 8400 here, the first of WEFT_API_KEY."""
+    """HTTP client of one server, one request at a time; address and key come from WEFT_URL and WEFT_API_KEY if not given."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self.url = (url or os.environ.get("WEFT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
@@ -48,7 +48,7 @@ class ServerClient:
         self._hung_up = False
 
     def fetch(self, path: str, kind: type[T], seconds: float = PROBE_SECONDS, body: dict[str, Any] | None = None) -> T:
-        """The server's answer to a POST of `body`, or to a GET. Raises WeftError when none comes, or one of another kind."""
+        """Send a GET, or a POST if `body` is given, and return the JSON answer as `kind`; raise WeftError on any failure."""
         connection = self._connect(seconds)
         try:
             return msgspec.json.decode(self._send(connection, path, body).read(), type=kind)
@@ -58,14 +58,14 @@ class ServerClient:
             connection.close()
 
     def fetch_field(self, path: str, field: str, kind: type[T], seconds: float, body: dict[str, Any] | None = None) -> T:
-        """One field of the server's answer; the others are not looked at."""
+        """Return one top-level field of the server's JSON answer, decoded as `kind`; other fields are ignored."""
         return cast(T, getattr(self.fetch(path, msgspec.defstruct("Answer", [(field, kind)]), seconds, body), field))
 
     def models(self, seconds: float = PROBE_SECONDS) -> list[ListedModel]:
         return self.fetch_field("/v1/models", "data", list[ListedModel], seconds)
 
     def stream(self, path: str, body: dict[str, Any] | None) -> Generator[dict[str, Any]]:
-        """The events of a streamed answer, until its end or until `hang_up`. Without a body it is a GET."""
+        """Yield the JSON events of an SSE answer until its end or `hang_up`; sends a POST of `body`, or a GET if it is None."""
         self._hung_up = False
         connection = self._connect(SILENCE_SECONDS)
         try:
@@ -86,7 +86,7 @@ class ServerClient:
             connection.close()
 
     def hang_up(self) -> None:
-        """Close the connection under a running `stream`, which then ends; the server takes that as a cancellation."""
+        """Shut down the socket of a running `stream`, which then ends without an error; the server cancels the request."""
         self._hung_up = True
         if self._socket is not None:
             with suppress(OSError):  # the other side was quicker
@@ -119,7 +119,7 @@ class ServerClient:
 
 
 def choose_model(models: Sequence[ListedModel], wanted: str | None) -> ListedModel:
-    """The model of this name; without a name the only one. Raises WeftError where there is none, or more than one."""
+    """Return the model named `wanted`, or the only model if it is None; raise WeftError if none or several match."""
     names = ", ".join(model.id for model in models)
     found = [model for model in models if wanted in (None, model.id)]
     if not found:
@@ -130,7 +130,7 @@ def choose_model(models: Sequence[ListedModel], wanted: str | None) -> ListedMod
 
 
 def read_delta(choice: dict[str, Any]) -> tuple[str, str]:
-    """The reasoning and the text that a streamed choice of a chat or a completion adds; empty where it adds none."""
+    """Return the (reasoning, text) that a streamed choice of a chat or text completion adds; each is empty if it adds none."""
     delta = choice.get("delta") or {"content": choice.get("text")}
     return delta.get("reasoning_content") or "", delta.get("content") or ""
 

@@ -1,4 +1,4 @@
-"""`weft doctor`: a verdict on each thing that must be well. Facts are read in this process, serving is tried on an own server."""
+"""`weft doctor`: checks versions, settings, disk, port, device and memory here, and tries requests on a server of its own."""
 
 import importlib.metadata
 import json
@@ -47,7 +47,7 @@ BUNDLE_HELP = "Write report, settings, versions and the end of the logs to this 
 
 
 class Finding(NamedTuple):
-    """The verdict on one thing, and what to do where it is not well. As a string: one line of the report."""
+    """The grade of one check (ok, slow or wrong), what was found, and advice; `str` gives its line of the report."""
 
     grade: Literal["ok", "slow", "wrong"]
     what: str
@@ -82,7 +82,7 @@ def doctor_command(*, bundle: Annotated[Path | None, Parameter(help=BUNDLE_HELP)
 
 
 def examine(log: Path) -> Iterator[Finding]:
-    """Check everything, cheap things first. The log of the server that is tried is written to `log`."""
+    """Run all checks, cheap ones first, and yield their findings; the log of the server started for them is written to `log`."""
     yield _check_versions()
     yield _check_settings()
     yield _check_disk(cache_folder())
@@ -145,7 +145,7 @@ def _check_port() -> Finding:
 
 
 def _check_device() -> Iterator[Finding]:
-    """Findings on device, matrix products, gated delta and memory, from a model that is loaded in this process."""
+    """Load a model in this process and yield findings on device, BLAS, gated delta and memory, or why it can not be loaded."""
     try:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
@@ -197,7 +197,7 @@ def _judge_memory(budget: "MemoryBudget", context: int, max_rows: int) -> Findin
 
 
 def write_bundle(file: Path, findings: list[Finding], log: Path) -> None:
-    """Write a zip with report, settings, versions and the end of the logs. Raises WeftError where it can not be written."""
+    """Write a zip with report, settings, versions and last log lines, secrets masked; raise WeftError if that fails."""
     found = _installed_versions()
     packages = "".join(f"{name}=={found[name]}\n" for name in sorted(found, key=str.lower))
     texts = {
@@ -213,7 +213,7 @@ def write_bundle(file: Path, findings: list[Finding], log: Path) -> None:
 
 
 def without_secrets(text: str) -> str:
-    """The text without the value of any variable whose name says that it is secret. Prompts are never logged at all."""
+    """Return the text with the values of secret-looking environment variables (*KEY*, *TOKEN*, …) masked by asterisks."""
     secrets = {value for name, value in os.environ.items() if SECRET.search(name.upper())}
     for secret in {part.strip() for value in secrets for part in (value, *value.split(","))}:
         if len(secret) > 3:  # shorter ones are in any text
@@ -222,7 +222,7 @@ def without_secrets(text: str) -> str:
 
 
 def check_server(log: Path) -> Iterator[Finding]:
-    """Start a server of our own and try what it does. Its log is written to `log`."""
+    """Start a server for testing and yield findings on its start and on each request tried; its log is written to `log`."""
     try:
         with own_server(log) as (client, seconds):
             yield Finding("ok", "server", f"{MODEL} was served after {seconds:.1f} s")
@@ -234,7 +234,7 @@ def check_server(log: Path) -> Iterator[Finding]:
 
 @contextmanager
 def own_server(log: Path) -> Iterator[tuple[ServerClient, float]]:
-    """A server on a free port with none of the user's settings, and the seconds until it was ready. Raises WeftError."""
+    """Context manager that runs a server on a free port without the user's settings; yields its client and start-up seconds."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name == "WEFT_CACHE"}
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as errors:
         Path(folder, "empty.toml").touch()
@@ -266,7 +266,7 @@ def _until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -
 
 
 def run_check(what: str, check: Callable[[ServerClient], Finding], client: ServerClient) -> Finding:
-    """The finding of a check on a server; an error and an answer of another shape are findings as well."""
+    """Run one check against a server and return its finding; an error or a malformed answer gives a finding graded wrong."""
     try:
         return check(client)
     except (WeftError, ValueError, LookupError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""`weft launch`: start a coding agent against a running server, or show how. What each agent needs is in agents.toml."""
+"""`weft launch`: start a coding agent against a running server, or print how; agents.toml says what each agent needs."""
 
 import json
 import os
@@ -32,7 +32,7 @@ Dry = Annotated[Show, Parameter(help=SHOWN)]
 
 
 class Target(NamedTuple):
-    """What an agent must know of its server."""
+    """The server that a launched coding agent uses: address, key, model, context length, and the agent's own folder."""
 
     url: str  # without /v1
     key: str
@@ -42,12 +42,12 @@ class Target(NamedTuple):
 
     @property
     def output(self) -> int:
-        """The longest answer to ask for. Agents take it off the context and shorten their history to the rest."""
+        """Maximum answer length to configure in the agent, in tokens: a quarter of the context, at most MAX_OUTPUT."""
         return min(MAX_OUTPUT, self.context // 4)
 
 
 class Agent(msgspec.Struct, frozen=True):
-    """One agent of agents.toml, which explains the fields."""
+    """How one coding agent is installed, configured and started: an entry of agents.toml, which explains the fields."""
 
     endpoint: str
     install: str
@@ -57,7 +57,7 @@ class Agent(msgspec.Struct, frozen=True):
     arguments: list[str] = []
 
     def pointed_at(self, target: Target) -> Self:
-        """The agent with variables and files as texts for this server, and its settings among its arguments."""
+        """Return a copy with placeholders filled in from `target`, variables and files as text, settings as `-c` arguments."""
         values = {
             **target._asdict(),
             "folder": str(target.folder),
@@ -120,7 +120,7 @@ def launch_command(
 
 
 def shell_script(agent: Agent, target: Target, command: Sequence[str]) -> str:
-    """Lines for a shell that start the agent. The server's key is not among them: it is taken from WEFT_API_KEY."""
+    """Return shell lines that configure and start the agent; the server's key is left out and read from WEFT_API_KEY."""
     has_key = target.key != NO_KEY
     lines = [f"# the server's key is expected in {KEY}"] if has_key else []
     for name, value in agent.environment.items():

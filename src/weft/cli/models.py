@@ -1,4 +1,4 @@
-"""`weft ls`, `pull`, `ps`, `load`, `unload`, `cache`: models on this machine or on a running server, and the prompts it keeps."""
+"""`weft ls`, `pull`, `ps`, `load`, `unload` and `cache`: models here or on a running server, and the server's prefix cache."""
 
 import sys
 import time
@@ -35,7 +35,7 @@ cache_command = App(name="cache", help="What a running server keeps of computed 
 
 
 class ServerStatus(msgspec.Struct):
-    """What GET /v1/status says."""
+    """The JSON answer of GET /v1/status: the served models, weft's version and the server's uptime."""
 
     models: list[ListedModel]
     version: str = "unknown"
@@ -43,7 +43,7 @@ class ServerStatus(msgspec.Struct):
 
 
 class CachedChunk(msgspec.Struct):
-    """One chunk of a computed prompt in GET /v1/cache."""
+    """One chunk of a cached prompt (a node of the prefix tree) in the JSON answer of GET /v1/cache."""
 
     number: int
     parent: int | None
@@ -57,7 +57,7 @@ class CachedChunk(msgspec.Struct):
 
 
 class CachedModel(msgspec.Struct):
-    """One model of GET /v1/cache, with what its engine keeps."""
+    """The prefix cache of one model in the JSON answer of GET /v1/cache: bytes in use, budget, and its chunks."""
 
     model: str
     held_bytes: int
@@ -68,7 +68,7 @@ class CachedModel(msgspec.Struct):
 
 
 class CacheReport(msgspec.Struct):
-    """What GET /v1/cache/requests/ID says."""
+    """The JSON answer of GET /v1/cache/requests/ID: token counts and times of a request, and why its prompt was not cached."""
 
     id: str
     model: str
@@ -189,12 +189,12 @@ def unload_command(model: Annotated[str, Parameter(help="Its name, as `weft ps` 
 
 
 def _name_on_server(client: ServerClient, name: str) -> str:
-    """A model's name, or the absolute path of its folder: the server's current folder is another one than ours."""
+    """Return the absolute path if `name` is an existing path and no known model's name; otherwise return `name` as it is."""
     from weft.model.resolve import ALIASES
 
     path, server = Path(name).expanduser(), client.fetch("/v1/status", ServerStatus, STATUS_SECONDS)
     is_known = name in ALIASES or any(model.id == name for model in server.models)
-    return name if is_known or not path.exists() else str(path.absolute())
+    return name if is_known or not path.exists() else str(path.absolute())  # the server's working directory is another
 
 
 @cache_command.command(name="ls")
@@ -256,7 +256,7 @@ def explain_miss(request_id: RequestId, /, *, url: Url = None, as_json: AsJson =
 
 
 def _conversation_rows(chunks: list[CachedChunk]) -> Iterator[tuple[str, ...]]:
-    """One table row for each conversation, the latest used first; its size is that of all chunks from the first to the last."""
+    """Yield a table row per conversation (leaf chunk), latest used first; the size is that of the leaf and its ancestors."""
     by_number = {chunk.number: chunk for chunk in chunks}
     parents = {chunk.parent for chunk in chunks}
     for leaf in sorted((chunk for chunk in chunks if chunk.number not in parents), key=lambda chunk: chunk.idle_seconds):
@@ -271,5 +271,5 @@ def _conversation_rows(chunks: list[CachedChunk]) -> Iterator[tuple[str, ...]]:
 
 
 def _escape(text: str) -> str:
-    """A text on one line with its control characters escaped: a terminal obeys what it is sent."""
+    """Return the text on one line with control characters escaped, so that printing it can not control the terminal."""
     return repr(text)[1:-1]

@@ -27,7 +27,7 @@ Prompt = Annotated[str | None, Parameter(help="What to ask. Without it a chat op
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How `weft run` answers. The words under each field are its flag's help."""
+    """Command-line options of `weft run`; the string under each field is the help text of its flag."""
 
     max_tokens: int | None = None
     """The longest answer, in tokens. Default: the rest of the context."""
@@ -83,7 +83,7 @@ def run_command(model: AnyModel, prompt: Prompt = None, /, *, options: Options =
 
 
 def _append_piped(prompt: str | None) -> str | None:
-    """The prompt, followed by what is piped in; None where there is no prompt and somebody sits at the terminal."""
+    """Return the prompt followed by text piped to stdin; None only if stdin is a terminal and there is no prompt."""
     if sys.stdin is None or sys.stdin.isatty():
         return prompt
     try:
@@ -98,7 +98,7 @@ def _append_piped(prompt: str | None) -> str | None:
 
 @dataclass
 class RemoteModel:
-    """A model on a running server, used over OpenAI's dialect."""
+    """A model on a running server, queried through its OpenAI-compatible endpoints."""
 
     client: ServerClient
     model: str
@@ -106,7 +106,7 @@ class RemoteModel:
     has_template: bool = True  # the server says so when there is none
 
     def stream(self, prompt: ModelInput) -> Iterator[Delta]:
-        """The answer delta by delta, and last its Finish; Ctrl-C hangs up, which cancels the request."""
+        """Yield the answer delta by delta, then a Finish; Ctrl-C closes the connection, which cancels the request."""
         finish = Finish("cancelled")
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **self.options.sampling}
         if isinstance(prompt, str):
@@ -129,7 +129,7 @@ class RemoteModel:
 
 
 class InProcessModel:
-    """A model loaded in this process."""
+    """A model loaded into this process, with an engine of its own."""
 
     def __init__(self, model: str, options: RunOptions, notes: Console) -> None:
         from weft.llm import BLAS, LLM
@@ -143,7 +143,7 @@ class InProcessModel:
         self.has_template = self.codec.writer is not None
 
     def stream(self, prompt: ModelInput) -> Iterator[Delta]:
-        """The answer delta by delta, and last its Finish; each step of the iteration runs the engine."""
+        """Yield the answer delta by delta, then a Finish; iterating runs the engine, and Ctrl-C cancels the request."""
         kwargs = self.options.template_kwargs
         content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=kwargs)
         generation = GenerationRequest(model=None, prompts=(content,), sampling=self.options.sampling)
@@ -166,13 +166,13 @@ class InProcessModel:
 
 
 def find_server(model: str, options: RunOptions, notes: Console) -> RemoteModel | None:
-    """The model on the server that runs; None where no server is ready to serve it."""
+    """Return the model on the server at WEFT_URL or the default address; None if no server there is ready to serve it."""
     client = ServerClient()
     names = {model, str(Path(model).expanduser().absolute())}
     try:
         client.fetch("/health", msgspec.Raw)  # says 503 while it loads
         listed = client.models()
-    except RequestError as error:  # it is there and does not want us, for the lack of a key, say
+    except RequestError as error:  # a server is there and refuses us, for lack of a key, say
         notes.print(f"[{client.url}: {error}]", style="yellow")
         return None
     except WeftError:
@@ -188,7 +188,7 @@ def find_server(model: str, options: RunOptions, notes: Console) -> RemoteModel 
 
 @dataclass
 class TerminalChat:
-    """A conversation in the terminal."""
+    """A chat in the terminal: reads prompts, prints the streamed answers, and keeps the conversation's messages."""
 
     backend: RemoteModel | InProcessModel
     notes: Console
@@ -255,7 +255,7 @@ def _summary(finish: Finish, start: float, first: float) -> str:
 
 @contextmanager
 def interrupts(then: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Collect Ctrl-C in the returned list instead of raising KeyboardInterrupt; each one calls `then` as well."""
+    """Context manager: Ctrl-C appends to the yielded list and calls `then`, instead of raising KeyboardInterrupt."""
     seen: list[int] = []
 
     def note(number: int, *_: object) -> None:

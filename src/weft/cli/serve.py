@@ -1,4 +1,4 @@
-"""`weft serve`: a server's settings from flags, WEFT_* variables and TOML files, and what its operator sees on stderr."""
+"""`weft serve`: reads settings from flags, WEFT_* environment variables and TOML files; shows start-up progress on stderr."""
 
 import json
 import shlex
@@ -32,12 +32,12 @@ def _flag(field: str) -> str:
 
 
 def _values(hint: Any, text: str, **_: Any) -> list[str]:
-    """The values in a variable: several, separated by commas, where the setting has several."""
+    """Split an environment variable's text at commas if its setting is a tuple; otherwise return it as the only value."""
     return [part.strip() for part in text.split(",") if part.strip()] if get_origin(hint) is tuple else [text]
 
 
 def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Fill settings that are still open from the file named by --config, else from those of FILES that are there."""
+    """Fill in unset settings from the TOML file named by --config, or without it from each file of FILES that exists."""
     chosen = arguments.match("--config")[0].tokens
     for name in [chosen[0].value] if chosen else FILES:
         path = Path(name).expanduser()
@@ -64,7 +64,7 @@ def _read_table(path: Path) -> dict[str, Any]:
 
 
 def dump_settings(config: ServerConfig) -> str:
-    """The settings as the text of a file that `read_files` understands, with the API keys masked."""
+    """Return the settings as the text of a TOML file that `read_files` accepts, with the API keys masked."""
     values = asdict(config) | {"api_keys": ["********"] * len(config.api_keys)}
     # JSON's strings, numbers, truths and lists are TOML's; None is not.
     lines = [f"{_key(name)} = {json.dumps(value)}" for name, value in values.items() if value is not None]
@@ -104,7 +104,7 @@ def start_server(settings: Settings = ServerConfig(), *, config: SettingsFile = 
 
 
 class Terminal(ExitStack):
-    """The terminal of a server that starts: bars while models load, a line for each one, three lines to copy."""
+    """Prints a server's start-up on stderr: progress bars while models load, a line per model, three example commands."""
 
     def __init__(self, *, has_key: bool = False) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Terminal(ExitStack):
         self._model: str | None = None
 
     def loading(self, model: str, what: str, done: int, total: int) -> None:
-        """Show that `done` bytes of `total` (0: unknown) are fetched, converted or read."""
+        """Show the progress of fetching, converting or reading a model: `done` bytes of `total` (0: unknown)."""
         if self._report is None:
             self._report = self.enter_context(shown(None))
         self._report(what if model in what else f"{model}: {what}", done, total or None)
@@ -134,7 +134,7 @@ class Terminal(ExitStack):
         self._console.print(f"weft: {model}: {message}", style="red")
 
     def serving(self, url: str) -> None:
-        """Show that the server answers at `url`; models may still be loading."""
+        """Print the server's address, and three example commands if a model is already loaded."""
         self._console.print(f"weft listens at {url} (Ctrl-C ends it)", style="bold")
         self._url = url
         self._invite()

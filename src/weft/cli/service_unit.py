@@ -1,4 +1,4 @@
-"""`weft service`: the server under the user's own launchd or systemd, never as root; no secrets stand in the service's file."""
+"""`weft service`: runs the server under the user's own launchd or systemd, never as root; its service file holds no secrets."""
 
 import os
 import plistlib
@@ -26,7 +26,7 @@ service_command = App(name="service", help=ABOUT)
 
 
 class Systemd:
-    """The user's own systemd. The service's file is a unit."""
+    """The user's systemd instance (`systemctl --user`) as service manager; the service file is a unit file."""
 
     @property
     def file(self) -> Path:
@@ -54,7 +54,7 @@ class Systemd:
 
 
 class Launchd:
-    """The user's own launchd. The service's file is a property list."""
+    """The user's launchd session (`launchctl`) as service manager; the service file is a property list."""
 
     @property
     def file(self) -> Path:
@@ -149,7 +149,7 @@ def status_command() -> int:
 
 
 def read_log_end(lines: int) -> str:
-    """The last lines of the service's log; empty where no service is installed."""
+    """Return the last lines of the service's log; empty if no service is installed or its manager can not be asked."""
     try:
         manager = _find_manager()
         return manager.log_end(lines) if manager.file.exists() else ""
@@ -158,7 +158,7 @@ def read_log_end(lines: int) -> str:
 
 
 def last_lines(file: Path, count: int) -> str:
-    """The last lines of a text file; empty where there is no file."""
+    """Return the last `count` lines of a text file as one string; empty if the file does not exist."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
     return "".join(lines[-count:])
 
@@ -170,7 +170,7 @@ def _find_manager() -> Systemd | Launchd:
 
 
 def _serve_command(arguments: tuple[str, ...]) -> list[str]:
-    """The command that the service runs. Raises WeftError for settings that can not be, before the next login finds them."""
+    """Return the command that the service runs; raise WeftError if `weft serve --dump-config` rejects its settings."""
     if any(argument.split("=")[0] == "--api-key" for argument in arguments):
         raise WeftError("--api-key would stand in a file that others may read; put api_key into ~/.config/weft/config.toml")
     command = [sys.executable, "-m", "weft", "serve", *arguments]
@@ -182,7 +182,7 @@ def _serve_command(arguments: tuple[str, ...]) -> list[str]:
 
 
 def _quote_for_unit(word: str) -> str:
-    """A word as units spell it: quoted where it must be, and without specifiers."""
+    """Quote a word for a systemd unit file where necessary, escaping backslashes, quotes and % specifiers."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return escaped if re.fullmatch(r"[\w@+=:,./%-]+", word) else f'"{escaped}"'
 

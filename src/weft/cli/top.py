@@ -1,4 +1,4 @@
-"""`weft top`: what a running server does, drawn anew with every event it sends; without a terminal one picture is printed."""
+"""`weft top`: live view of a running server, redrawn at every event of GET /v1/events; without a terminal, a single frame."""
 
 import time
 from contextlib import closing, suppress
@@ -23,7 +23,7 @@ STATES = {"queued": "yellow", "following": "magenta", "prefill": "cyan", "decode
 
 
 class TopRequest(msgspec.Struct):
-    """One request of an event; while it waits for its model it has only an id and a state."""
+    """State and token counts of one request in an event; while its model is being loaded, only its id and state are set."""
 
     id: str
     state: str
@@ -42,7 +42,7 @@ class TopRequest(msgspec.Struct):
 
 
 class TopModel(msgspec.Struct):
-    """One model of an event."""
+    """State, rows, memory and speed of one model in an event of GET /v1/events."""
 
     name: str
     status: str
@@ -57,7 +57,7 @@ class TopModel(msgspec.Struct):
 
 
 class TopEvent(msgspec.Struct):
-    """One event of GET /v1/events."""
+    """One event of GET /v1/events: the time, all models, and the requests that changed since the event before."""
 
     time: float
     models: list[TopModel]
@@ -84,7 +84,7 @@ def top_command(*, url: Url = None, api_key: ApiKey = None) -> None:
 
 
 def read_event(event: dict[str, Any]) -> TopEvent:
-    """The event with its fields checked. Raises WeftError where they are another version's."""
+    """Convert the JSON of an event to a TopEvent; raise WeftError if the fields do not fit, as from another version."""
     try:
         return msgspec.convert(event, TopEvent)
     except msgspec.ValidationError as error:
@@ -92,7 +92,7 @@ def read_event(event: dict[str, Any]) -> TopEvent:
 
 
 class Board:
-    """The last known state of each model and each request."""
+    """The last known state of each model and request, updated by events and rendered as tables."""
 
     def __init__(self) -> None:
         self.models: list[TopModel] = []
@@ -146,7 +146,7 @@ def _empty_table(*heads: str) -> Table:
 
 
 def _memory_bar(model: TopModel) -> Text:
-    """A bar of a model's memory budget, or without a budget of the peak."""
+    """Return a bar of a model's memory use by kind, relative to its budget, or to its peak use if it has no budget."""
     used = {kind: model.memory.get(kind, 0) for kind in MEMORY}
     total = max(model.memory.get("budget", 0) or model.memory.get("peak", 0), sum(used.values()), 1)
     bar = Text()

@@ -1,6 +1,6 @@
-"""Compiles what an answer must look like into a matcher: in a thread of its own, under limits, with a cache.
+"""Compiles constraints (grammar and reasoning rules) in threads of their own, under limits, with an LRU cache of grammars.
 
-llguidance does the work; what it can not enforce is refused with its message. A slow compile delays its own request only.
+llguidance compiles; a grammar that it can not enforce is refused with its message. A slow compile delays only its own request.
 """
 
 import json
@@ -33,7 +33,7 @@ MAX_USES = 256  # forks share a lexer whose states only grow; after so many a gr
 
 
 class Compiler:
-    """Compiles constraints for one model's vocabulary."""
+    """Compiles constraints for one model's vocabulary in a thread pool, and caches the compiled grammars."""
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.path = tokenizer
@@ -55,7 +55,7 @@ class Compiler:
         return self._pool.submit(self._compile_aside, spec)
 
     def _compile_aside(self, spec: ConstraintSpec) -> Constraint:
-        """Compile in a new thread, whose priority is lowered for good when it takes long."""
+        """Compile in a new thread and block until it is done; a slow compile is set to idle scheduling priority."""
         made: Future[Constraint] = Future()
 
         def make() -> None:
@@ -75,7 +75,7 @@ class Compiler:
         return made.result()
 
     def constraint(self, spec: ConstraintSpec) -> Constraint:
-        """A fresh constraint for one request. Raises GrammarRejected."""
+        """Return a new constraint for one request, compiling its grammar unless cached; raise GrammarRejected if refused."""
         matcher = None if spec.grammar is None else self.compile(spec.grammar)
         if spec.reasoning is None:
             return Constraint(matcher, None)
@@ -86,7 +86,7 @@ class Compiler:
         return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, self._forbidden[text], before_grammar=before))
 
     def compile(self, spec: GrammarSpec) -> Matcher:
-        """A fresh matcher, compiled or forked from the cache. Raises GrammarRejected, also from the cache."""
+        """Return a new matcher for a grammar, compiled or forked from the cache; raise GrammarRejected, also from the cache."""
         with self._lock:
             found, uses = self._cache.pop(spec, (None, 0))
         if found is None or uses >= MAX_USES:
@@ -134,7 +134,7 @@ def _grammar(spec: GrammarSpec) -> str:
 
 
 def _tags(tag: dict[str, object]) -> str:
-    """Grammar of {"structures": [{begin, schema, end}], "triggers": […]}: free text, after each begin its schema."""
+    """Return the grammar of {"structures": [{begin, schema, end}], "triggers": […]}: free text with schemas after their begin."""
     triggers, structures = tag["triggers"], tag["structures"]
     assert isinstance(triggers, list), "triggers must be a list"
     assert isinstance(structures, list), "structures must be a list"
@@ -146,7 +146,7 @@ def _tags(tag: dict[str, object]) -> str:
 
 
 def _error_of_first_steps(matcher: Matcher) -> str:
-    """The error that a grammar meets within its first eight tokens; "" when there is none."""
+    """Advance a matcher by up to eight tokens and return the error that this causes; an empty string if there is none."""
     for _ in range(8):
         mask = matcher.mask()
         if matcher.inner.is_error() or matcher.is_finished:
@@ -158,7 +158,7 @@ def _error_of_first_steps(matcher: Matcher) -> str:
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:
-    """Seconds of a core that a thread has used; infinite where the system does not tell."""
+    """Return the CPU time that a thread has used, in seconds; infinity if it has ended or the system is not Linux."""
     try:
         return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
     except (OSError, IndexError):  # it has just ended, or this is no Linux
@@ -166,7 +166,7 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 def _lower_priority(thread: threading.Thread) -> None:
-    """Let a compile yield to the engine's own threads: they wait for each other, and a delayed one delays all."""
-    if sys.platform == "linux" and thread.native_id is not None:
+    """Set a compiling thread to SCHED_IDLE on Linux, so that it yields to the engine's threads; elsewhere do nothing."""
+    if sys.platform == "linux" and thread.native_id is not None:  # engine threads wait for each other: one delayed delays all
         with suppress(ProcessLookupError):  # it has just ended
             os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))

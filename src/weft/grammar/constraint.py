@@ -127,14 +127,14 @@ class Constraint:
 
 
 class Masks:
-    """Fills token masks for one vocabulary."""
+    """Computes the masks of allowed tokens for the rows of a step, for one vocabulary."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._executor: LLExecutor | None = None
 
     def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
-        """(rows, V) the tokens that each row allows, None when all allow everything; and by row why its grammar failed."""
+        """Return the (rows, vocab) mask of allowed tokens, None if no row has a demand, and grammar errors by row index."""
         if not any(demands):
             return None, {}
         matchers = {row: one.matcher for row, one in enumerate(demands) if one is not None and one.matcher is not None}

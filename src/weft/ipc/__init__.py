@@ -1,1 +1,1 @@
-"""Between the front and its engines: the messages, the channel that carries them, and what a request may ask for."""
+"""Communication between the front process and its engine processes: messages, the channel, and limits of requests."""

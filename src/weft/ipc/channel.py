@@ -1,6 +1,6 @@
 """The channel between front and engine: msgspec messages over two zmq sockets, one for each direction.
 
-The front binds in a private folder, the engine connects.
+The front binds the sockets in a private folder, the engine connects to them.
 """
 
 import threading
@@ -21,7 +21,7 @@ TO_ENGINE, TO_FRONT = "-to-engine", "-to-front"  # address suffixes: two threads
 
 
 class EngineEnd:
-    """The engine's end: sends from any thread, receives in one."""
+    """The engine's end of the channel: any thread may send, a single thread receives."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.Context()
@@ -35,12 +35,12 @@ class EngineEnd:
         self.listened = (0, 0.0)  # number of receives and time of the last; one object, because two threads read it
 
     def send(self, message: ToFront) -> None:
-        """Send without waiting: the front may be slow, the engine may not."""
+        """Queue a message for the front and return without blocking, even if the front is slow."""
         with self._lock:
             self._out.send(self._encoder.encode(message))
 
     def receive(self, wait_seconds: float) -> list[ToEngine]:
-        """All messages that have arrived; waits at most so long for the first."""
+        """Return all messages that have arrived, waiting up to `wait_seconds` for the first; empty if none came."""
         messages: list[ToEngine] = []
         has_come = self._in.poll(int(wait_seconds * 1000))
         self.listened = (self.listened[0] + 1, time.monotonic())
@@ -50,7 +50,7 @@ class EngineEnd:
         return messages
 
     def receive_settings(self, wait_seconds: float) -> EngineSettings:
-        """The front's first message. Later ones stay in the socket."""
+        """Wait for the front's first message and return it; raise InternalError if it is late or holds no settings."""
         if not self._in.poll(int(wait_seconds * 1000)):
             raise InternalError(f"the front sent no settings within {wait_seconds:g} seconds")
         message = self._decoder.decode(self._in.recv())
@@ -59,14 +59,14 @@ class EngineEnd:
         return message
 
     def close(self) -> None:
-        """Deliver the last messages and close."""
+        """Close the sockets after waiting at most LINGER_MILLISECONDS for unsent messages to be delivered."""
         self._out.close()
         self._in.close()
         self._context.term()
 
 
 class FrontEnd:
-    """The front's end of one engine's channel."""
+    """The front's end of the channel to one engine process."""
 
     def __init__(self, address: str) -> None:
         self._context = zmq.asyncio.Context()
@@ -78,7 +78,7 @@ class FrontEnd:
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: ToEngine) -> None:
-        """Send without waiting; what is sent before the engine connects is delivered when it has."""
+        """Queue a message for the engine without blocking; one sent before the engine connects is delivered once it has."""
         self._out.send(self._encoder.encode(message))
 
     async def receive(self) -> ToFront:
@@ -86,7 +86,7 @@ class FrontEnd:
         return message
 
     def close(self) -> None:
-        """Drop what was not sent and close."""
+        """Close the sockets and discard messages that are not sent yet."""
         self._out.close(linger=0)
         self._in.close(linger=0)
         self._context.term()

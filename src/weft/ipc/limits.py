@@ -1,4 +1,4 @@
-"""What a request may ask of a model: sampling parameters in their ranges, and prompts that fit context and memory.
+"""Limits on what a request may ask of a model: ranges of sampling parameters, and prompts that fit context and memory.
 
 Front and engine check with the same code, so a refusal reads the same wherever it is found.
 """
@@ -15,7 +15,7 @@ MAX_BIASES = 4096
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one sequence chooses its tokens and when it ends."""
+    """Sampling parameters of one sequence: how tokens are chosen, which log-probabilities are returned, and when it ends."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
@@ -34,7 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_logprobs: int | None = None  # the same for the prompt's own tokens, all but the first
 
     def check(self, vocab_size: int) -> None:
-        """Raise InvalidRequest naming the first parameter that can not be honoured."""
+        """Raise InvalidRequest naming the first parameter whose value is out of range."""
         _check_range("temperature", self.temperature, 0.0, 100.0)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -64,7 +64,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a model can take."""
+    """The limits of a served model: vocabulary, context length, and the longest sequence that fits into memory."""
 
     vocab_size: int
     context_length: int
@@ -72,7 +72,7 @@ class Limits(msgspec.Struct, frozen=True):
     memory_bytes: int = 0  # the bytes that are free for rows
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> int:
-        """The number of tokens the answer may have. Raises RequestError naming what can not be honoured."""
+        """Check prompt and sampling against the limits; return the maximum answer length in tokens, or raise RequestError."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
@@ -83,7 +83,7 @@ class Limits(msgspec.Struct, frozen=True):
         return self._memory_room(len(prompt), self._context_room(len(prompt), sampling.max_tokens), sampling.max_tokens)
 
     def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
-        """The answer's tokens that fit into memory: an open-ended answer is cut there, a longer `max_tokens` is refused."""
+        """Return `room` cut to what fits into memory; raise InsufficientMemory if `wanted` (None: one) tokens do not fit."""
         if self.memory_tokens is None:
             return room
         total = tokens + (room if wanted is not None else 1)

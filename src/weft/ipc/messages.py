@@ -1,4 +1,4 @@
-"""The messages between front and engine: `ToEngine` and `ToFront` are what travels over the channel; nothing else crosses."""
+"""The messages between front and engine process; the unions `ToEngine` and `ToFront` list all that the channel carries."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ JSON_OPTIONS = {
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What an answer must look like, as the request states it. The engine compiles it."""
+    """The grammar that an answer must match (JSON schema, regex, choice, Lark, structural tag), as text, not yet compiled."""
 
     kind: Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
     text: str  # JSON text for json_schema, choice (a list of texts) and structural_tag
@@ -31,7 +31,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 class ReasoningSpec(msgspec.Struct, frozen=True):
-    """How a sequence reasons before it answers. A grammar holds after the reasoning."""
+    """How a sequence reasons before its answer: markers, token budget, forbidden text. A grammar applies only after it."""
 
     open: str  # the markers around it
     close: str
@@ -43,14 +43,14 @@ class ReasoningSpec(msgspec.Struct, frozen=True):
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """Everything that restricts which tokens may come next in one request."""
+    """All constraints on the tokens of one request's answers: an optional grammar and optional rules for reasoning."""
 
     grammar: GrammarSpec | None = None
     reasoning: ReasoningSpec | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """The log-probability of a chosen token, and of the likeliest ones at its position."""
+    """The log-probability of one token, and those of the most likely tokens at its position."""
 
     token: int
     logprob: float
@@ -58,12 +58,12 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefixReuse(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens of a prompt were cached when its own work began, and why no more.
+    """How many tokens of a prompt were in the prefix cache when its prefill began, and why not more (`cause`).
 
-    whole: all but the last tokens were. differs: at `position` every cached prompt has another token. cut: the tokens are
-    cached further, in chunks that end elsewhere. checkpoint: cached further, but not the states of every layer. evicted: they
-    were, and had to make room. salt: nothing was requested under this salt before. logprobs: the prompt's log-probabilities
-    were requested, so all of it had to be read. off: there is no prefix cache.
+    whole: all but the last tokens were cached. differs: at `position` every cached prompt has another token. cut: more tokens
+    are cached, in chunks that end elsewhere. checkpoint: more are cached, but not the states of every layer. evicted: more
+    were cached, and were evicted. salt: nothing was requested under this salt before. logprobs: the prompt's
+    log-probabilities were requested, so the whole prompt had to be computed. off: there is no prefix cache.
     """
 
     cause: MissCause
@@ -74,7 +74,7 @@ class PrefixReuse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, kw_only=True):
-    """When things happened to one sequence, in seconds of the engine's clock."""
+    """When one sequence was submitted, admitted, emitted its first token and finished, in seconds of the engine's clock."""
 
     submitted: float = 0.0
     admitted: float | None = None
@@ -85,7 +85,7 @@ class Timings(msgspec.Struct, kw_only=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
-    """One emitted token of a sequence, or its end, or both. The first and the last event carry the timings."""
+    """One emitted token of a sequence, or its end, or both; a sequence's first and last event carry its timings."""
 
     sequence: int
     token: int | None
@@ -97,7 +97,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
-    """How many of a prompt's tokens are in memory. The last such event carries the log-probabilities requested."""
+    """Prefill progress of a sequence: prompt tokens computed so far; the last event carries the prompt logprobs requested."""
 
     sequence: int
     computed: int
@@ -105,7 +105,7 @@ class PromptEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """Whether a constrained request was accepted, or why it was refused. Comes before any event of its sequences."""
+    """Engine's answer to a Submit: acceptance of a constrained request, or why a request is refused; precedes other events."""
 
     sequence: int  # the first of the request's
     refusal: str | None = None
@@ -113,7 +113,7 @@ class SubmitOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """Counters and gauges of a running engine."""
+    """Number of running and waiting rows, memory use, prefix cache counters, and sequences in prefill of an engine."""
 
     running: int = 0
     waiting: int = 0
@@ -124,7 +124,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Front → engine: answer this prompt, once for each sampling."""
+    """Front → engine: generate an answer to this prompt for each sampling."""
 
     numbers: tuple[int, ...]  # of the sequences, one for each sampling
     prompt: list[int]
@@ -139,24 +139,24 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Front → engine: nobody waits for these sequences any more."""
+    """Front → engine: cancel these sequences, because nobody waits for them any more."""
 
     numbers: tuple[int, ...]
 
 
 class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
-    """Front → engine: list the cached prefixes. Answered by Prefixes with the same number."""
+    """Front → engine: list the cached prefixes, first evicting unused ones if `clear`; the reply is Prefixes with this number."""
 
     number: int
     clear: bool = False  # evict first what no running sequence uses, on disk too
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """Front → engine: end now."""
+    """Front → engine: end the process now, without finishing the running sequences."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: what is being fetched, converted or read, and how many bytes of it are done."""
+    """Engine → front: loading progress, with what is being fetched, converted or read and how many of its bytes are done."""
 
     what: str
     done: int = 0
@@ -164,7 +164,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: the model is loaded, and these are its facts."""
+    """Engine → front: the model is loaded; carries its name, folder, limits, device and memory use."""
 
     model: str  # the served name; the fallback's where the model could not be had
     folder: str
@@ -183,14 +183,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: the process is alive; how many turns its loop has begun, and how long ago the last one began."""
+    """Engine → front: heartbeat, with the number of turns its loop has begun and the seconds since the last one began."""
 
     turns: int
     turn_seconds: float
 
 
 class EngineEvents(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: what happened in a turn. A sequence's prompt events come before its tokens."""
+    """Engine → front: submit outcomes, prefill progress and tokens of one turn, and the engine's status when it is due."""
 
     outcomes: list[SubmitOutcome] = []
     prompts: list[PromptEvent] = []
@@ -199,7 +199,7 @@ class EngineEvents(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefixNode(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a cached prompt."""
+    """One node of the prefix tree: a chunk of a cached prompt with its tokens, size, and how it is used."""
 
     number: int
     parent: int | None  # another node's number; None: the prompt begins here
@@ -215,7 +215,7 @@ class PrefixNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prefixes(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: the cached prefixes."""
+    """Engine → front: the reply to AskPrefixes, with the nodes of the prefix tree and the bytes they take."""
 
     number: int
     nodes: tuple[PrefixNode, ...]  # the most recently used first, parents before children; not all of very many

@@ -1,4 +1,4 @@
-"""One request while it is answered: its prompts, and a stream of deltas for each of its choices."""
+"""Active requests, each with its prompts and a stream of deltas for each choice; and the reports of recent requests."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ Parts = list[tuple[int, list[Delta]]]  # for each choice with news its index and
 
 @dataclass(frozen=True)
 class RequestReport:
-    """What can be said of a request later."""
+    """Id, model, creation time and usage of a request, kept after its end for later queries."""
 
     id: str
     model: str
@@ -30,14 +30,14 @@ class RequestReport:
 
 
 class Reports:
-    """The reports of the last requests, by id."""
+    """The reports of the last `max_reports` requests that have ended, by request id."""
 
     def __init__(self, max_reports: int = MAX_REPORTS) -> None:
         self.max_reports = max_reports
         self._kept: dict[str, RequestReport] = {}  # the oldest first
 
     def add(self, report: RequestReport) -> None:
-        """Keep a report, in the place of an older one with its id or of the oldest."""
+        """Keep a report, replacing one with the same id; if there are then too many, drop the oldest."""
         self._kept.pop(report.id, None)
         self._kept[report.id] = report
         if len(self._kept) > self.max_reports:
@@ -49,7 +49,7 @@ class Reports:
 
 @dataclass
 class PromptState:
-    """One prompt of a request, and how far the engine is with it."""
+    """One prompt of a request, how many of its tokens are computed, and their log-probabilities if requested."""
 
     encoded: EncodedPrompt
     num_computed: int = 0
@@ -57,7 +57,7 @@ class PromptState:
 
 
 class ChoiceStream:
-    """Turns the token events of one choice into deltas, counts them, and knows why it ended."""
+    """Converts the token events of one choice into deltas, and keeps its token count, timings and finish."""
 
     def __init__(self, codec: Codec, prompt: PromptState, generation: GenerationRequest) -> None:
         self.prompt = prompt
@@ -77,7 +77,7 @@ class ChoiceStream:
         self._reuse: ReuseExplanation | None = None
 
     def take(self, event: TokenEvent, now: float) -> list[Delta]:
-        """The deltas that a token or an ending gives."""
+        """Return the deltas that a token event gives, with a Finish if the choice ends; empty while text is held back."""
         new: list[Delta] = []
         if event.timings is not None:
             self._note_timings(event.timings)
@@ -139,7 +139,7 @@ class ChoiceStream:
 
 
 class ActiveRequest:
-    """Everything about one request while it is answered, and what remains to be reported when it is over."""
+    """One request while it is answered: its prompts, choices, subscription to events, error, and usage so far."""
 
     def __init__(self, request_id: str, generation: GenerationRequest, *, may_wait: bool = False) -> None:
         self.id = request_id
@@ -157,7 +157,7 @@ class ActiveRequest:
         self._abandoned = asyncio.Event()
 
     def start(self, codec: Codec, encoded: Sequence[EncodedPrompt], subscription: Subscription) -> None:
-        """Begin to read the events of its sequences."""
+        """Store the subscription to the engine's events, and create a ChoiceStream for every choice of every prompt."""
         self.prompts = [PromptState(prompt) for prompt in encoded]
         self.choices = [ChoiceStream(codec, prompt, self.generation) for prompt in self.prompts for _ in range(self.generation.n)]
         self.subscription = subscription
@@ -171,7 +171,7 @@ class ActiveRequest:
         return all(choice.finish is not None for choice in self.choices)
 
     def read(self, events: Sequence[tuple[int, Event]], metrics: Metrics) -> Parts:
-        """The deltas of new events. Raises RowFailed when the engine ended one of its sequences without an answer."""
+        """Return the deltas of new events by choice; raise RowFailed if the engine ended a sequence without an answer."""
         news: dict[int, list[Delta]] = {}
         now = time.monotonic()
         for index, event in events:
@@ -192,7 +192,7 @@ class ActiveRequest:
         return [(index, deltas) for index, deltas in news.items() if deltas]
 
     def abandon(self, error: WeftError) -> None:
-        """End it from outside: whoever reads its stream gets this error."""
+        """End the request from outside: cancel its sequences, and let the reader of its stream get this error."""
         self.error = error
         self._abandoned.set()
         if self.subscription is not None:
@@ -200,7 +200,7 @@ class ActiveRequest:
             self.subscription.fail(error)
 
     async def wait_for(self, event: asyncio.Event, seconds: float) -> None:
-        """Wait for an event, at most so many seconds. Raises what ended the request meanwhile."""
+        """Wait for an event, at most `seconds`, then return in either case; raise the error if the request is abandoned."""
         tasks = [asyncio.ensure_future(one.wait()) for one in (event, self._abandoned)]
         try:
             await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +210,7 @@ class ActiveRequest:
         self.check()
 
     def check(self) -> None:
-        """Raise the error with which it was abandoned, if it was."""
+        """Raise the error that ended the request, if there is one."""
         if self.error is not None:
             raise self.error
 
@@ -220,18 +220,18 @@ class ActiveRequest:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of all prompts that are in the engine's memory."""
+        """Number of prompt tokens computed so far, over all prompts of the request."""
         return sum(prompt.num_computed for prompt in self.prompts)
 
     @property
     def finish(self) -> FinishReason:
-        """Why it ended; of several choices the first that was cut counts."""
+        """Finish reason of the whole request: "length" if any choice was cut for its length, otherwise "stop"."""
         reasons = {choice.finish.reason for choice in self.choices if choice.finish is not None}
         return "length" if "length" in reasons else "stop"
 
     @property
     def usage(self) -> Usage:
-        """Counts and times so far, of all choices together. A prompt counts once, however many choices it has."""
+        """Token counts summed over all choices, each prompt counted once; queue and prefill times are the first choice's."""
         usages = [choice.usage for choice in self.choices]
         return replace(
             usages[0],
@@ -249,7 +249,7 @@ class ActiveRequest:
 
     @property
     def report(self) -> RequestReport | None:
-        """What can be said of it later; None before the engine has said anything."""
+        """The request's id, model, creation time and usage; None before the engine has sent timings for the first choice."""
         if not self.choices or self.choices[0].timings is None:
             return None
         return RequestReport(self.id, self.model, self._created, self.usage)

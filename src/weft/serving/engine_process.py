@@ -1,8 +1,8 @@
-"""One model's engine process: started, watched, replaced when it dies or hangs, and its condition told truthfully.
+"""One model's engine process: started, watched, and replaced when it dies or hangs; its current condition is published.
 
-Before each new engine there is a pause, and there is an end to trying: an engine was of no use when it was never ready, or
-died soon after and no request ended or got on in it. After `MAX_FAILURES` such engines in a row the model is given up and
-every request gets an error.
+There is a pause before each new engine, and restarts are limited: an engine was of no use if it was never ready, or if it
+died soon after and no request ended or made progress in it. After `MAX_FAILURES` such engines in a row the model is given up
+and every request gets an error.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ LOADING_SECONDS = 120.0  # and one that was not: loading a model may hold the in
 
 @dataclass(frozen=True)
 class EngineCondition:
-    """How an engine is: `ready` with its facts, `loading`, or `failed` for good. `is_sick`: it was up and is silent."""
+    """State of a model's engine: `ready`, `loading` or permanently `failed`; `is_sick`: it was ready and has become silent."""
 
     ready: Ready | None = None
     loading: Loading | None = None
@@ -50,9 +50,9 @@ class EngineCondition:
 
 
 class Watchdog:
-    """Decides whether an engine is alive from its silence and from how long its loop has been in one turn.
+    """Decides whether an engine must be killed, by how long it has been silent and how long its loop has been in one turn.
 
-    Counts ticks of the front's own loop: while the front stands still nothing ticks, so its pauses are not the engine's.
+    Time is counted in ticks of the front's event loop, so that a pause of the front is not taken for silence of the engine.
     """
 
     def __init__(self, hang_seconds: float) -> None:
@@ -62,7 +62,7 @@ class Watchdog:
         self._beat = Beat(0, 0.0)
 
     def receive(self, message: ToFront) -> None:
-        """Take any message as a sign of life."""
+        """Reset the silence timer, as any message is a sign of life, and remember the last heartbeat."""
         self.num_received += 1
         self._silence_seconds = 0.0
         if isinstance(message, Beat):
@@ -85,7 +85,7 @@ class Watchdog:
 
 
 class Supervisor:
-    """Owns one model's engine across all its processes."""
+    """Keeps one model's engine process running: starts, watches and restarts it, and holds its condition and status."""
 
     def __init__(self, settings: EngineSettings, hang_seconds: float, command: Sequence[str] = COMMAND) -> None:
         self.settings = settings
@@ -131,7 +131,7 @@ class Supervisor:
             self.client.fail_all(lambda: EngineDied(f"the engine ended and no other goes on with this request: {why}"))
 
     async def _run_once(self) -> str | None:
-        """Run one engine from its start to its end; why it was of no use, if it died before or soon after it was ready."""
+        """Run one engine process to its end; return why it was of no use if it died before or soon after `ready`, else None."""
         self._ready_at = None
         try:
             await self._run_process()
@@ -192,7 +192,7 @@ class Supervisor:
                     self._change(EngineCondition(failed=message.message))
 
     async def _watch(self, watchdog: Watchdog) -> str:
-        """Update whether the engine is sick; returns the reason to kill it, when there is one."""
+        """Wait until the engine must be killed and return the reason; meanwhile update whether it is sick (silent)."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             watchdog.tick()
@@ -217,7 +217,7 @@ class Supervisor:
 
 
 async def _drain(receiving: asyncio.Task[None], watchdog: Watchdog) -> None:
-    """Receive the last messages of an engine that has ended, until none has come for a while."""
+    """Receive the last messages of an engine that has ended, until none has come for DRAIN_SECONDS."""
     num_received = -1
     while num_received != watchdog.num_received and not receiving.done():
         num_received = watchdog.num_received
@@ -225,7 +225,7 @@ async def _drain(receiving: asyncio.Task[None], watchdog: Watchdog) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process, seconds: float) -> None:
-    """Wait so long for an engine to end by itself, then kill it."""
+    """Wait up to `seconds` for an engine process to exit by itself, then kill it; return when it is gone."""
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), seconds)
     with contextlib.suppress(ProcessLookupError):  # it has ended

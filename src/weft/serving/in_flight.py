@@ -1,12 +1,12 @@
-"""Requests in flight: who waits for which sequence, what it has emitted, and when an engine may have it.
+"""Requests in flight: which request waits for which sequence, what each has emitted, and when an engine is sent it.
 
-Engines come and go: what one has not ended the next one gets again, with the tokens emitted so far, and goes on from there.
-Every subscription gets its end: the last event of each sequence, or an error.
+When an engine dies, the next one is sent its unfinished sequences with the tokens emitted so far, and continues them.
+Every subscription ends: with the last event of each sequence, or with an error.
 
-One request may be what kills the engines, and would kill every next one and with it all others again and again. So a
+A single request may be the cause that engines die, and would make every further engine die with all requests in it. So a
 sequence that was in two engines that died, without `PROOF_TOKENS` new tokens in either, is a suspect. Suspects enter the next
-engine before all others and one at a time, each when the one before has proved itself by that many tokens or by its end.
-Whoever is in such a trial when an engine dies is the culprit: it alone fails.
+engine before all other sequences and one at a time: each is on trial until it has emitted that many tokens or has ended.
+A suspect that is on trial when its engine dies is the culprit, and it alone fails.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Event = PromptEvent | TokenEvent
 
 
 class Subscription:
-    """One request's prompts, and the events of its sequences, each with its choice index; read by one task."""
+    """The prompts of one request, and a queue of its sequences' events with their choice index; read by one task."""
 
     def __init__(self, submits: Sequence[Submit], cancel: Callable[[tuple[int, ...]], None]) -> None:
         numbers = [number for submit in submits for number in submit.numbers]
@@ -41,7 +41,7 @@ class Subscription:
         self._news = asyncio.Event()
 
     async def take(self, seconds: float) -> list[tuple[int, Event]]:
-        """All new events, waiting for the first; none after `seconds` of silence. Raises what ended the request."""
+        """Return all new events, waiting up to `seconds` for the first; empty if none came. Raises the request's error."""
         if not self._pending and self._error is None:
             self._news.clear()
             alarm = asyncio.get_running_loop().call_later(seconds, self._news.set)
@@ -55,7 +55,7 @@ class Subscription:
         return events
 
     async def until_accepted(self) -> None:
-        """Return when the engine has accepted every prompt. Raises the refusal."""
+        """Wait until the engine has accepted every prompt with a constraint; raise the error if one is refused."""
         while self.unaccepted:
             if self._error is not None:
                 raise self._error
@@ -67,7 +67,7 @@ class Subscription:
         self._news.set()
 
     def cancel(self, index: int | None = None) -> None:
-        """Cancel one choice, or all of them; does nothing for those that have ended."""
+        """Cancel the choice with this index, or all choices if it is None; choices that have ended are not affected."""
         self._cancel(tuple(number for number, at in self.open.items() if index in (None, at)))
 
     def put(self, number: int, event: Event) -> None:
@@ -77,7 +77,7 @@ class Subscription:
         self._news.set()
 
     def fail(self, error: WeftError) -> None:
-        """End it: whoever takes gets this error once the pending events are read."""
+        """End the request with an error, which `take` raises once the pending events are read."""
         self.open.clear()
         self._error = error
         self._news.set()
@@ -85,7 +85,7 @@ class Subscription:
 
 @dataclass(eq=False)
 class InFlightSequence:
-    """One sequence that has not ended."""
+    """One unfinished sequence: its request, the tokens emitted so far, and the engines that died while they ran it."""
 
     number: int
     subscription: Subscription
@@ -97,11 +97,11 @@ class InFlightSequence:
 
     @property
     def has_proved(self) -> bool:
-        """Whether the engine that has it has emitted a good number of its tokens."""
+        """Whether the current engine has emitted at least PROOF_TOKENS tokens of the sequence."""
         return len(self.emitted) - self.num_before >= PROOF_TOKENS
 
     def take_token(self, event: TokenEvent) -> TokenEvent:
-        """Note an emitted token. Timings of a later engine are dropped: they are of another clock and another start."""
+        """Record an emitted token and return its event, without the timings if an earlier engine emitted tokens."""
         if event.token is not None:
             self.emitted.append(event.token)
         if event.timings is not None and self.num_before:
@@ -109,7 +109,7 @@ class InFlightSequence:
         return event
 
     def take_prompt(self, event: PromptEvent) -> bool:
-        """Note a prompt's progress; whether that is news to the client, which it is not for a resumed answer."""
+        """Drop the request for prompt logprobs once they come; return whether to forward the event: False after a first token."""
         if event.logprobs is not None:  # no later engine need compute them again
             submit = self.subscription.submits[self.prompt_index]
             samplings = tuple(msgspec.structs.replace(sampling, prompt_logprobs=None) for sampling in submit.samplings)
@@ -118,7 +118,7 @@ class InFlightSequence:
 
 
 class InFlight:
-    """Owns all sequences of one model that have not ended, and decides when an engine gets them."""
+    """All unfinished sequences of one model; decides when an engine is sent each, and which one to blame if engines die."""
 
     def __init__(self) -> None:
         self.inside: dict[int, InFlightSequence] = {}  # an engine has them
@@ -134,11 +134,11 @@ class InFlight:
                 self.waiting[number] = InFlightSequence(number, subscription, prompt_index, sampling_index)
 
     def drop(self, number: int) -> InFlightSequence | None:
-        """Remove a sequence that has ended or that nobody waits for."""
+        """Remove and return a sequence that has ended or was cancelled; return None if there is no such sequence."""
         return self.inside.pop(number, None) or self.waiting.pop(number, None)
 
     def take_due(self, max_rows: int) -> list[Submit]:
-        """The messages that an engine with so many rows is to be sent now."""
+        """Move due sequences into the engine and return their Submit messages; empty while a suspected crasher is on trial."""
         if not self.waiting or self._is_trial_open:
             return []
         suspect = next((one for one in self.waiting.values() if one.deaths >= SUSPECT_DEATHS), None)
@@ -151,7 +151,7 @@ class InFlight:
         return [_resubmit(list(group)) for _, group in groups]
 
     def take_dead(self) -> InFlightSequence | None:
-        """Let all sequences wait for the next engine after a death; removes and returns the culprit, if there is one."""
+        """After an engine died, make its sequences wait for the next one; remove and return the one to blame, or None."""
         culprit = self.suspect if self._is_trial_open else None
         self.suspect = None
         for subscription in {one.subscription for one in self.inside.values()}:
@@ -171,7 +171,7 @@ class InFlight:
 
 
 def _resubmit(siblings: list[InFlightSequence]) -> Submit:
-    """The message for these answers to one prompt: as first submitted, and for a resume with what each has emitted."""
+    """Return the Submit message for unfinished sequences of one prompt, with the tokens that each has emitted so far."""
     first, emitted = siblings[0], tuple(tuple(one.emitted) for one in siblings)
     submit = first.subscription.submits[first.prompt_index]
     return msgspec.structs.replace(
@@ -183,7 +183,7 @@ def _resubmit(siblings: list[InFlightSequence]) -> Submit:
 
 
 class EngineClient:
-    """One model's requests over the channel to whichever engine serves it now."""
+    """Sends one model's requests to its current engine, again to the next if that dies, and distributes the events."""
 
     def __init__(self) -> None:
         self.live = InFlight()
@@ -197,21 +197,21 @@ class EngineClient:
         return tuple(itertools.islice(self._numbers, count))
 
     def submit(self, submits: Sequence[Submit]) -> Subscription:
-        """Submit the prompts of one request; their answers are counted through as its choices."""
+        """Submit the prompts of one request, which wait while no engine is ready; return the subscription to its events."""
         subscription = Subscription(submits, self.cancel)
         self.live.add(subscription)
         self._send_due()
         return subscription
 
     def attach(self, send: Callable[[ToEngine], None], max_rows: int) -> None:
-        """Send an engine that is ready what waits for one."""
+        """Connect an engine that is ready, and send it the waiting sequences."""
         self.send, self._max_rows = send, max_rows
         self._send_due()
 
     def detach(self) -> bool:
-        """Take all but the culprit back from an engine that is gone, after all its messages were received.
+        """Disconnect a dead engine after its last message: its sequences wait for the next one; one found to blame fails.
 
-        Returns whether the engine was of use: a sequence ended or got much further in it, or is now known as the culprit.
+        Returns whether the engine was of use: a sequence ended or emitted PROOF_TOKENS tokens in it, or the culprit is now known.
         """
         was_of_use = self._num_ended > 0 or any(one.has_proved for one in self.live.inside.values())
         self.send, self._num_ended = None, 0
@@ -223,7 +223,7 @@ class EngineClient:
         return was_of_use or culprit is not None
 
     def cancel(self, numbers: tuple[int, ...]) -> None:
-        """Drop sequences that nobody waits for, here and in the engine."""
+        """Drop these sequences here and cancel them in the engine, because nobody waits for them."""
         for number in numbers:
             if (one := self.live.drop(number)) is not None:
                 one.subscription.open.pop(number, None)
@@ -232,7 +232,7 @@ class EngineClient:
             self._send_due()  # others may have waited for one of them to prove itself
 
     async def prefixes(self, *, clear: bool = False) -> Prefixes:
-        """The engine's cached prefixes, after it has evicted what it can where `clear` says so."""
+        """Return the engine's cached prefixes, after evicting unused ones if `clear`; raise EngineError if it does not answer."""
         if self.send is None:
             raise EngineDied("the engine is not there to say what it keeps; try again in a moment")
         number = next(self._numbers)
@@ -247,13 +247,13 @@ class EngineClient:
             del self._asked[number]
 
     def receive_prefixes(self, prefixes: Prefixes) -> None:
-        """Give an answer to the task that asked for it, if it still waits."""
+        """Deliver the engine's list of prefixes to the task that asked for it, if that task still waits."""
         answer = self._asked.get(prefixes.number)
         if answer is not None and not answer.done():
             answer.set_result(prefixes)
 
     def receive(self, events: EngineEvents) -> None:
-        """Give events to their subscriptions; those of sequences that nobody waits for are dropped."""
+        """Deliver an engine's events to their subscriptions, drop those of cancelled sequences, and send sequences now due."""
         for outcome in events.outcomes:
             if (one := self.live.inside.get(outcome.sequence)) is None:
                 continue
@@ -274,7 +274,7 @@ class EngineClient:
         self._send_due()
 
     def fail_all(self, error: Callable[[], WeftError]) -> None:
-        """End every request with an error of its own: there will be no engine."""
+        """End every request of the model with an error, because no engine will continue them."""
         given_up, self.live, self.send = self.live.inside | self.live.waiting, InFlight(), None
         for subscription in {one.subscription for one in given_up.values()}:
             subscription.fail(error())

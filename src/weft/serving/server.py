@@ -1,4 +1,4 @@
-"""The server's process: takes the port, handles signals, runs the models and the HTTP application until it is stopped."""
+"""The server process: binds the port, handles signals, runs the models and the HTTP application until it is stopped."""
 
 import asyncio
 import resource
@@ -28,7 +28,7 @@ MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on
 
 
 def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Service, ServerConfig], ASGIApp]) -> int:
-    """Start everything and serve until a signal ends it; returns the exit status. `make_app` is of the room above."""
+    """Start models and HTTP server, block until a signal or the failure of all models ends them, and return the exit status."""
     config.check()
     log.setup(config.log_format)
     _raise_file_limit()
@@ -55,7 +55,7 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
         server.should_exit = True
 
     def end() -> None:
-        """Refuse new requests and let running ones finish; a second signal ends those too."""
+        """Refuse new requests and let running ones finish within `drain_seconds`; a second signal ends those at once."""
         if drains:
             service.abandon_all()
         else:
@@ -72,7 +72,7 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
 
 
 class Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handling: it would raise signals again at the end, and an orderly end is status 0."""
+    """uvicorn.Server without signal handlers: they would re-raise signals at exit, and an orderly shutdown has status 0."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class Uvicorn(uvicorn.Server):
 
 
 def make_service(config: ServerConfig) -> Service:
-    """The models of a configuration, not yet started; those that are loaded later have no fallback."""
+    """Create the service with its configured models, not yet started; models loaded later get no fallback."""
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
@@ -91,7 +91,7 @@ def make_service(config: ServerConfig) -> Service:
 
 
 def _raise_file_limit() -> None:
-    """Let this process have as many open files as a crowd of clients takes, as far as it may."""
+    """Raise this process's soft limit on open files to MAX_FILES, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -99,7 +99,7 @@ def _raise_file_limit() -> None:
 
 
 def _listen(config: ServerConfig) -> socket.socket:
-    """Take the port before anything is loaded, so that a port in use is known at once."""
+    """Bind the port and listen, before models are loaded so that a port in use is known at once; raise WeftError if it is."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

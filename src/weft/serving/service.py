@@ -1,4 +1,4 @@
-"""Everything that is served: the models, and the requests being answered; `generate` is a request's life as one generator."""
+"""The served models and the active requests; `Service.generate` takes a request from its arrival to its end."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
 
 
 class Service:
-    """The served models and the requests being answered."""
+    """Owns the served models and the active requests; answers requests, and starts, adds, removes and stops models."""
 
     def __init__(self, models: list[ServedModel], metrics: Metrics, max_queue: int, make: Callable[[str], ServedModel]) -> None:
         self.models = models
@@ -36,11 +36,11 @@ class Service:
         self._screen: ServerScreen | None = None
 
     async def generate(self, request: ActiveRequest, silence: float) -> AsyncGenerator[Parts]:
-        """A request's life: find its model, take a place, encode, submit, read, close.
+        """Answer one request: find its model, encode and submit its prompts, and yield the deltas of its choices.
 
-        Yields an empty list once the engine has accepted it or it waits for its model, then the deltas of its choices as they
-        come, and an empty list whenever nothing came for `silence` seconds. Raises what is wrong with the request. Leaving it
-        cancels the request.
+        Yields an empty list when the request waits for its model, and when the engine has accepted it; then deltas as they
+        come, and an empty list whenever none came for `silence` seconds. Raises WeftError if the request is refused or fails.
+        Closing the generator cancels the request.
         """
         model, generation = self.find(request.generation.model), request.generation
         self.active.append(request)
@@ -77,7 +77,7 @@ class Service:
             self._close(request, model)
 
     async def _until_loaded(self, request: ActiveRequest, model: ServedModel, silence: float) -> AsyncGenerator[None]:
-        """Wait for a model that is being loaded; yields at once, and whenever `silence` seconds have passed."""
+        """Wait while a model is being loaded, yielding at once and every `silence` seconds; raise QueueFull if too many wait."""
         if len(self.waiting) >= self.max_queue:
             raise QueueFull(f"{self.max_queue} requests wait for a model to be loaded; come again", retry_after=5)
         request.is_waiting = True
@@ -89,7 +89,7 @@ class Service:
             request.is_waiting = False
 
     def _close(self, request: ActiveRequest, model: ServedModel) -> None:
-        """Forget a request that is over; what can be said of it is kept for a while."""
+        """Remove a request that is over: cancel its open sequences, keep its report, and call the watchers."""
         if request.subscription is not None:
             request.subscription.cancel()
             for _ in request.choices:
@@ -101,13 +101,13 @@ class Service:
         self.active.remove(request)
 
     async def count_tokens(self, generation: GenerationRequest) -> int:
-        """How many tokens the prompts of a request have. Raises what is wrong with them."""
+        """Return the number of tokens in all prompts of a request; raise WeftError if they or its model are not usable."""
         codec, _ = self.find(generation.model).require()
         generation = codec.fitted(generation)
         return sum([len((await asyncio.to_thread(codec.encode, prompt, generation.effort)).ids) for prompt in generation.prompts])
 
     def find(self, name: str | None) -> ServedModel:
-        """The model that is served by this name; the only one may go unnamed. Raises UnknownModel."""
+        """Return the served model of this name, or the only one if no name is given; raise UnknownModel if there is none."""
         models = [model for model in self.models if not model.is_leaving]
         if not name and len(models) == 1:
             return models[0]
@@ -119,28 +119,28 @@ class Service:
         raise UnknownModel(f"{wanted} loaded here; loaded: {names}; {LOAD_HINT}", "model")
 
     def cancel(self, request_id: str) -> bool:
-        """End the requests with this id; whether there was one."""
+        """Cancel all active requests with this id; return whether there was one."""
         found = [request for request in self.active if request.id == request_id]
         for request in found:
             request.abandon(RequestCancelled("the request was cancelled before its answer was complete"))
         return bool(found)
 
     def report(self, request_id: str) -> RequestReport | None:
-        """What is known of a request that runs or has ended; None for one too long ago, or without a first token yet."""
+        """Return the report of an active or recent request; None if it is unknown, too old, or has no first token yet."""
         running = (request.report for request in self.active if request.id == request_id)
         return next(filter(None, running), self.reports.find(request_id))
 
     def submitted(self, model: ServedModel | None = None) -> list[ActiveRequest]:
-        """The requests that engines have: all of them, or those of one model."""
+        """Return the active requests that were submitted to an engine, of one model or of all models."""
         return [one for one in self.active if one.is_submitted and (model is None or one.model == model.name)]
 
     @property
     def waiting(self) -> list[ActiveRequest]:
-        """The requests that wait for their model to be loaded."""
+        """The active requests that wait for their model to be loaded."""
         return [one for one in self.active if one.is_waiting]
 
     async def start(self, screen: ServerScreen, on_failure: Callable[[], None]) -> None:
-        """Load all models in the background; `on_failure` is called when none can be served."""
+        """Start loading all models in the background and return; `on_failure` is called when no model can be served."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and self.has_failed:
@@ -174,24 +174,24 @@ class Service:
 
     @property
     def has_failed(self) -> bool:
-        """Whether no model can be served, those that the server was started with among them."""
+        """Whether all models have failed, at least one of which the server was started with."""
         return any(not model.is_guest for model in self.models) and all(model.failed for model in self.models)
 
     def take_nothing_new(self) -> None:
-        """Refuse requests from now on; those that run go on."""
+        """Refuse new requests from now on; running requests continue."""
         self.is_stopping = True
         for model in self.models:
             model.is_stopping = True
 
     def abandon_all(self) -> None:
-        """End every request with an error, because the server stops."""
+        """Refuse new requests and end every active one with the error ServerStopping."""
         self.take_nothing_new()
         for request in self.active:
             request.abandon(ServerStopping("the server was stopped before this answer was complete; come again"))
 
 
 async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPrompt]:
-    """Encode the prompts of a request, in a thread unless they are short texts: the loop has streams to carry."""
+    """Encode a request's prompts, in a worker thread unless all are short texts, so that the event loop is not blocked."""
     is_short = all(isinstance(prompt, str) and len(prompt) < LONG_TEXT for prompt in generation.prompts)
     if is_short and generation.tool_choice is None:
         return codec.encode_request(generation)
@@ -199,7 +199,7 @@ async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPr
 
 
 def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, encoded: list[EncodedPrompt]) -> tuple[Sampling, ...]:
-    """The sampling of each of a prompt's answers. Raises RequestError where a prompt or a parameter does not fit the limits."""
+    """Return the sampling of each choice, each with its seed; raise RequestError if a prompt or parameter exceeds the limits."""
     sampling = codec.sampling(generation.sampling)
     if generation.echo:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
@@ -215,9 +215,9 @@ def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, enco
 
 
 def choice_seed(given: int | None, index: int) -> int:
-    """The seed of an answer: the first has the one given, the others are derived from it, without one each is random.
+    """Return the seed of a choice: `given` for the first, derived from it for the others; random if `given` is None.
 
-    Always a number, so that an answer which goes on in another engine draws the same random numbers.
+    Never None, so that an answer that is resumed in another engine draws the same random numbers.
     """
     if given is None:
         return int.from_bytes(os.urandom(8), "little") >> 1
