@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.model.resolve import TINY_HYBRID
-from weft.text.boundaries import BoundaryFinder
+from weft.text.codec import BoundaryFinder
 from weft.text.normalise import PromptWriter
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer

@@ -34,7 +34,6 @@ class MemoryBudget:
         return self.bytes_of(len(sequence.prompt) + min(ahead, sequence.max_tokens))
 
     def reserved(self, running: Iterable[Sequence]) -> int:
-        """Return the total bytes reserved for these sequences; 0 if there is no budget."""
         return sum(map(self.needed, running)) if self.budget_bytes is not None else 0
 
     def fits(self, sequence: Sequence, running: list[Sequence]) -> bool:

@@ -118,7 +118,6 @@ class Engine:
         return sequence
 
     def cancel(self, sequence: Sequence) -> None:
-        """Finish a sequence as cancelled unless it has finished; its memory is freed at the start of the next turn."""
         if not sequence.is_finished:
             self._finish(sequence, "cancelled")
 

@@ -3,8 +3,6 @@
 All three classes give the same tokens; `PlainOrder` is the oracle for the other two. The engine's settings choose one.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from weft.config import EngineConfig
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 class PlainOrder:
     """Synchronous order: each decode step is built, run and sampled, and its tokens are read, before anything else happens."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self.engine = engine
         self.pending: Step | None = None  # started and not settled
 
@@ -80,7 +78,7 @@ class SettleFirstOrder(PlainOrder):
             self.flush()  # its tokens are sent before the prefill
 
 
-def make_order(config: EngineConfig, engine: Engine) -> PlainOrder:
+def make_order(config: EngineConfig, engine: "Engine") -> PlainOrder:
     """Return the execution order for these settings: plain if not pipelined, settle-first if set, else overlapped."""
     if not config.pipelined:
         return PlainOrder(engine)

@@ -151,7 +151,6 @@ class Sequence:
         return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
 
     def admit(self, now: float) -> None:
-        """Record the time of admission unless one is recorded already (a fork has its leader's)."""
         self.timings.admitted = self.timings.admitted or now
 
     def cut(self, position: int) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens may come next in a sequence, by its grammar and its reasoning budget, and the token masks of a step's rows.
+"""Constraints on a sequence's next token, from its grammar and reasoning budget, and the token masks of a decode step.
 
 A constraint belongs to its sequence and shares nothing mutable; it can be replayed over emitted ids.
 """
@@ -16,7 +16,7 @@ from weft.grammar.reasoning_budget import ReasoningBudget, ReasoningState
 
 
 class Matcher:
-    """A grammar's position inside one sequence."""
+    """The state of one sequence's grammar: which tokens it has accepted, and so which may come next."""
 
     def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer) -> None:
         self.inner = inner
@@ -26,7 +26,7 @@ class Matcher:
         return type(self)(self.inner.deep_copy(), self.tokenizer)
 
     def accept(self, token: int) -> None:
-        """Advance by a token. Raises RowFailed when the grammar does not allow it here."""
+        """Advance the grammar by a token. Raises RowFailed if the grammar does not allow that token next."""
         if not self.inner.consume_token(token):
             raise RowFailed(f"the grammar can not go on: {self.inner.get_error()[:300]}")
 
@@ -38,19 +38,19 @@ class Matcher:
         return self.inner.validate_tokens([token]) == 1
 
     def mask(self) -> NDArray[np.bool_]:
-        """(V,) the tokens that may come next, computed for this matcher alone."""
+        """Return the (V,) mask of tokens the grammar allows next, computed for this one sequence (not batched)."""
         bits = np.frombuffer(self.inner.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self.tokenizer.vocab_size].astype(bool)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but an end token can follow."""
+        """Whether the grammar is complete, so that only an end-of-sequence token can follow."""
         return self.inner.is_stopped()
 
 
 @dataclass(frozen=True)
 class TokenDemand:
-    """Conditions on the next token; all of them must hold."""
+    """Conditions that a sequence's next token must meet, all of them; they are turned into a row of the token mask."""
 
     only: tuple[int, ...] | None = None  # it is one of these
     never: tuple[int, ...] = ()  # it is none of these
@@ -60,7 +60,7 @@ class TokenDemand:
 
 
 class Constraint:
-    """Grammar and reasoning budget of one sequence."""
+    """The constraints of one sequence: an optional reasoning budget, then an optional grammar for the answer."""
 
     def __init__(self, matcher: Matcher | None, reasoning: ReasoningBudget | None) -> None:
         self.matcher = matcher
@@ -69,7 +69,7 @@ class Constraint:
         self._fed: list[bool] = []  # by token: whether the grammar took it
 
     def limit_to(self, max_tokens: int) -> None:
-        """Set the answer's largest length, before the first token."""
+        """Lower the reasoning budget, if any, so that `max_tokens` leave room for the answer. Call before the first token."""
         if self.reasoning is not None:
             self.reasoning.limit_to(max_tokens)
             self._history = [self.reasoning.begin()]
@@ -80,7 +80,7 @@ class Constraint:
         return other
 
     def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
-        """Conditions on the next token; None when anything may come. `ends` are the tokens that end the sequence."""
+        """Return the conditions on the next token, or None if any token may come. `ends` are the end-of-sequence tokens."""
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
@@ -95,7 +95,7 @@ class Constraint:
         return TokenDemand(matcher=self.matcher, also=opening, late=late)
 
     def accept(self, token: int) -> None:
-        """Advance by the token that was sampled. Raises RowFailed, which ends this request alone."""
+        """Advance grammar or reasoning budget by the sampled token. Raises RowFailed, which fails this sequence alone."""
         now = self._history[-1]
         feeds = self._is_answer(now, token)
         if feeds and self.matcher is not None:
@@ -107,7 +107,7 @@ class Constraint:
         self._fed.append(feeds)
 
     def _is_answer(self, now: ReasoningState, token: int) -> bool:
-        """Whether a token belongs to the grammar. Under a grammar reasoning begins with the first token or not at all."""
+        """Whether a token is part of the answer, which the grammar describes, and not of the reasoning before it."""
         if self.matcher is None or now.forced or now.phase == "reasoning":
             return False
         if now.phase == "answer" or self.reasoning is None:

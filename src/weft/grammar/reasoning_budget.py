@@ -14,7 +14,7 @@ MAX_LATE_TOKENS = 4  # beyond the budget, to finish a character
 
 @dataclass(frozen=True)
 class ReasoningState:
-    """How far the reasoning is. Frozen, so that a rollback is going back to an earlier state."""
+    """The state of a sequence's reasoning section after a token. Immutable: a rollback restores an earlier state."""
 
     phase: str  # "start": reasoning may begin; "reasoning"; "answer"
     tail: bytes = b""  # the last bytes, in which a marker may have begun
@@ -25,7 +25,7 @@ class ReasoningState:
 
 
 class ForbiddenText:
-    """The tokens that would complete a text which must not come. Made once per vocabulary and text."""
+    """Finds the tokens that would complete a forbidden text, given the bytes before. Built once per vocabulary and text."""
 
     def __init__(self, text: str, tokenizer: LLTokenizer) -> None:
         self.data = text.encode()
@@ -41,7 +41,7 @@ class ForbiddenText:
                     self._rest[begun].append(token)
 
     def after(self, tail: bytes) -> tuple[int, ...]:
-        """The tokens that may not follow these bytes."""
+        """Return the tokens that would complete the forbidden text right after the bytes `tail`."""
         begun = tuple(length for length in range(1, len(self.data)) if tail.endswith(self.data[:length]))
         if begun not in self._after:
             self._after[begun] = tuple({*self._whole, *(token for length in begun for token in self._rest[length])})
@@ -49,7 +49,7 @@ class ForbiddenText:
 
 
 class ReasoningBudget:
-    """Follows the reasoning token by token and closes it when its budget is spent. Markers may be one token or several."""
+    """Tracks the reasoning section token by token and forces its close marker (one or more tokens) once the budget is spent."""
 
     def __init__(self, spec: ReasoningSpec, tokenizer: LLTokenizer, forbidden: ForbiddenText, *, before_grammar: bool) -> None:
         self.spec = spec
@@ -66,7 +66,7 @@ class ReasoningBudget:
         return self._enter("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")
 
     def limit_to(self, max_tokens: int) -> None:
-        """Lower the budget so that an answer of `max_tokens` keeps room after the reasoning."""
+        """Lower the reasoning budget so that of `max_tokens` in all up to 256, or half of them, are left for the answer."""
         room = max_tokens - min(ANSWER_TOKENS, max_tokens // 2) - len(self.close_ids) - len(self.gap_ids)
         self.budget = max(0, room if self.budget is None else min(self.budget, room))
 
@@ -95,7 +95,7 @@ class ReasoningBudget:
         return self._close_if_spent(replace(state, tail=tail, spent=state.spent + 1))
 
     def _close_if_spent(self, state: ReasoningState) -> ReasoningState:
-        """Force the close marker once the budget is spent and the last character is whole."""
+        """Force the close marker in the returned state if the budget is spent and the last UTF-8 character is complete."""
         if self.budget is None or state.spent < self.budget:
             return state
         is_whole = codecs.utf_8_decode(state.tail, "ignore")[1] == len(state.tail)  # does not take a character that is cut

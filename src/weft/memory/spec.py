@@ -21,7 +21,6 @@ class Plane:
     dtype: mx.Dtype
 
     def matches(self, array: mx.array) -> bool:
-        """Whether `array` [1, heads, tokens, dim] has exactly this number of heads, dim and dtype."""
         return (array.shape[:2], array.shape[3], array.dtype) == ((1, self.heads), self.dim, self.dtype)
 
 

@@ -36,7 +36,6 @@ class Chunk:
         self._left = deque(layers)
 
     def also(self, arrays: list[mx.array]) -> None:
-        """Add arrays to be evaluated after the layers."""
         self._left.append(arrays)
 
     @property

@@ -210,7 +210,6 @@ class ActiveRequest:
         self.check()
 
     def check(self) -> None:
-        """Raise the error that ended the request, if there is one."""
         if self.error is not None:
             raise self.error
 
@@ -220,7 +219,6 @@ class ActiveRequest:
 
     @property
     def num_computed(self) -> int:
-        """Number of prompt tokens computed so far, over all prompts of the request."""
         return sum(prompt.num_computed for prompt in self.prompts)
 
     @property

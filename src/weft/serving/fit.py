@@ -1,9 +1,4 @@
-"""Will a model fit into memory? What its engine needs at least, computed from its files, and what is free.
-
-The engine's memory budget computes it in the same way: weights and a row within its budget, a share of which is kept free.
-"""
-
-from __future__ import annotations
+"""Whether a model fits into memory: the bytes its engine needs at least, computed from its files, and those that are free."""
 
 import math
 import os
@@ -29,7 +24,7 @@ FitVerdict = Literal["fits", "tight", "does not fit", "unknown"]
 
 @dataclass(frozen=True)
 class Fit:
-    """The bytes that a model's engine needs at least, and those it could have. None: not known."""
+    """The bytes that a model's engine needs at least and the bytes free for it (None: unknown), and the verdict from both."""
 
     needed_bytes: int | None
     free_bytes: int | None
@@ -43,8 +38,8 @@ class Fit:
         return "tight" if self.needed_bytes > TIGHT_SHARE * self.free_bytes else "fits"
 
 
-def needed_bytes(model: LocalModel) -> int | None:
-    """The smallest memory budget an engine of this model can work in; None while its files are not here."""
+def needed_bytes(model: "LocalModel") -> int | None:
+    """Return the smallest memory budget in which an engine can serve this model, or None if its files are not on this machine."""
     if model.folder is None:
         return None
     files = [model.folder] if model.folder.is_file() else model.folder.glob("model*.safetensors")
@@ -52,7 +47,7 @@ def needed_bytes(model: LocalModel) -> int | None:
 
 
 def free_bytes(limit: int | None = None, engines: Sequence[dict[str, int]] = (), upcoming: int = 0) -> int | None:
-    """The bytes that one more engine could have: at most `limit`, beside engines with this memory. None: not known.
+    """Return the bytes free for one more engine, at most `limit`, beside engines that report this memory; None if unknown.
 
     Engines that are being loaded will take `upcoming` bytes. A CPU's engine takes of what the system calls available, from
     which the loaded ones are gone already. A GPU's memory is known from the budgets of the engines on it; they share it,
@@ -71,7 +66,7 @@ def free_bytes(limit: int | None = None, engines: Sequence[dict[str, int]] = (),
 
 
 def _weights_bytes(file: Path) -> int:
-    """The bytes of a file's weights in memory: on a CPU those that are not packed become float32."""
+    """Return the bytes a weight file takes in memory; on a CPU 16-bit tensors count double, since they become float32."""
     if not blas.is_mlx_on_cpu():
         return file.stat().st_size
     if file.suffix == ".gguf":

@@ -134,7 +134,6 @@ class InFlight:
                 self.waiting[number] = InFlightSequence(number, subscription, prompt_index, sampling_index)
 
     def drop(self, number: int) -> InFlightSequence | None:
-        """Remove and return a sequence that has ended or was cancelled; return None if there is no such sequence."""
         return self.inside.pop(number, None) or self.waiting.pop(number, None)
 
     def take_due(self, max_rows: int) -> list[Submit]:

@@ -1,4 +1,4 @@
-"""A served model: its engine, and its codec once the engine is up."""
+"""A model as the front serves it: its engine process, its text codec once the engine is up, and its queue."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ LOAD_HINT = "what `weft ls` lists can be loaded with `weft load NAME` or POST /v
 
 
 class ServerScreen(Protocol):
-    """Shows where the server listens, and how its models are loaded."""
+    """Interface of what shows the user the server's address and how loading its models goes."""
 
     def serving(self, url: str) -> None: ...
 
@@ -31,7 +31,7 @@ class ServerScreen(Protocol):
 
 
 class ServedModel:
-    """One model as the front serves it."""
+    """A served model: its name and state, the supervisor of its engine process, its text codec and its queue."""
 
     def __init__(self, name: str, supervisor: Supervisor, late_system: LateSystem = "fold") -> None:
         self.name = name  # the fallback's, where that is served
@@ -48,7 +48,7 @@ class ServedModel:
         self.settled = asyncio.Event()  # it answers, or never will
 
     async def run(self, screen: ServerScreen) -> None:
-        """Start the engine and follow its condition until it fails for good."""
+        """Start the engine and follow its state, showing it on the screen, until the engine has failed for good."""
         self.supervisor.start()
         while self.failed is None:
             changed, condition = self.supervisor.changed, self.supervisor.condition
@@ -94,7 +94,7 @@ class ServedModel:
 
     @property
     def is_loading(self) -> bool:
-        """Whether it will answer if one waits."""
+        """Whether the model is not ready now but will be: it is being loaded or its engine is being replaced."""
         return not self.is_ready and self.failed is None and not self.is_stopping and not self.is_leaving
 
     @property
@@ -107,12 +107,12 @@ class ServedModel:
         return self.supervisor.status.memory or (self.ready.memory if self.ready is not None else {})
 
     def leave(self) -> None:
-        """Take no new requests from now on; who waits for it to be ready waits no longer."""
+        """Refuse new requests from now on, because the model is being unloaded; wakes requests that wait for it to be ready."""
         self.is_leaving = True
         self.settled.set()
 
     def require(self) -> tuple[Codec, Ready]:
-        """What is needed to answer. Raises EngineStarting, or an error that says why it never will be ready."""
+        """Return the codec and the engine's Ready message. Raises EngineStarting, or why the model will never be ready."""
         condition = self.supervisor.condition
         if self.is_leaving:
             raise UnknownModel(f"{self.name} is not loaded any more; {LOAD_HINT}", "model")
@@ -126,6 +126,6 @@ class ServedModel:
         return self.codec, condition.ready
 
     def place(self, count: int, max_queue: int) -> AbstractContextManager[None]:
-        """Hold the places of `count` answers while their prompts are encoded. Raises QueueFull, or why it is not ready."""
+        """Reserve `count` places in the queue while prompts are encoded. Raises QueueFull, or what `require` raises."""
         _, ready = self.require()
         return self.queue.place(self.name, count, len(self.supervisor.client.live), ready.max_rows + max_queue)

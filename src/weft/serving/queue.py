@@ -1,4 +1,4 @@
-"""The queue for a model: a request that would make it too long gets 429, and a Retry-After from how fast answers finish."""
+"""The limit on a model's queue: requests beyond it get HTTP 429, with a Retry-After estimated from how fast answers finish."""
 
 import math
 import time
@@ -13,14 +13,14 @@ UNKNOWN_SECONDS = 5  # the Retry-After until then
 
 
 class FinishRate:
-    """How fast a model's answers finish while it is busy, from the last few of them."""
+    """Estimates how long a model takes to finish a number of answers, from the gaps between its last 32 finishes."""
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=32)  # seconds between two finishes
         self._last = 0.0
 
     def begin(self, now: float) -> None:
-        """Start measuring: the model was idle until now."""
+        """Start the clock for the next gap, because the model was idle until now."""
         self._last = now
 
     def finish(self, now: float) -> None:
@@ -34,7 +34,7 @@ class FinishRate:
 
 
 class RequestQueue:
-    """Counts the answers of one model that run, wait or are about to, and refuses more than there are places."""
+    """Limits how many answers of one model run, wait or have their prompts encoded at the same time."""
 
     def __init__(self) -> None:
         self.finish_rate = FinishRate()
@@ -42,7 +42,7 @@ class RequestQueue:
 
     @contextmanager
     def place(self, model: str, count: int, num_submitted: int, num_places: int) -> Iterator[None]:
-        """Hold `count` places while prompts are encoded, before they are submitted. Raises QueueFull if there are too few."""
+        """Reserve `count` places while prompts are encoded, until they are submitted. Raises QueueFull if too few are free."""
         taken, now = num_submitted + self._num_encoding, time.monotonic()
         if taken + count > num_places:
             message = f"{taken} answers of {model} are running or waiting, {count} more are too many; come again"

@@ -1,4 +1,4 @@
-"""The models on this machine, and loading and unloading them while the server runs."""
+"""Lists the models on this machine, and loads and unloads models while the server runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAIN_TICK_SECONDS = 0.05
 
 
 class ModelRegistry:
-    """Loads and unloads models in a running server. `limit_bytes` bounds each engine; None: what is there."""
+    """Loads and unloads models in a running server; each engine gets at most `limit_bytes` of memory, None for no limit."""
 
     def __init__(self, service: Service, limit_bytes: int | None, drain_seconds: float) -> None:
         self.service = service
@@ -28,7 +28,7 @@ class ModelRegistry:
         self._names = {model.name for model in service.models}  # folders and files that were served are found again
 
     async def options(self) -> list[tuple[LocalModel, Fit, bool]]:
-        """The models that may be loaded, whether each fits, and whether it is loaded already."""
+        """List the models on this machine: each with whether it fits into free memory and whether it is loaded."""
         free, names = self.free_bytes, {model.name for model in self.service.models}
         found = await asyncio.to_thread(_find_models, self._names | names)
         return [(model, Fit(needed, free), model.name in names) for model, needed in found]
@@ -40,7 +40,7 @@ class ModelRegistry:
         return free_bytes(self.limit_bytes, [model.memory for model in models], upcoming)
 
     async def load(self, name: str, *, fetch: bool = False, force: bool = False) -> tuple[ServedModel, bool]:
-        """Load a model in the background; returns it and whether it is new here.
+        """Start to load a model in the background; returns the served model, and False if it was served or loading already.
 
         Raises UnknownModel where there is none, or not on this machine and not to be fetched; ModelConflict where it does
         not fit and is not forced, or is being unloaded.
@@ -95,7 +95,7 @@ class ModelRegistry:
             del self._unloading[model]
 
     def _find_served(self, name: str) -> ServedModel | None:
-        """The model of this name that is loaded, being loaded or being unloaded; not one that has failed."""
+        """Return the model of this name that is loaded, loading or unloading; None if there is none or it has failed."""
         return next((model for model in self.service.models if model.name == name and model.failed is None), None)
 
 
@@ -110,7 +110,7 @@ def _look_up(name: str) -> tuple[LocalModel, int | None]:
 
 
 def _find_models(names: set[str]) -> list[tuple[LocalModel, int | None]]:
-    """The models on this machine, one of each name, and those of `names` that lie elsewhere on its disk."""
+    """List the models on this machine with the bytes each needs, and those of `names` that are paths elsewhere on its disk."""
     from weft.model.resolve import local_models
 
     found = {model.name: (model, needed_bytes(model)) for model in local_models()}

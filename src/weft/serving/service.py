@@ -131,12 +131,10 @@ class Service:
         return next(filter(None, running), self.reports.find(request_id))
 
     def submitted(self, model: ServedModel | None = None) -> list[ActiveRequest]:
-        """Return the active requests that were submitted to an engine, of one model or of all models."""
         return [one for one in self.active if one.is_submitted and (model is None or one.model == model.name)]
 
     @property
     def waiting(self) -> list[ActiveRequest]:
-        """The active requests that wait for their model to be loaded."""
         return [one for one in self.active if one.is_waiting]
 
     async def start(self, screen: ServerScreen, on_failure: Callable[[], None]) -> None:

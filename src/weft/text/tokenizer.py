@@ -60,7 +60,6 @@ class Tokenizer:
         return self.inner.token_to_id(text)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the exact bytes of a token; empty for an unknown id."""
         return self.bytes_of[token]
 
     def token_text(self, token: int) -> str:

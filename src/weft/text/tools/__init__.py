@@ -58,7 +58,6 @@ class CallFormat:
 
     @property
     def shown(self) -> frozenset[int]:
-        """Ids of the marker tokens whose text the call reader needs, even if special tokens are skipped."""
         return frozenset(token for _, token in self.tokens)
 
     @property
