@@ -32,7 +32,7 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	$(BIN)/python -m bench.pictures
 
 conformance: $(READY)  ## every oracle on all architectures of the zoo, and a soak of two minutes (about 6 minutes on two cores)
-	WEFT_TEST_ALL=1 $(BIN)/pytest -n auto --dist loadgroup tests/oracle tests/engine/test_memory.py tests/grammar/test_corpus_in_a_batch.py \
+	WEFT_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup tests/oracle tests/test_zoo.py tests/engine/test_memory.py tests/grammar/test_corpus_in_a_batch.py \
 	  tests/faults/test_short_soak.py
 
 check: test  ## what CI does, and the formatting

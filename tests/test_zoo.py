@@ -15,12 +15,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import _get_classes, load_model
 
-from zoo import ABSENT, ARCHITECTURES, PROMISED, VOCABULARY, greedy, make_checkpoint
+from zoo import ABSENT, ARCHITECTURES, EXAMINED, PROMISED, VOCABULARY, greedy, make_checkpoint
 
 Checkpoint = Callable[[str], Path]
 Load = Callable[[str], nn.Module]
 Run = Callable[[str], mx.array]
-each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+each_architecture = pytest.mark.parametrize("name", EXAMINED)
 
 # fmt: off
 # Families whose first layer keeps a state that is not just the last few tokens.

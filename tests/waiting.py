@@ -9,7 +9,7 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 HANG_SECONDS = 120.0
-POLL_SECONDS = 0.01
+POLL_SECONDS = 0.04
 
 
 def until(condition: Callable[[], Found], what: Callable[[], object] = lambda: "it did not come") -> Found:

@@ -50,7 +50,7 @@ async def _all_streamed(url: str, bodies: list[dict[str, Any]]) -> list[str]:
 
 
 def test_sixty_four_streams_at_once_each_answer_as_if_alone(server: Server) -> None:
-    bodies = [request(index, 3 + (index * 7) % 40) for index in range(64)]
+    bodies = [request(index, 3 + (index * 7) % 20) for index in range(64)]
     alone = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in bodies]
 
     together = asyncio.run(_all_streamed(server.url, bodies))
