@@ -1,7 +1,7 @@
 """The engine's memory budget: bytes for weights, running rows with their expected output, cached prefixes, and a reserve.
 
-All bytes are computed from the layers' specs; nothing is measured. A row is admitted when its prompt and the answer it may be
-expected to give fit.
+Bytes come from the layers' specs, or from two measured rows where layers are unreadable. A row is admitted when its prompt
+and the answer it may be expected to give fit.
 """
 
 import bisect

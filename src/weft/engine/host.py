@@ -111,7 +111,7 @@ class Host:
             self.channel.send(EngineEvents(outcomes, prompts, tokens, status))
 
     def _patience(self) -> float:
-        """Return how long `receive` may wait: 0 while there is work; an idle engine first verifies one cached chunk here."""
+        """Return the seconds `receive` may wait: 0 with work to do, a poll interval while disk or grammars are awaited."""
         if not self.engine.idle:
             return POLL_SECONDS if self.engine.is_waiting_for_disk else 0.0
         if self.compiling:

@@ -66,7 +66,7 @@ class Fairness:
 
 
 class Scheduler:
-    """Owns the queues: waiting sequences, running ones, and those of the running ones that are still in prefill."""
+    """Decides which sequences run: admission, preemption and each step's plan; owns the waiting, running and prefill queues."""
 
     def __init__(self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection) -> None:
         self.config = config

@@ -159,7 +159,7 @@ class KeyValueView:
         target[self.batch.once(("indices", part.start, heads, places), indices)] = new
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """Return what attention reads: handles for slab attention (seam), else a slab's arrays. KV-sharing layers call it too."""
+        """Return what attention reads: SlabHandles where weft's attention reads the slabs itself, else the one slab's arrays."""
         return (SlabHandle(self), SlabHandle(self)) if self.batch.seam else self.read(self.batch.parts[0])
 
     def rows_of(self, part: Part, array: mx.array) -> mx.array:

@@ -66,7 +66,7 @@ def free_bytes(limit: int | None = None, engines: Sequence[dict[str, int]] = (),
 
 
 def _weights_bytes(file: Path) -> int:
-    """Return the bytes a weight file takes in memory; on a CPU 16-bit tensors count double, since they become float32."""
+    """Return the bytes a weight file takes in memory; on a CPU, GGUF tensors and 16-bit ones are counted as float32."""
     if not blas.is_mlx_on_cpu():
         return file.stat().st_size
     if file.suffix == ".gguf":

@@ -189,7 +189,7 @@ class Service:
 
 
 async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPrompt]:
-    """Encode a request's prompts, in a worker thread unless all are short texts, so that the event loop is not blocked."""
+    """Encode a request's prompts, in a worker thread unless they are short texts without tools: the event loop is not blocked."""
     is_short = all(isinstance(prompt, str) and len(prompt) < LONG_TEXT for prompt in generation.prompts)
     if is_short and generation.tool_choice is None:
         return codec.encode_request(generation)

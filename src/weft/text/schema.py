@@ -314,7 +314,7 @@ def _infeasible(node: Node) -> Iterator[str]:
 
 
 def _narrow(node: Node, strict: bool) -> None:
-    """Rewrite in place the keywords of a schema node that llguidance enforces loosely into ones that it enforces exactly."""
+    """Rewrite in place keywords that llguidance misreads or enforces loosely; the result may be narrower, never wider."""
     for keyword in node.keys() & COUNTS:
         node[keyword] = int(node[keyword])  # llguidance does not take 2.0
     for keyword in node.keys() & BOUNDS.keys():

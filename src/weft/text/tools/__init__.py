@@ -89,7 +89,7 @@ def find_family(writer: PromptWriter) -> Family | None:
 
 
 def _write_calls(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> tuple[str, ...] | None:
-    """Render example calls; return all text after the question, and the answer only; () if calls fail, None if tools do."""
+    """Render a probe chat with tool calls, as two texts to parse; () if the template refuses calls, None if it refuses tools."""
     question = Message("user", "zq?")
     calls = tuple(ToolCall(NAME, json.dumps(one), f"functions.{NAME}:{index}") for index, one in enumerate(arguments))
     results = (Message("tool", f"zq{index}", tool_call_id=call.id) for index, call in enumerate(calls))
