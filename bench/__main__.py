@@ -69,7 +69,7 @@ def one_long_row(llm: LLM, adapter: Adapter) -> None:
     mixed = engine_at(adapter, llm.config, [SHORT] * 7 + [LONG])
     layers = [spec for spec in adapter.specs if hasattr(spec, "keys")]
     keys = [mx.random.normal((1, spec.keys.heads, LONG, spec.keys.dim)) for spec in layers]
-    queries = mx.random.normal((1, llm.loaded.text_config["num_attention_heads"], 1, layers[0].keys.dim))
+    queries = mx.random.normal((1, llm.loaded.config["num_attention_heads"], 1, layers[0].keys.dim))
     mx.eval(keys, queries)
     found = alternate(
         {
@@ -100,7 +100,8 @@ def held_bytes(llm: LLM, adapter: Adapter) -> None:
         engine.turn()
         if engine.runner.pool.rows:
             held.append(engine.runner.pool.bytes_held)
-            needed.append(engine.runner.pool.bytes_needed)
+            pool = engine.runner.pool
+            needed.append(sum(spec.bytes_at(row.length) for row in pool.rows for spec in pool.specs))
     say(
         "bytes held by live rows over what their tokens need, mixed load",
         sum(held) / sum(needed),

@@ -56,7 +56,7 @@ def random_model(config: dict[str, Any], dtype: mx.Dtype, *, layers: int | None 
     model.update(tree_map(lambda array: array.astype(dtype), model.parameters()))
     mx.eval(model.parameters())
     return LoadedModel(
-        model=model, config=config, text_config=text, generation_config={}, folder=Path(config["model_type"]),
+        model=model, config=config, folder=Path(config["model_type"]),
         extra_tensors={}, eos_token_ids=(), context_length=text["max_position_embeddings"], vocab_size=text["vocab_size"],
         weights_bytes=0,
     )  # fmt: skip
