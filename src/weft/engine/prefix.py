@@ -140,7 +140,7 @@ class PrefixSharing:
         fork.timings.reuse = PrefixReuse("whole", fork.num_computed)
 
     def release_allocated(self, sequence: Sequence) -> None:
-        """Unpin a decoding row's prefix, as the row has its own copy of the states; retain the caches it was prefilled in."""
+        """Unpin the prefix of a row that has copied its states; keep its prefill caches for the conversation's next turn."""
         retained, node = self.runner.take_retained(sequence), sequence.prefix.node
         if node is not None and sequence.is_prefilled:
             if retained is not None and not sequence.prefix.is_private and node.length == retained[1]:

@@ -50,7 +50,7 @@ class Matcher:
 
 @dataclass(frozen=True)
 class TokenDemand:
-    """Conditions that a sequence's next token must meet, all of them; they are turned into a row of the token mask."""
+    """Which next tokens a sequence may take (grammar, allowed, forbidden and last-resort ids), as input for its mask row."""
 
     only: tuple[int, ...] | None = None  # it is one of these
     never: tuple[int, ...] = ()  # it is none of these

@@ -111,7 +111,7 @@ class StateTable:
         return array[source] if isinstance(source, slice) else array
 
     def extract(self, row: RowState) -> list[tuple[mx.array | None, ...]]:
-        """Return copies of one row's states by layer; slices of the table would keep all of it alive."""
+        """Return one row's states by layer, copied out of the table, since slices would keep the whole table alive."""
         if row.loose is not None:
             return row.loose
         at = self.rows.index(row)

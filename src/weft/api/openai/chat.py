@@ -130,7 +130,7 @@ def read_message(message: ChatMessage, place: str) -> Message:
 
 
 def _part(part: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a content part as it is, except that input_text, output_text and refusal parts become text parts."""
+    """Check a content part; make input_text, output_text and refusal parts text parts. Raises InvalidRequest."""
     match part:
         case {"type": "text" | "input_text" | "output_text", "text": str()}:
             return {name: value for name, value in part.items() if name != "prompt_cache_breakpoint"} | {"type": "text"}
