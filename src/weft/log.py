@@ -72,7 +72,7 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formats records as one JSON object a line: time, level, logger, message, and the fields given as `extra`."""
+    """Formats a record as one line of JSON: time, level, logger, message, the dict extra["fields"], and any exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

@@ -200,7 +200,7 @@ class Runner:
         return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
     def _decode_together(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
-        """Build the forwards of the rows in the pool, one for all or one per slab; yield each one's sequences and logits."""
+        """Decode the pool's rows in one batch with slab attention, else one batch per slab; yield (sequences, logits) of each."""
         owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
         if not owner:
             return

@@ -197,7 +197,7 @@ class Scheduler:
         return self.fairness.first([one for one in candidates if self.bisection.is_suspect(one)] or candidates)
 
     def _next_chunk(self, best_cut: BestCut | None) -> Row | None:
-        """Pick the next prefill chunk by fairness; of prompts that share it, prefer one that has caches. None if none is ready."""
+        """Pick the next prefill chunk by fairness; of prompts that share it, prefer one with caches. None if none is ready."""
         ready = [one for one in self.prompts if not one.prefix.is_loading]
         if not ready:
             return None

@@ -58,7 +58,7 @@ class Node:
 
     @property
     def is_worth_a_checkpoint(self) -> bool:
-        """Whether to keep a checkpoint here: it is free, `keep` is set, or the node is a leaf, branches, or has depth 4, 8, …."""
+        """Whether to keep a checkpoint: it has 0 bytes, `keep` is set, or the node is a leaf, a fork or at a depth of 4 · n."""
         is_free = self.checkpoint is not None and not self.checkpoint.nbytes
         return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
 

@@ -74,7 +74,7 @@ class ModelRegistry:
         return model
 
     async def unload(self, name: str) -> None:
-        """Refuse new requests for a model, let running ones finish for a while, then end its engine; returns at the end."""
+        """Refuse new requests, let running ones finish for a while, cancel the rest; returns when the engine has ended."""
         model = next((model for model in self.service.models if model.name == name), None)
         if model is None:
             raise UnknownModel(f"no model {name!r} is loaded here; {LOAD_HINT}", "model")

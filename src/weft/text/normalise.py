@@ -153,7 +153,7 @@ def _place_instructions(turns: list[Turn], capabilities: Capabilities, late_syst
 
 
 def _fold(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
-    """Move system texts into the next user turn; if an answer comes first, into the tool result or a user turn of their own.
+    """Move system texts into the next user turn; if none comes before the next answer, into the tool result or a new turn.
 
     System texts never move past an answer to a later user turn: the previous request may have lacked that turn, and the prompt
     would change in its middle. Only a tool's result is placed before them, because it belongs to its call.

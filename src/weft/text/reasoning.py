@@ -73,7 +73,7 @@ class ReasoningSplitter:
         return self._reason(text) if self.is_reasoning else self._answer(text)
 
     def mark(self, text: str) -> list[Delta]:
-        """Take a token that is a marker or part of one; return deltas. It may reopen reasoning; a misplaced one is dropped."""
+        """Like `feed`, for a marker token's text: an open marker may also reopen reasoning; a misplaced marker is dropped."""
         pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
         self._may_open |= not self.is_reasoning and self._open.startswith(text)
         is_read = self._may_open or (self.is_reasoning and text in self._close)

@@ -46,7 +46,7 @@ class Tokenizer:
         return self.inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_with_offsets(self, text: str, offsets: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Encode a rendered template; return the ids and, per character offset, the number of tokens that end at or before it."""
+        """Encode a rendered template; return the ids and, for each of `offsets` (in characters), how many tokens end by it."""
         if not offsets:
             return self.encode(text, add_special_tokens=False), []
         encoding = self.inner.encode_batch([text], add_special_tokens=False)[0]  # half as slow again: it keeps offsets
