@@ -33,7 +33,7 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 
 conformance: $(READY)  ## every oracle on all architectures of the zoo, and a soak of two minutes (about 6 minutes on two cores)
 	WEFT_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup tests/oracle tests/test_zoo.py tests/engine/test_memory.py tests/grammar/test_corpus_in_a_batch.py \
-	  tests/faults/test_short_soak.py
+	  tests/server/test_constrained_crowd.py tests/faults/test_short_soak.py
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .
@@ -50,7 +50,7 @@ compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.c
 soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds
 	$(BIN)/python tests/soak.py $(MINUTES)
 
-tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 20
+tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 10
 	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py
 
 exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from cli_command import WEFT, environment, weft
 
+from weft.cli import main
+
 STORY = ("run", "tiny-hybrid", "Once upon a time", "--local", "--seed", "1")
 
 
@@ -44,9 +46,24 @@ def test_what_is_piped_in_is_the_prompt_where_there_is_none(tmp_path: Path) -> N
         (("run", "tiny-hybrid", "hi", "--local", "--temperature", "-3"), "temperature -3.0"),
         (("run", "tiny-hybrid", "hi", "--local", "--max-tokens", "999999"), "max_tokens 999999"),
         (("run", "tiny-hybrid", "--local"), "no prompt"),
+        (("run", "tiny-hybrid", "hi", "--temprature", "1"), "--temperature"),
+    ],
+)
+def test_what_can_not_be_done_is_one_sentence_and_status_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = weft(tmp_path, *arguments)
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("weft: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")  # it reads sys.argv, as for a user
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
         (("run",), "MODEL"),
         (("rum", "tiny-hybrid"), "run"),
-        (("run", "tiny-hybrid", "hi", "--temprature", "1"), "--temperature"),
         (("pull", "no-such-model"), "no model 'no-such-model'"),
         (("ps", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("ps", "--url", "localhost"), "'localhost' is no server's address"),
@@ -58,13 +75,18 @@ def test_what_is_piped_in_is_the_prompt_where_there_is_none(tmp_path: Path) -> N
         (("cache", "why"), "REQUEST_ID"),
     ],
 )
-def test_what_can_not_be_done_is_one_sentence_and_status_one(tmp_path: Path, arguments: tuple[str, ...], words: str) -> None:
-    done = weft(tmp_path, *arguments)
+def test_what_is_mistaken_is_one_sentence_and_status_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
 
-    assert done.returncode == 1
-    assert done.stderr.startswith("weft: ")
-    assert done.stderr.count("\n") == 1
-    assert words in done.stderr
+    assert ended.value.code == 1
+    assert told.startswith("weft: ")
+    assert told.count("\n") == 1
+    assert words in told
 
 
 def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path: Path) -> None:

@@ -136,5 +136,5 @@ class Forest(RuleBasedStateMachine):
         assert all(sequence.is_finished for _, sequence in self.asked)
 
 
-Forest.TestCase.settings = settings(max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck))
+Forest.TestCase.settings = settings(max_examples=15, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 TestAnyOrderKeepsTheTree = Forest.TestCase

@@ -102,5 +102,5 @@ class Crowd(RuleBasedStateMachine):
         assert self.run.engine.runner.pool.bytes_held == 0
 
 
-Crowd.TestCase.settings = settings(max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck))
+Crowd.TestCase.settings = settings(max_examples=15, stateful_step_count=25, suppress_health_check=list(HealthCheck))
 TestAnyOrderKeepsTheBooks = Crowd.TestCase

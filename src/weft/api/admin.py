@@ -78,7 +78,7 @@ class Admin:
     started: float = field(default_factory=time.time)
 
     async def health(self, _: Request) -> Response:
-        """Respond 503 if the server is stopping or a model given at start is loading, failed or sick, else 200; list all models."""
+        """Respond 503 if the server is stopping or a model given at start is loading, failed or sick, else 200; list models."""
         models = {model.name: condition_of(model) for model in self.service.models}
         states = {condition_of(model)["status"] for model in self.service.models if not model.is_guest}
         states |= {"stopping"} if self.service.is_stopping else set()
