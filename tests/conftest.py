@@ -28,9 +28,6 @@ os.environ["MLX_DISABLE_COMPILE"] = "1"
 # MLX wakes a thread for every operation; on busy cores the kernel would switch to it each time (a fifth of the suite's time).
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # each keeps to one core, with the servers that it starts
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
 # The models are tiny: a second thread per product costs more than it gives, and test processes share the cores.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # also in the engines that tests start
 BLAS = blas.bind()
