@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from fronts import front
-from servers import Server, running
+from servers import ENDLESS_RULES, ENDLESS_WORD, Server, running
 from waiting import HANG_SECONDS
+from weft.engine.faults import VARIABLE
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 
@@ -34,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("page") / "log", "tiny-hybrid") as server:
+    with running(tmp_path_factory.mktemp("page") / "log", "tiny-hybrid", environment={VARIABLE: ENDLESS_RULES}) as server:
         yield server
 
 
@@ -97,7 +98,7 @@ def text_of(page: Any) -> str:
 
 def test_an_answer_streams_and_is_stopped(open_page: Any, server: Server) -> None:
     page = open_page()
-    say(page, "Tell me a long story.", temperature="0", schema='{"type": "string", "minLength": 3000}')
+    say(page, "Tell me a long story." + ENDLESS_WORD, temperature="0", schema='{"type": "string", "minLength": 3000}')
     until(page, "document.querySelector('li.assistant .prose')?.textContent.length > 20")
     assert page.is_visible("#stop")
     seen = text_of(page)
@@ -150,7 +151,7 @@ def test_probabilities_and_the_raw_request_are_shown_on_demand(open_page: Any) -
 def test_eight_requests_are_eight_threads_and_their_common_beginning_is_one_span(open_page: Any, server: Server) -> None:
     page = open_page()
     page.click("#tab-live")
-    body = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
     prompts = [f"{SYSTEM}{word} went out." for word in ("Ann", "Bob", "Cat", "Dan", "Eve", "Fox", "Gus", "Hen")]
     threads = [threading.Thread(target=server.post, args=("/v1/completions", {"prompt": one, **body})) for one in prompts]
     for thread in threads:
