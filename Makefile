@@ -31,7 +31,7 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	@$(BROWSER_IS_THERE)
 	$(BIN)/python -m bench.pictures
 
-conformance: $(READY)  ## every oracle on all architectures of the zoo, and a soak of two minutes (about 6 minutes on two cores)
+conformance: $(READY)  ## every oracle on all architectures of the zoo, a downloaded model and a soak of two minutes
 	WEFT_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup tests/oracle tests/test_zoo.py tests/engine/test_memory.py tests/grammar/test_corpus_in_a_batch.py \
 	  tests/server/test_constrained_crowd.py tests/faults/test_short_soak.py
 
