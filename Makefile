@@ -31,9 +31,10 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	@$(BROWSER_IS_THERE)
 	$(BIN)/python -m bench.pictures
 
-conformance: $(READY)  ## every oracle on all architectures of the zoo, a downloaded model and a soak of two minutes
-	WEFT_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup tests/oracle tests/test_zoo.py tests/engine/test_memory.py tests/grammar/test_corpus_in_a_batch.py \
-	  tests/server/test_constrained_crowd.py tests/faults/test_short_soak.py
+conformance: $(READY)  ## every oracle on all architectures of the zoo, a downloaded model, longer searches and a soak of two minutes
+	WEFT_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py \
+	  tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
+	  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_short_soak.py
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .

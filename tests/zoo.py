@@ -8,7 +8,6 @@ model definitions start here.
 import copy
 import json
 import math
-import os
 import re
 import zlib
 from pathlib import Path
@@ -20,6 +19,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import _get_classes
+
+from thoroughness import ALL
 
 VOCABULARY = 128
 WINDOW = 12
@@ -739,7 +740,7 @@ PROMISED = (
 ODD = ("gear", "gemma2", "llama4", "deepseek_v32", "internlm2", "gpt_bigcode", "phi", "stablelm", "longcat_flash", "mistral4")
 # fmt: on
 # Whom the longer tests look at; `make conformance` lets them look at all.
-EXAMINED = tuple(ARCHITECTURES) if os.environ.get("WEFT_TEST_ALL") else PROMISED + ODD
+EXAMINED = tuple(ARCHITECTURES) if ALL else PROMISED + ODD
 
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,9 @@ import numpy as np
 import pytest
 
 from driver import SMALL, Run, adapter_for, random_prompts
+from thoroughness import ALL
 
-STEPS = 10_000 if os.environ.get("WEFT_TEST_ALL") else 600
+STEPS = 10_000 if ALL else 600
 
 
 def _active() -> int:

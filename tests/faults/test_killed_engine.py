@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from servers import Server, running
+from thoroughness import ALL
 from waiting import HANG_SECONDS, until
 
-LENGTH = 200
+LENGTH = 400 if ALL else 200
 PLAIN = {"max_tokens": LENGTH, "ignore_eos": True}
 HOT = {**PLAIN, "temperature": 0.9, "top_p": 0.95}
 WORDS = {"type": "array", "items": {"type": "string", "minLength": 20, "maxLength": 40}, "minItems": 8, "maxItems": 8}

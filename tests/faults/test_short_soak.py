@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
 from soak import soak
+from thoroughness import ALL
 
 SECONDS = 120.0
 
 
-@pytest.mark.skipif(
-    not os.environ.get("WEFT_TEST_ALL"), reason="two minutes long: `make conformance` runs it, `make soak` a longer one"
-)
+@pytest.mark.skipif(not ALL, reason="two minutes long: `make conformance` runs it, `make soak` a longer one")
 def test_nobody_is_lost_and_no_answer_changes_while_an_engine_is_killed_and_stopped(tmp_path: Path) -> None:
     run = soak(SECONDS, tmp_path)
 

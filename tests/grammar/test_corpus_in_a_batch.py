@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 
 import jsonschema_rs
 import mlx.core as mx
@@ -14,6 +13,7 @@ from schemas import CORPUS, Entry
 from test_corpus import COMPILER, ENDINGS, PLACE
 
 from driver import SMALL, Run
+from thoroughness import ALL
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec
@@ -23,7 +23,7 @@ from weft.model.resolve import TINY_HYBRID
 from weft.text.schema import json_schema_grammar
 
 ROWS = 32
-STRIDE = 1 if os.environ.get("WEFT_TEST_ALL") else 3  # every third schema; `make conformance` has all of them
+STRIDE = 1 if ALL else 3  # every third schema; `make conformance` has all of them
 BIASES = (4.0, 7.0, 10.0)  # towards what ends strings, lists and objects, more with each attempt; random texts are endless
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from driver import SMALL, Clock, Run, answers, random_prompts, stock_mlx_lm
+from thoroughness import ALL
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
@@ -26,7 +26,7 @@ each_examined = pytest.mark.parametrize("name", EXAMINED)
 
 SUBJECTS = random_prompts(VOCABULARY, (21, 7, 40), seed=1)
 NEIGHBOURS = random_prompts(VOCABULARY, (33, 1, 60, 2, 18, 5, 27), seed=2)
-TOKENS = 26 if os.environ.get("WEFT_TEST_ALL") else 18  # with a window of 12, crossed more than once
+TOKENS = 26 if ALL else 18  # with a window of 12, crossed more than once
 
 
 @pytest.fixture(scope="module")

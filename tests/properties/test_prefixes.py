@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_rows import _adapter
 
 from driver import SMALL, Run, answers, random_prompts
+from thoroughness import ALL
 from weft.engine.faults import Point, Rule
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
@@ -136,5 +137,7 @@ class Forest(RuleBasedStateMachine):
         assert all(sequence.is_finished for _, sequence in self.asked)
 
 
-Forest.TestCase.settings = settings(max_examples=15, stateful_step_count=25, suppress_health_check=list(HealthCheck))
+Forest.TestCase.settings = settings(
+    max_examples=25 if ALL else 15, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+)
 TestAnyOrderKeepsTheTree = Forest.TestCase

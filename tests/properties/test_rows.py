@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
+from thoroughness import ALL
 from weft.engine.runner import RowMemory
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter
@@ -102,5 +103,7 @@ class Crowd(RuleBasedStateMachine):
         assert self.run.engine.runner.pool.bytes_held == 0
 
 
-Crowd.TestCase.settings = settings(max_examples=15, stateful_step_count=25, suppress_health_check=list(HealthCheck))
+Crowd.TestCase.settings = settings(
+    max_examples=25 if ALL else 15, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+)
 TestAnyOrderKeepsTheBooks = Crowd.TestCase

@@ -13,6 +13,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 from servers import Server
+from thoroughness import ALL
 from waiting import HANG_SECONDS
 
 HI = [{"role": "user", "content": "hi"}]
@@ -239,7 +240,7 @@ def test_requests_made_from_the_openapi_document_never_break_the_server(server: 
     for operation in schema.get_all_operations():
 
         @given(case=operation.ok().as_strategy())
-        @settings(max_examples=10, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+        @settings(max_examples=30 if ALL else 10, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
         def fuzz(case: schemathesis.Case) -> None:
             nonlocal count
             count += 1

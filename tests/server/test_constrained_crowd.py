@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,10 +12,11 @@ import jsonschema_rs
 import pytest
 
 from servers import Server, running
+from thoroughness import ALL
 from waiting import until
 
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
-TURNS = 3
+TURNS = 5 if ALL else 3
 STORY = "Once upon a time, there was a little dog"
 
 
@@ -94,7 +94,7 @@ def ask(server: Server, marker: str, number: int) -> str:
     return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
 
-IN_CONFORMANCE = pytest.mark.skipif(not os.environ.get("WEFT_TEST_ALL"), reason="downloads a model: `make conformance` runs it")
+IN_CONFORMANCE = pytest.mark.skipif(not ALL, reason="downloads a model: `make conformance` runs it")
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,8 @@ class Agent(msgspec.Struct, frozen=True):
 
     def pointed_at(self, target: Target) -> Self:
         """Return a copy with placeholders filled in from `target`, variables and files as text, settings as `-c` arguments."""
-        values = {
-            **target._asdict(),
-            "folder": str(target.folder),
-            "output": target.output,
-            "input": target.context - target.output,
-        }
+        sizes = {"output": target.output, "input": target.context - target.output}
+        values = {**target._asdict(), "folder": str(target.folder), **sizes}
 
         def value_of(found: re.Match[str]) -> str:  # all of a JSON string, or a part of one
             return json.dumps(values[found[1]]) if found[1] else json.dumps(str(values[found[2]]))[1:-1]
@@ -93,8 +89,7 @@ def launch_command(
       weft launch opencode --print
     """
     if name not in AGENTS:
-        hint = spelling_hint(name, AGENTS, f"there are {', '.join(AGENTS)}")
-        raise WeftError(f"weft knows no agent {name!r}; {hint}")
+        raise WeftError(f"weft knows no agent {name!r}; {spelling_hint(name, AGENTS, 'there are ' + ', '.join(AGENTS))}")
     client = ServerClient(url, api_key)
     found = choose_model(client.models(ASK_SECONDS), model)
     if found.context_length is None:

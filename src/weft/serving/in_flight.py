@@ -104,9 +104,7 @@ class InFlightSequence:
         """Record an emitted token and return its event, without the timings if an earlier engine emitted tokens."""
         if event.token is not None:
             self.emitted.append(event.token)
-        if event.timings is not None and self.num_before:
-            return msgspec.structs.replace(event, timings=None)
-        return event
+        return msgspec.structs.replace(event, timings=None) if event.timings is not None and self.num_before else event
 
     def take_prompt(self, event: PromptEvent) -> bool:
         """Drop the request for prompt logprobs once they come; return whether to forward the event: False after a first token."""

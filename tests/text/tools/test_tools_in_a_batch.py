@@ -20,6 +20,7 @@ from written import FAMILY, OPTIONAL, WEATHER, calls, function, read
 
 import zoo
 from driver import SMALL, Run, adapter_for
+from thoroughness import ALL
 from weft.engine.sequence import Sequence
 from weft.grammar.constraint import Constraint
 from weft.ipc.limits import Sampling
@@ -28,7 +29,7 @@ from weft.text.tools import ToolSelection, read_tools
 from weft.text.tools.arguments import Pairs, Tags
 from weft.text.types import CallOpened
 
-CALLS = int(os.environ.get("WEFT_TOOL_CALLS", "10"))  # of each family; `make tools` wants 200
+CALLS = int(os.environ.get("WEFT_TOOL_CALLS", "20" if ALL else "10"))  # of each family; `make tools` wants 200
 ROWS = 64
 BIASES = (7.0, 9.0, 11.0)  # towards what ends strings, lists and calls, more with each attempt; random texts are endless
 NESTED: dict[str, Any] = {

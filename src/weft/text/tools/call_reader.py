@@ -81,7 +81,7 @@ class CallReader(_Reader):
         self._opening = piece((family.begin + family.head).lstrip() + self._brace)
         self._following = piece((family.between or "") + family.head + self._brace)
         self._tail, self._end = piece(family.tail), piece(family.end)
-        self._free = self._read_rest if family.is_anchored else self._read_text
+        self._free = (lambda: self._emit_text(self.held)) if family.is_anchored else self._read_text  # anchored: no call can come
         self._state = self._read_head if family.is_anchored else self._read_text
         self._rest: JsonArguments | None = None  # of the object around the arguments
         self._follows_call = False
@@ -103,9 +103,6 @@ class CallReader(_Reader):
             self._follows_call = False
             self._found.append(Text(text))
         return True
-
-    def _read_rest(self) -> bool:
-        return self._emit_text(self.held)  # no call can come
 
     def _read_text(self) -> bool:
         text, trigger, _ = split_at(self.held, self._family.trigger)
