@@ -8,6 +8,9 @@ MINUTES ?= 30
 # One more than there are cores: many tests wait for servers that come and go.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(1 + (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
 
+# Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: serve test browser pictures conformance check bench compare compare-quick soak tools exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
