@@ -175,7 +175,7 @@ class ServerConfig:
 
 
 def cache_folder() -> Path:
-    """Return the folder for downloaded and converted models: WEFT_CACHE, or `weft` in the platform's cache directory."""
+    """Return the folder of converted models and stored responses: WEFT_CACHE, or `weft` in the platform's cache directory."""
     chosen = os.environ.get("WEFT_CACHE")
     return Path(chosen).expanduser().absolute() if chosen else own_folder("XDG_CACHE_HOME", "Library/Caches", ".cache")
 

@@ -26,7 +26,7 @@ class TemplateFailed(InvalidRequest):
 
 
 class GrammarRejected(InvalidRequest):
-    """A JSON schema, regex or other grammar can not be compiled or enforced; the error text says why."""
+    """The engine can not compile or enforce a JSON schema, regex or other grammar; the error text says why."""
 
 
 class ContextTooLong(RequestError):

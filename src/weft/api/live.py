@@ -66,7 +66,7 @@ class LiveView:
         self._ended.append(request)
 
     def tick(self, now: float) -> EventRow | None:
-        """Return an event with the changed requests and all models; None on three of four ticks without a change."""
+        """Return an event with changed and queued requests and all models; None on three of four ticks without a change."""
         self._num_tokens.clear()
         self._num_prefilled.clear()
         ended, self._ended = self._ended, []

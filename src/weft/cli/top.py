@@ -57,7 +57,7 @@ class TopModel(msgspec.Struct):
 
 
 class TopEvent(msgspec.Struct):
-    """One event of GET /v1/events: the time, all models, and the requests that changed since the event before."""
+    """One event of GET /v1/events: the time, all models, and the requests that changed since the last event or are queued."""
 
     time: float
     models: list[TopModel]

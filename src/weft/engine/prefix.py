@@ -44,7 +44,7 @@ class PrefixSharing:
         return 0 if self.tree is None else self.tree.held_bytes + self.retained.held_bytes
 
     def limit(self, budget_bytes: int) -> None:
-        """Shrink the prefix cache to this many bytes: retained KV caches may use an eighth of them, the prefix tree the rest."""
+        """Set the prefix cache's budget and evict what exceeds it; retained KV caches may use an eighth of it."""
         if self.tree is not None:
             self.retained.limit(budget_bytes)
             self.tree.limit(budget_bytes - self.retained.held_bytes)
@@ -157,7 +157,7 @@ class PrefixSharing:
             self._unpin(sequence)
 
     def reset(self, sequence: Sequence) -> None:
-        """Set a sequence's progress back to its pinned prefix node, because its own states beyond that node are lost."""
+        """Reset a failed sequence's progress to its pinned prefix node, because its own states beyond that node are lost."""
         sequence.num_computed = 0 if sequence.prefix.node is None else sequence.prefix.node.length
         sequence.prefix.is_private = False
 

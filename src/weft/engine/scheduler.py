@@ -157,7 +157,7 @@ class Scheduler:
         return forks
 
     def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
-        """Decide which rows decode and which prompt chunk is computed; up to 3 plans in a row may put short chunks first."""
+        """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so short chunks go first."""
         steps = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
         is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens

@@ -178,7 +178,7 @@ class Sequence:
             self.ending = Ending("length")
 
     def end(self, reason: FinishReason, error: str | None, now: float) -> Ending:
-        """Record the finish time and this ending, unless the last token already set one; returns the ending in force."""
+        """Record the finish time; set this ending unless the last token already set one. Returns the ending in force."""
         self.ending = self.ending or Ending(reason, error)
         self.timings.finished = now
         return self.ending

@@ -95,7 +95,7 @@ class ReasoningBudget:
         return self._close_if_spent(replace(state, tail=tail, spent=state.spent + 1))
 
     def _close_if_spent(self, state: ReasoningState) -> ReasoningState:
-        """Force the close marker in the returned state if the budget is spent and the last UTF-8 character is complete."""
+        """Force the close marker if the budget is spent, once a cut UTF-8 character is whole or MAX_LATE_TOKENS have passed."""
         if self.budget is None or state.spent < self.budget:
             return state
         is_whole = codecs.utf_8_decode(state.tail, "ignore")[1] == len(state.tail)  # does not take a character that is cut

@@ -1,4 +1,4 @@
-"""Fused softmax, SiLU, RMSNorm and RoPE for CPUs, one operation each, and the layers that use them in place of mlx's.
+"""Fused softmax, SiLU, RMSNorm and RoPE for CPUs, through weft's own BLAS, and the layers that use them in place of mlx's.
 
 MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
 the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays

@@ -49,7 +49,7 @@ def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
 def attend_ragged(
     queries: mx.array, keys: mx.array, values: mx.array, reach: Reach, scale: float, sinks: mx.array | None
 ) -> mx.array:
-    """Attention of queries (n, heads, 1, dim) over slab keys and values (slots, key heads, places, dim), by rows' own bounds."""
+    """Attention of queries (n, heads, 1, dim) over slab keys and values (slots, key heads, tokens, dim), by each row's bounds."""
     bounds, part = reach.bounds, reach.part
     assert bounds is not None  # row i reads places bounds[2i] to bounds[2i + 1] of its slot
     n, num_heads, _, key_dim = queries.shape

@@ -37,7 +37,7 @@ class Damaged(WeftError):
 
 
 class Foreign(WeftError):
-    """Raised for an intact cache file whose format version, model identity or key is not the expected one."""
+    """Raised for a readable cache file whose format version, model identity or key is not the expected one."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look 
 
 
 class Part:
-    """The rows of one slab inside a decode step: batch rows [start, start + len(rows)), slots [low, high)."""
+    """One slab's rows in a decode step, with slots in [low, high); for slab attention they are batch rows from `start` on."""
 
     def __init__(self, slab: Slab, rows: list[RowState], start: int, *, is_whole: bool) -> None:
         self.slab = slab
@@ -163,7 +163,7 @@ class KeyValueView:
         return (SlabHandle(self), SlabHandle(self)) if self.batch.seam else self.read(self.batch.parts[0])
 
     def rows_of(self, part: Part, array: mx.array) -> mx.array:
-        """Select a part's rows from a batch-wide array; without slab attention (seam) its rows are the part's slot range."""
+        """Select a part's rows from a batch array: a slice with slab attention (seam), else a gather that skips idle slots."""
         if not self.batch.seam:
             return array if part.gather is None else array[part.gather]
         num_rows = len(part.rows)
@@ -231,7 +231,7 @@ class StateView:
         self.states[index] = value
 
     def advance(self, n: int) -> None:
-        """Do nothing: the lengths of rows are Python integers, nothing is counted on the device."""
+        """Do nothing (mlx-lm calls it after each step): rows' lengths are Python integers, nothing is counted on the device."""
 
     def make_mask(self, n: int) -> None:
         """Return None: no row of a step is padded."""

@@ -90,7 +90,7 @@ class Adapter:
         return sum(array.nbytes for cache in leaves(caches) for array in arrays_of(cache))
 
     def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
-        """Build the lazy forward of a prompt chunk for one row; its logits (1, T, V) are computed only if they are used."""
+        """Return a prompt chunk's lazy forward for one row: a `Chunk` to evaluate layer by layer, and its logits (1, T, V)."""
         logits = self.model(mx.array([tokens], mx.int32), cache=caches)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 

@@ -165,7 +165,7 @@ def _write_tokenizer(file: GgufFile, config: Config, folder: Path) -> None:
 
 
 def _build_tokenizer(file: GgufFile, tokens: list[str], bos: str | None) -> Any:
-    """Build a byte-level BPE tokenizer of the file's vocabulary. Any: the stubs of `tokenizers` know no setters."""
+    """Build a byte-level BPE tokenizer of the file's vocabulary; typed Any, because the stubs of `tokenizers` lack setters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     types = file.get("tokenizer.ggml.token_type", list, [1] * len(tokens))

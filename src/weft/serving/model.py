@@ -112,7 +112,7 @@ class ServedModel:
         self.settled.set()
 
     def require(self) -> tuple[Codec, Ready]:
-        """Return the codec and the engine's Ready message. Raises EngineStarting, or why the model will never be ready."""
+        """Return the codec and the engine's Ready message. Raises EngineStarting, or why no answer can come."""
         condition = self.supervisor.condition
         if self.is_leaving:
             raise UnknownModel(f"{self.name} is not loaded any more; {LOAD_HINT}", "model")

@@ -146,7 +146,7 @@ class ReuseExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts, timings and prefix-cache explanation of one choice."""
+    """Token counts, timings and prefix-cache explanation of one choice, or of a request with all its choices."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -192,7 +192,7 @@ class ChatReply(OpenAIReply):
         return {}
 
     def show_choice(self, _choice: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """Return a choice's message and logprobs. Content is null only beside tool calls: LangChain misreads other nulls."""
+        """Return a choice's fields message and logprobs. Content is null only beside calls: LangChain misreads other nulls."""
         calls = [self._call(delta, _arguments(deltas, delta.index)) for delta in deltas if isinstance(delta, CallOpened)]
         message: dict[str, Any] = {"role": "assistant", "content": join_texts(deltas, Text), "refusal": None}
         if calls:

@@ -220,7 +220,7 @@ class SentTool:
 
 
 class OutputTools:
-    """The tools of a Responses request, namespaces flattened. Raises InvalidRequest with the path of an invalid tool."""
+    """The tools of a Responses request by flat name, namespace included; kinds that weft lacks are noted as missing."""
 
     def __init__(self, given: Sequence[Any] = ()) -> None:
         sent = [one for index, tool in enumerate(given) for one in _read_tool(tool, f"tools[{index}]")]

@@ -232,7 +232,7 @@ class _Grammar:
                 return _json_value(tool, {"type": kind, **{word: node[word] for word in NUMERIC & node.keys()}}, place)
 
     def custom_text(self, grammar: GrammarSpec, close: str, place: str) -> str:
-        """Return an expression for a custom tool's raw text and its closing text, including newlines that the reader strips."""
+        """Return Lark for a custom tool's raw text and the closing text; newlines before the closing marker are required."""
         mark = self.longest_mark(close.strip())
         before = close.partition(mark)[0] if mark else close
         text = plain_grammar(grammar, close.strip(), before, place, is_lazy=not mark)
