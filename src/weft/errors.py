@@ -1,8 +1,8 @@
-"""The exceptions that weft raises on purpose. A message is one sentence: the thing, the value, the limit, what to do."""
+"""Exceptions that more than one room needs. A message names the thing, its value, the limit, and what to do."""
 
 
 class WeftError(Exception):
-    """Base class of all exceptions that weft raises on purpose."""
+    """Base class of the errors that weft reports to users; wrong Python arguments may raise ValueError instead."""
 
 
 class RequestError(WeftError):
@@ -67,7 +67,7 @@ class BusyError(WeftError):
 
 
 class QueueFull(BusyError):
-    """A request is refused because the maximum number of requests is already waiting."""
+    """A request is refused because too many answers run or wait, or too many requests wait for a model to be loaded."""
 
 
 class EngineStarting(BusyError):

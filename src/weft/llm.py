@@ -114,7 +114,7 @@ class LLM:
         return self.engine.submit(self.encode(prompt), sampling or self.default_sampling)
 
     def turn(self) -> list[TokenEvent]:
-        """Run one turn of the engine, at most one token for every running request, and return the token events."""
+        """Run one turn of the engine, at most one new decode step, and return the token events that it emitted."""
         self._check_thread()
         self.engine.turn()
         return self.engine.take_events()

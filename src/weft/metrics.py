@@ -69,7 +69,7 @@ class Metrics(Collector):
             self._reused.labels(model, record.miss_cause).inc()
 
     def token_gap(self, model: str, seconds: float) -> None:
-        """Observe the time between two tokens of one answer; called for every streamed token, so labels are looked up once."""
+        """Observe the time between two tokens of one answer, streamed or not; called per token, so labels are looked up once."""
         if model not in self._gaps:
             self._gaps[model] = self._token_gap.labels(model)
         self._gaps[model].observe(seconds)

@@ -56,7 +56,7 @@ class ClearRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/models/unload. The model's name is required, because unloading ends running requests."""
+    """The body of POST /v1/models/unload. The name is required: unloading cancels requests that do not finish in time."""
 
     model: SomeText
 

@@ -215,7 +215,7 @@ class EventStream:
 async def collect_body(
     reply: Reply, active: ActiveRequest, parts: PartStream, receive: Receive, deadline: Deadline
 ) -> dict[str, Any]:
-    """Generate to the end and return a non-streamed reply's body. Raises the request's error, Disconnected if the client left."""
+    """Run the request to its end; return the reply's JSON body as a dict. Raises the request's error, or Disconnected."""
     watch = asyncio.create_task(_abandon_when_gone(active, receive, deadline))
     try:
         async with contextlib.aclosing(parts):

@@ -44,7 +44,7 @@ class Reply:
         self.collected: defaultdict[int, list[Delta]] = defaultdict(list)  # by choice, for the body
 
     def frame_opening(self) -> bytes:
-        """Return the frames sent right after the HTTP headers, before any token is generated; b"" by default."""
+        """Return the frames sent right after the HTTP headers, before the usage for `frame_start` is known; b"" by default."""
         return b""
 
     def frame_start(self, _usage: Usage, /) -> bytes:

@@ -84,7 +84,7 @@ class LiveView:
         return {"time": round(time.time(), 3), "seconds": round(seconds, 3), "models": models, "requests": rows}
 
     def _news(self, request: ActiveRequest, is_over: bool) -> EventRow | None:
-        """Update the model's token counts from a request's progress; return the request's row if it changed, else None."""
+        """Add a request's new tokens to its model's counts for this tick; return the request's row if it changed, else None."""
         row, last = self._row(request, is_over), self._rows.get(request, {})
         # The first `computed` value includes cached tokens, so it does not count as prefilled.
         fresh = row["computed"] - last["computed"] if row["computed"] and last.get("computed") else 0

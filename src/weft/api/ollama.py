@@ -99,14 +99,14 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    """The body of POST /api/chat. Without messages, nothing is generated; the server replies once the model is loaded."""
+    """The body of POST /api/chat. Without messages it generates and loads nothing, only waits for a model still loading."""
 
     messages: list[OllamaMessage] | None = None
     tools: list[OllamaTool] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    """The body of POST /api/generate. Without a prompt, nothing is generated; the server replies once the model is loaded."""
+    """The body of POST /api/generate. Without a prompt it generates and loads nothing, only waits for a model still loading."""
 
     prompt: str | None = None
     system: str | None = None

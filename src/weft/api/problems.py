@@ -73,7 +73,7 @@ def headers_of(error: Exception) -> dict[str, str]:
 
 
 def openai_body(error: Exception) -> dict[str, Any]:
-    """Return an error as OpenAI's error object (message, type, param, code), for a body or a stream event."""
+    """Return OpenAI's error body, {"error": {message, type, param, code}}; it is also what a stream event carries."""
     status, code, _ = _row(error)
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     param = error.param if isinstance(error, RequestError) else None

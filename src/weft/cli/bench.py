@@ -68,7 +68,7 @@ class BenchOptions:
 
 @dataclass
 class RequestTrace:
-    """Client-side measurements of one request; points in time are seconds since the load began."""
+    """Client-side times (seconds since the load began) of one request, and the server's token counts and timings for it."""
 
     client: int
     start: float

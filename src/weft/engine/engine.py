@@ -96,7 +96,7 @@ class Engine:
         return self.submit_all(Submit((next(self._numbers),), prompt, (sampling,)), constraint)[0]
 
     def submit_all(self, request: Submit, constraint: Constraint | None = None) -> list[Sequence]:
-        """Check a request and queue one sequence per requested answer; answers with equal prompts share one prefill."""
+        """Check a request and queue one sequence per answer; they share one prefill if all have the same tokens to prefill."""
         rooms = [self.limits.check(request.prompt, sampling) for sampling in request.samplings]
         sequences = [self._sequence(request, index, room, constraint) for index, room in enumerate(rooms)]
         leader, *forks = sequences
@@ -290,7 +290,7 @@ class Engine:
         sequence.preempt(self.config.max_replayed_tokens)
 
     def _undo(self, plan: Plan, last: Step | None, error: Exception) -> None:
-        """After a failed step preempt all decoding rows and retry the step's rows in halves; end a row that failed alone."""
+        """After a failed step preempt all decoding rows and retry its rows in halves; end a row that fails a retry alone."""
         log.error("a step of %d rows failed and is tried again in parts", len(plan.steps), exc_info=error)
         self.last_failure = error
         self.num_failed_turns += 1

@@ -67,7 +67,7 @@ class Host:
             self.send_events()
 
     def receive(self) -> None:
-        """Handle the front's messages; waits up to 0.5 s for one when idle, 2 ms while a grammar or disk load is pending."""
+        """Handle the front's messages; waits up to 0.5 s if idle, 2 ms if only grammars or disk loads are awaited, else not."""
         for message in self.channel.receive(self._patience()):
             match message:
                 case Submit(constraint=None):

@@ -162,7 +162,7 @@ class PrefixSharing:
         sequence.prefix.is_private = False
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Remove every chunk that a failed sequence computed, and all descendants, from the prefix tree and from disk."""
+        """Remove the chunks a failed sequence computed since its last preemption, and all descendants, from tree and disk."""
         if sequence.prefix.first_own_node is not None:
             self.invalidate_subtree(sequence.prefix.first_own_node)
 

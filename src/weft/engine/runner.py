@@ -56,7 +56,7 @@ class Step:
 
 
 class RowFailure(WeftError):
-    """An error caused by one row of a decode step; carries that row's sequence."""
+    """Restoring one row's states or copying them into the pool failed before the decode step ran; carries its sequence."""
 
     def __init__(self, sequence: Sequence, error: Exception) -> None:
         super().__init__(str(error))
@@ -110,7 +110,7 @@ class Runner:
         mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
 
     def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
-        """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (rows, V) if given; returns at once."""
+        """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (rows, V) if given; does not read them."""
         self.faults.at("sampler", *step.sequences)
         step.sampled = sample(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
@@ -149,7 +149,7 @@ class Runner:
         return save_block(own, row.start, row.start + row.count), save_checkpoint(own)
 
     def hand_over(self, sequence: Sequence, successor: Sequence) -> None:
-        """Move all layer states and the chunk in progress from a sequence to another at the same prompt position."""
+        """Move a sequence's layer states and half-computed chunk to another sequence whose prompt needs the same chunk."""
         successor.memory, sequence.memory = sequence.memory, None
 
     def take_retained(self, sequence: Sequence) -> tuple[LayerCaches, int] | None:
@@ -220,7 +220,7 @@ class Runner:
                 yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)
 
     def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
-        """Return each row's newest token (rows,): from the host if it was read already, else from the unread step `last`."""
+        """Return each row's next input token (rows,): from the host if it was read already, else from the unread step `last`."""
         places = {} if last is None else {id(sequence): index for index, sequence in enumerate(last.sequences)}
         in_flight = [places[id(s)] if s is not None and s.num_in_flight else -1 for s in sequences]
         on_host = [0 if s is None or s.num_in_flight else s.token_at(s.num_computed) for s in sequences]

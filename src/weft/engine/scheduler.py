@@ -50,7 +50,7 @@ class Fairness:
         self.served: dict[str, float] = {}  # virtual tokens by client
 
     def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
-        """Start an absent client's counter at the level of the least served client present; drop those of other absent ones."""
+        """Raise an absent client's counter to that of the least served client present; drop those of other absent ones."""
         clients = {one.client for one in present}
         if sequence.client not in clients:
             level = min((self.served[client] for client in clients), default=0.0)

@@ -137,7 +137,7 @@ class Sequence:
 
     @property
     def demand(self) -> TokenDemand | None:
-        """The tokens that the grammar constraint allows next; None without a constraint or once the sequence has finished."""
+        """The conditions on the next token from grammar and reasoning budget; None if any token may come or it has finished."""
         if self.constraint is None or self.is_finished:
             return None
         return self.constraint.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos)
@@ -187,7 +187,7 @@ class Sequence:
         self.timings.first_token = now
 
     def constrain(self, constraint: Constraint) -> None:
-        """Attach a fork of a grammar constraint, limited to max_tokens and advanced over the tokens already emitted."""
+        """Attach a fork of a constraint, its reasoning budget cut to fit max_tokens, and advance it over the output so far."""
         self.constraint = constraint.fork()
         self.constraint.limit_to(self.max_tokens)
         for token in self.output:

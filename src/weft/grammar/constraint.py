@@ -69,7 +69,7 @@ class Constraint:
         self._fed: list[bool] = []  # by token: whether the grammar took it
 
     def limit_to(self, max_tokens: int) -> None:
-        """Lower the reasoning budget, if any, so that `max_tokens` leave room for the answer. Call before the first token."""
+        """Limit reasoning, also without a budget, so that `max_tokens` leave room for the answer. Call before the first token."""
         if self.reasoning is not None:
             self.reasoning.limit_to(max_tokens)
             self._history = [self.reasoning.begin()]
@@ -80,7 +80,7 @@ class Constraint:
         return other
 
     def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
-        """Return the conditions on the next token, or None if any token may come. `ends` are the end-of-sequence tokens."""
+        """Return the conditions on the next token, or None if any token may come. `ends` are the sequence's stop tokens."""
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
@@ -107,7 +107,7 @@ class Constraint:
         self._fed.append(feeds)
 
     def _is_answer(self, now: ReasoningState, token: int) -> bool:
-        """Whether a token is part of the answer, which the grammar describes, and not of the reasoning before it."""
+        """Whether the grammar must accept this token: there is a grammar, and the token is not part of the reasoning."""
         if self.matcher is None or now.forced or now.phase == "reasoning":
             return False
         if now.phase == "answer" or self.reasoning is None:

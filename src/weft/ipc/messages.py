@@ -58,7 +58,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefixReuse(msgspec.Struct, frozen=True, array_like=True):
-    """How many tokens of a prompt were in the prefix cache when its prefill began, and why not more (`cause`).
+    """How many prompt tokens could be reused from the prefix cache when prefill began, and why not more (`cause`).
 
     whole: all but the last tokens were cached. differs: at `position` every cached prompt has another token. cut: more tokens
     are cached, in chunks that end elsewhere. checkpoint: more are cached, but not the states of every layer. evicted: more
@@ -190,7 +190,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineEvents(msgspec.Struct, frozen=True, tag=True):
-    """Engine → front: submit outcomes, prefill progress and tokens of one turn, and the engine's status when it is due."""
+    """Engine → front: submit outcomes, prefill progress and tokens since the last such message; status when it is due."""
 
     outcomes: list[SubmitOutcome] = []
     prompts: list[PromptEvent] = []

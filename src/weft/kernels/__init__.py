@@ -1,4 +1,4 @@
-"""Kernels: attention and fused layers for CPU and CUDA, and the BLAS under MLX on Linux. This file imports no mlx."""
+"""Kernels: attention (CPU, CUDA), fused CPU layers, gated delta rule, BLAS on Linux. This file imports no mlx."""
 
 import sys
 from types import ModuleType

@@ -111,7 +111,7 @@ def bind_plain(backend: str, threads: int) -> BlasReport | None:
 
 
 def load_library(path: str) -> ctypes.CDLL | None:
-    """Load the shared library at this path; None if it can not be loaded."""
+    """Load the shared library at this path, its symbols hidden from other libraries; None if it can not be loaded."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL(path)
     return None

@@ -56,7 +56,7 @@ class RotaryAngles:
     def at(
         self, offset: int | mx.array, tokens: int, dims: int, base: float | None, scale: float, freqs: mx.array | None
     ) -> mx.array:
-        """Return cosines and sines (B or 1, 1, T, dims) for `tokens` positions from each row's offset on; memoised."""
+        """Return one array (B or 1, 1, T, dims), cosines then sines, for `tokens` positions from each row's offset; memoised."""
         kind = (tokens, dims, base, scale)
         for known, its_freqs, its_kind, angles in self._known:
             is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)

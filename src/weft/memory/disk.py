@@ -106,7 +106,7 @@ class DiskTier:
         return self._loader.submit(self._load, keys, self._generation)
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Drop these entries and all their descendants, also from pending loads; files are deleted in the background."""
+        """Drop these entries and all their descendants; every pending load returns []; files are deleted in the background."""
         doomed, waiting = set[bytes](), list(keys)
         while waiting:
             if (key := waiting.pop()) not in doomed:

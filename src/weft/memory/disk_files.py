@@ -52,7 +52,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Packed:
-    """Layer states of one row as host data: a JSON description and the raw arrays that it refers to."""
+    """A KV block or a checkpoint of one row as host data: a JSON description and the raw arrays that it refers to."""
 
     description: str
     planes: tuple[StoredArray, ...]
@@ -95,7 +95,7 @@ class _EntryHeader(msgspec.Struct):
 
 
 def encode_entry(entry: Entry, identity: str) -> list[bytes | memoryview]:
-    """Encode an entry as the pieces of its safetensors file, in order, with their digest; arrays are not copied."""
+    """Encode an entry as the pieces of its safetensors file, the digest in the header; arrays are not copied."""
     planes = {BLOCK + plane.name: plane for plane in entry.block.planes}
     if entry.checkpoint is not None:
         planes |= {CHECKPOINT + plane.name: plane for plane in entry.checkpoint.planes}

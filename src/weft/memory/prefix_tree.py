@@ -136,7 +136,7 @@ class PrefixTree:
         return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
 
     def explain_miss(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
-        """Return the reason why a prompt is cached only up to `prefix_node`; `end` is where its next chunk would end."""
+        """Return a PrefixReuse: why a prompt is cached only up to `prefix_node`; `end` is where its next chunk would end."""
         root = self.root(salt)
         if salt and not root.children:
             return PrefixReuse("salt")

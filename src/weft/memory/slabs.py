@@ -160,7 +160,7 @@ class Pool:
         return self.tables[slab]
 
     def refusal(self, contents: RowContents, length: int) -> str | None:
-        """Return why a row with these contents can not be put into the pool; None if it can."""
+        """Return which layer of a row's contents does not match its spec, and how; None if the pool can take the row."""
         for layer, (spec, content) in enumerate(zip(self.specs, contents, strict=True)):
             if reason := mismatch(spec, content, length):
                 return f"layer {layer} ({type(spec).__name__}): {reason}"

@@ -109,11 +109,11 @@ class Adapter:
 
     @functools.cached_property
     def _sample_bytes(self) -> list[tuple[int, int]]:
-        """Two measured points (tokens, bytes of a row), to interpolate row sizes of models whose layers are unreadable."""
+        """Two measured points (tokens, bytes of a row), for a linear estimate of row sizes where layers are unreadable."""
         return [(n, self.bytes_of(self.prefilled_caches([1] * n, PROBE_CHUNK))) for n in SAMPLE_LENGTHS]
 
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
-        """Read the contents of one row's caches, one list entry per layer; an entry is None where that layer is unreadable."""
+        """Read the contents of one row's caches: an entry per cache, those inside a CacheList singly; None where unreadable."""
         return [_contents(cache) for cache in leaves(caches)]
 
     def decode(self, tokens: mx.array, batch: Batch) -> mx.array:

@@ -166,7 +166,7 @@ def to_float32(kind: TensorType, rows: Bytes) -> npt.NDArray[np.float32]:
 
 
 def scales_and_biases(kind: TensorType, rows: Bytes) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.float16]]:
-    """Return the scale and the bias of each block of quantised rows, (rows, blocks) each; a bias may overflow float16."""
+    """Return the float16 scale and bias of each block of quantised rows, (rows, blocks) each; a bias may overflow to inf."""
     heads = rows.reshape(len(rows), -1, kind.num_bytes)[..., :4].view("<f2")
     if kind is Q4_1:
         return heads[..., 0], heads[..., 1]

@@ -195,7 +195,7 @@ class _LoadObserver:
         return dropped
 
     def _matched(self, model: nn.Module, weights: Weights) -> list[tuple[str, mx.array]]:
-        """Return the weights that are model parameters, note others as extra; raises ModelError unless all parameters fit."""
+        """Return the model's parameters from `weights`; tensors of parts it lacks are extra, other misfits raise ModelError."""
         places = dict(tree_flatten(model.parameters()))
         if missing := [name for name in places if name not in weights]:
             what = f"{self.folder} lacks the tensor {missing[0]} ({len(missing)} of {len(places)} are missing)"
@@ -219,7 +219,7 @@ class _LoadObserver:
 
 
 def _part(name: str) -> str:
-    """Return the part of a model that a tensor's name belongs to: the name up to its first number, or its module."""
+    """Return the part of a model that a tensor's name belongs to: the name through its first number, or its module if none."""
     steps = name.split(".")
     number = next((position for position, step in enumerate(steps) if step.isdigit()), len(steps) - 2)
     return ".".join(steps[: number + 1])

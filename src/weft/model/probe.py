@@ -102,7 +102,7 @@ class Probe:
         return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
 
     def _noise(self) -> float:
-        """Return how much a row's logits change when it is decoded twice in a batch of two on mlx-lm's own caches."""
+        """Return how much a row's logits differ between a batch of two copies, on mlx-lm's own caches, and decoding alone."""
         caches = make_prompt_cache(self.adapter.model)
         self.adapter.model(mx.array([self.prompts[0]] * 2), cache=caches)
         logits = self.adapter.model(mx.array([[self.fed[0][0]]] * 2), cache=caches)[:, -1]

@@ -1,4 +1,4 @@
-"""Lists the models on this machine, and loads and unloads models while the server runs."""
+"""Lists local and built-in models, and loads and unloads models while the server runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelRegistry:
         self._names = {model.name for model in service.models}  # folders and files that were served are found again
 
     async def options(self) -> list[tuple[LocalModel, Fit, bool]]:
-        """List the models on this machine: each with whether it fits into free memory and whether it is loaded."""
+        """List local, built-in and once-served models: each with whether it fits into free memory and whether it is loaded."""
         free, names = self.free_bytes, {model.name for model in self.service.models}
         found = await asyncio.to_thread(_find_models, self._names | names)
         return [(model, Fit(needed, free), model.name in names) for model, needed in found]
@@ -110,7 +110,7 @@ def _look_up(name: str) -> tuple[LocalModel, int | None]:
 
 
 def _find_models(names: set[str]) -> list[tuple[LocalModel, int | None]]:
-    """List the models on this machine with the bytes each needs, and those of `names` that are paths elsewhere on its disk."""
+    """List local and built-in models, and others of `names` that can be located, with the bytes that each needs."""
     from weft.model.resolve import local_models
 
     found = {model.name: (model, needed_bytes(model)) for model in local_models()}

@@ -80,7 +80,7 @@ class Uvicorn(uvicorn.Server):
 
 
 def make_service(config: ServerConfig) -> Service:
-    """Create the service with its configured models, not yet started; models loaded later get no fallback."""
+    """Create the service with its configured models, not yet started; only they have a fallback model if loading fails."""
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 

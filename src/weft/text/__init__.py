@@ -1,1 +1,1 @@
-"""The text layer: chat templates, tokenizing, output parsing and grammars. Pure Python: no mlx, reads only the model's files."""
+"""The text layer: chat templates, tokenizing, output parsing and grammars. Imports no mlx; reads only the model's files."""

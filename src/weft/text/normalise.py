@@ -136,7 +136,7 @@ def _call_id(given: str, capabilities: Capabilities) -> str:
 
 
 def _place_instructions(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
-    """Merge leading system turns into one; hoist later ones into it or fold them into user turns if the template needs that."""
+    """Merge leading system turns; hoist later ones if `late_system` says so; fold any the template rejects into user turns."""
     first = next((index for index, turn in enumerate(turns) if turn["role"] not in INSTRUCTING), len(turns))
     leading, rest = turns[:first], turns[first:]
     if late_system == "hoist":
@@ -237,7 +237,7 @@ def _check_options(conversation: Conversation) -> None:
 
 
 def _check_nothing_lost(conversation: Conversation, prompt: str) -> None:
-    """Raise TemplateFailed if the prompt lacks a text of some message; texts are searched in order, in a single pass."""
+    """Raise TemplateFailed if the prompt lacks a message's text; system texts may be apart, tool results in any order."""
     written = _comparable(prompt)
     starts = {True: 0, False: 0}  # instructions may have a place of their own, so they are searched separately
     for index, message in enumerate(conversation.messages):

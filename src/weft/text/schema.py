@@ -158,7 +158,7 @@ def _path(steps: list[str | int]) -> str:
 
 
 class _Schema:
-    """A JSON Schema and its nodes: the root and all subschemas it contains or references, each with its path."""
+    """A JSON Schema and its nodes: the root and subschemas under enforceable keywords or $ref targets, with their paths."""
 
     def __init__(self, document: Node) -> None:
         self.document = document
@@ -196,7 +196,7 @@ class _Schema:
                 found.append(self._resolve(node.get("$ref")))
 
     def _resolve(self, reference: Any) -> tuple[str, Any]:
-        """Return path and schema that a local $ref (`#/…` or `#anchor`) points to; ("", None) if it can not be resolved."""
+        """Return path and schema of a local $ref; ("", None) if a `#/…` path leads nowhere; an unknown `#anchor` is the root."""
         if not isinstance(reference, str):
             return "", None
         if reference in self._anchors:
@@ -342,7 +342,7 @@ def _narrow(node: Node, strict: bool) -> None:
 
 
 def _narrow_patterns(node: Node) -> list[Node]:
-    """Rewrite a node's regexes for llguidance; remove inexpressible ones and return them as schemas that it ignores."""
+    """Rewrite a node's regexes for llguidance; return those it lacks in a double `not`, which only validation checks."""
     aside: list[Node] = []
     if "pattern" in node and (exact := _exact_regex(node["pattern"])) is not None:
         node["pattern"] = exact

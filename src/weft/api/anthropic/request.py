@@ -86,7 +86,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 
 class ToolParam(msgspec.Struct, kw_only=True):
-    """A tool definition. A tool of Anthropic's own types that has no input_schema is incomplete, and is ignored."""
+    """A tool definition. One of Anthropic's own types without input_schema is dropped; /v1/messages lists it as ignored."""
 
     name: str | None = None
     type: str | None = None

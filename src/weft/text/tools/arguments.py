@@ -86,7 +86,7 @@ class Arguments:
         raise NotImplementedError
 
     def finish(self, text: str) -> str:
-        """Return the JSON for the unused text when the answer ends within the arguments."""
+        """Return the rest of the JSON when the answer ends within the arguments; here the unused text, unconverted."""
         return text
 
 
@@ -131,7 +131,7 @@ class TagArguments(Arguments):
         return self._read_value(text, made) if self._kind else self._read_tag(text, made)
 
     def finish(self, text: str) -> str:
-        """Return the part of the open value received so far, as JSON; "" if none is open, so partial tags are withheld."""
+        """Return the unread rest of the open value as JSON, without end quote; "" if none is open: partial tags are withheld."""
         return text.strip() if self._kind == "json" else self._quote + escape(text) if self._kind else ""
 
     def _read_tag(self, text: str, made: list[str]) -> int:

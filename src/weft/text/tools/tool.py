@@ -58,7 +58,7 @@ class Tool:
         return self.properties.get(key, self.parameters.get("additionalProperties", {}))
 
     def resolve(self, schema: Any) -> dict[str, Any]:
-        """Follow a schema's $ref within the tool's schema and return the target; {} for a non-object or an unresolvable $ref."""
+        """Follow a schema's $ref within the tool's schema (an #anchor means the root); {} for a non-object or a broken path."""
         for _ in range(MAX_REFERENCES):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
