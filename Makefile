@@ -5,8 +5,11 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
-# One more than there are cores: many tests wait for servers that come and go.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(1 + (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()))")
+CORES  := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
+# Tests that mostly wait, for servers that come and go: one more worker than there are cores. All others compute: a worker a core.
+WAITING := tests/agents tests/cli tests/faults tests/page tests/server tests/serving
+WORKERS ?= $(shell expr $(CORES) + 1)
+PYTEST := $(BIN)/pytest --dist loadgroup -n
 
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,7 +23,8 @@ test: browser $(READY)  ## set up and run the tests: what CI does
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	@$(BROWSER_IS_THERE)
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
+	$(PYTEST) $(CORES) tests $(WAITING:%=--ignore=%)
+	$(PYTEST) $(WORKERS) $(WAITING)
 
 browser:  ## a Chromium for the tests of the page, where it may be installed; without one they are skipped and say so
 	@command -v chromium >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || { mkdir -p build && touch build/installing && \
@@ -35,7 +39,7 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	$(BIN)/python -m bench.pictures
 
 conformance: $(READY)  ## every oracle on all architectures of the zoo, a downloaded model, longer searches and a soak of two minutes
-	WEFT_TEST_ALL=1 $(BIN)/pytest -n $(WORKERS) --dist loadgroup tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py \
+	WEFT_TEST_ALL=1 $(PYTEST) $(WORKERS) tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py \
 	  tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
 	  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_short_soak.py
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -63,10 +64,16 @@ def _room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def _imports(path: Path) -> set[str]:
     """Dotted names of everything a file imports, wherever in the file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         match node:
             case ast.Import():
                 names |= {alias.name for alias in node.names}
@@ -149,7 +156,7 @@ def test_nothing_weft_needs_needs_torch() -> None:
 
 
 def _nodes(*kinds: type[ast.AST]) -> list[tuple[Path, ast.AST]]:
-    trees = ((path, ast.parse(path.read_text())) for path in FILES)
+    trees = ((path, _tree(path)) for path in FILES)
     return [(path, node) for path, tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 START = """
 import sys
-from weft.engine.process import _import_mlx_lm
+from weft.engine.process import import_mlx_lm
 from weft.kernels import blas
 
 blas.bind()
-_import_mlx_lm()
+import_mlx_lm()
 import mlx_lm.utils
 
 print(*(name for name in ("mlx_lm.utils", "transformers") if name in sys.modules), callable(mlx_lm.utils.load_model))

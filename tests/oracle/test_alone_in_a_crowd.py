@@ -67,7 +67,7 @@ def test_neighbours_change_neither_tokens_nor_a_single_bit_of_the_logits(
     run = Run(build(name), keep_logits=True)
     subject = run.submit(SUBJECTS[0], TOKENS)
     for index, prompt in enumerate(NEIGHBOURS[:others]):
-        run.submit(prompt, 3 + 5 * index)  # they leave one after the other
+        run.submit(prompt, 1 + 3 * index)  # they leave one after the other
     run.finish()
 
     tokens, logits = solo(name)[0]
@@ -129,7 +129,7 @@ def test_chunked_prefill_gives_the_tokens_of_a_whole_one(build: Build, solo: Sol
 @each_examined
 def test_interrupting_a_prefill_at_every_layer_changes_no_bit(build: Build, solo: Solo, name: str) -> None:
     run = Run(build(name), keep_logits=True, clock=Clock())  # time stands still: a chunk is never interrupted
-    neighbour = run.submit(NEIGHBOURS[0], 60)
+    neighbour = run.submit(NEIGHBOURS[0], 40)
     while len(neighbour.output) < 2:
         run.turn()
     subject = run.submit(SUBJECTS[2], TOKENS)

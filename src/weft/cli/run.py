@@ -132,9 +132,11 @@ class InProcessModel:
     """A model loaded into this process, with an engine of its own."""
 
     def __init__(self, model: str, options: RunOptions, notes: Console) -> None:
+        from weft.engine.process import import_mlx_lm
         from weft.llm import BLAS, LLM
         from weft.text.codec import Codec
 
+        import_mlx_lm()
         if BLAS.warning:
             notes.print(f"weft: {BLAS.warning}", style="yellow")
         self.options = options

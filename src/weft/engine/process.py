@@ -65,7 +65,7 @@ def main() -> None:
 
 def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
     report = blas.bind()  # before anything imports mlx
-    _import_mlx_lm()
+    import_mlx_lm()
 
     from weft.engine.host import Host, memory_in_use
 
@@ -102,8 +102,8 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         engine.prefix.disk.close(CLOSE_SECONDS)
 
 
-def _import_mlx_lm() -> None:
-    """Import mlx-lm without transformers, which it needs only for tokenizers that are not used here; halves the start."""
+def import_mlx_lm() -> None:
+    """Import mlx-lm without transformers, which only its tokenizers need: half of the start. Not in a user's own process."""
     unused = type("Unused", (), {"register": lambda *_, **__: None})
     for name in (names := ["transformers", "transformers.tokenization_utils_base"]):
         sys.modules[name] = types.ModuleType(name)

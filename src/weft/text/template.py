@@ -208,17 +208,15 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
-def _environment() -> jinja2.Environment:
-    # A sandbox: the template's author is unknown.
+def _environment() -> jinja2.Environment:  # a sandbox: the template's author is unknown
     extensions: list[str | type[Extension]] = [_GenerationTag, "jinja2.ext.loopcontrols"]
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = _to_json  # Jinja's own filter escapes for HTML; a prompt is not HTML
     environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     return environment
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    # Jinja's own filter escapes for HTML; a prompt is not HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
