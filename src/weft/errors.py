@@ -83,7 +83,7 @@ class EngineError(WeftError):
 
 
 class RowFailed(EngineError):
-    """The engine failed to compute the batch row of this request; the other rows were not affected."""
+    """The engine ended this sequence because computing it failed (model, grammar, states); the other rows were not affected."""
 
 
 class EngineDied(EngineError):

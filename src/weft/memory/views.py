@@ -189,7 +189,7 @@ class KeyValueView:
         return keys[part.low : part.high, :, : part.span], values[part.low : part.high, :, : part.span]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """Return the attention mask of a one-token step, by mlx-lm's cache API and before the update; None if none is needed."""
+        """Return a decode step's attention mask, None if not needed; with slab attention (seam) a StepMask, else an array."""
         if n != 1:
             raise InternalError(f"a decode step has one token per row, not {n}")
         if not self.batch.seam:

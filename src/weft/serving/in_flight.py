@@ -135,7 +135,7 @@ class InFlight:
         return self.inside.pop(number, None) or self.waiting.pop(number, None)
 
     def take_due(self, max_rows: int) -> list[Submit]:
-        """Move due sequences into the engine and return their Submit messages; empty while a suspected crasher is on trial."""
+        """Move all waiting sequences, or one crash suspect alone, to the engine; return their Submits; [] during a trial."""
         if not self.waiting or self._is_trial_open:
             return []
         suspect = next((one for one in self.waiting.values() if one.deaths >= SUSPECT_DEATHS), None)

@@ -44,7 +44,7 @@ Notation = Tags | Pairs | None  # None: arguments are JSON
 
 
 class Piece:
-    """Matches fixed text with placeholders like ⟨name⟩ against streamed text; a result stays true when the text grows."""
+    """Matches fixed text with placeholders like ⟨name⟩ against streamed text; a match found stays one when the text grows."""
 
     def __init__(self, text: str) -> None:
         whole = begun = ""
