@@ -54,7 +54,7 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 class Disconnected(BorderError):
-    """Error for a client that closed its connection before its reply was complete; logged as status 499."""
+    """Error for a client that left while its body was read or a whole reply was computed; logged as status 499."""
 
     def __init__(self) -> None:
         super().__init__(499, "client_disconnected", "The client closed the connection before its request was complete.")

@@ -1,1 +1,1 @@
-"""The engine process's code: schedules, prefills, decodes and samples token ids; `engine.py` has the main loop."""
+"""The engine process: schedules, prefills, decodes, samples. `host.py` runs the loop, `Engine.turn` is one iteration."""

@@ -1,4 +1,4 @@
-"""The engine's main loop over token ids: one thread calls `turn` repeatedly and takes the resulting events.
+"""The engine: state and one iteration (`turn`) of the loop over token ids; a host calls `turn` and takes the events.
 
 Each turn makes room, plans, runs a decode step in the order that suits the device (`order.py`), and works on one prompt
 chunk. A failure ends only the row it belongs to.

@@ -88,7 +88,7 @@ class StateTable:
         self.rows = list(rows)
 
     def _sources(self, rows: list[RowState | None]) -> list[slice | RowState | None]:
-        """Return where the states of `rows` come from: slices of this table (neighbours merged), a row's own copies, or None."""
+        """Return the sources of the states of `rows`: slices of this table (merged), loose rows, or None for an idle row."""
         place = {row: index for index, row in enumerate(self.rows)}
         sources: list[slice | RowState | None] = []
         for row in rows:

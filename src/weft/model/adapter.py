@@ -74,7 +74,7 @@ class Adapter:
         self.way, self.refused = (way, {}) if way else choose_way(self)
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
-        """Make fresh mlx-lm caches for one row, sized for its prompt so that no chunk copies earlier ones to grow."""
+        """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones."""
         return self.reset_growth(make_prompt_cache(self.model), prompt_tokens)
 
     @staticmethod

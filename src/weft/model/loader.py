@@ -1,4 +1,4 @@
-"""Loads a model folder in mlx-lm's format and checks its files first: a damaged folder is a one-sentence error, no crash."""
+"""Loads weights and config (not the tokenizer) of an mlx-lm model folder; damaged files raise one-sentence errors."""
 
 import copy
 import json

@@ -39,7 +39,7 @@ class Fit:
 
 
 def needed_bytes(model: "LocalModel") -> int | None:
-    """Return the smallest memory budget in which an engine can serve this model, or None if its files are not on this machine."""
+    """Estimate the smallest memory budget to serve this model, from its files; None if they are not on this machine."""
     if model.folder is None:
         return None
     files = [model.folder] if model.folder.is_file() else model.folder.glob("model*.safetensors")

@@ -145,7 +145,7 @@ class InFlight:
         for one in due:
             self.inside[one.number] = self.waiting.pop(one.number)
         groups = itertools.groupby(due, lambda one: (id(one.subscription), one.prompt_index))
-        return [_resubmit(list(group)) for _, group in groups]
+        return [_submit_of(list(group)) for _, group in groups]
 
     def take_dead(self) -> InFlightSequence | None:
         """After an engine died, make its sequences wait for the next one; remove and return the one to blame, or None."""
@@ -167,8 +167,8 @@ class InFlight:
         return suspect is not None and suspect.number in self.inside and not suspect.has_proved
 
 
-def _resubmit(siblings: list[InFlightSequence]) -> Submit:
-    """Return the Submit message for unfinished sequences of one prompt, with the tokens that each has emitted so far."""
+def _submit_of(siblings: list[InFlightSequence]) -> Submit:
+    """Build the Submit of one prompt's waiting sequences, first sent or resent, with the tokens that each has emitted."""
     first, emitted = siblings[0], tuple(tuple(one.emitted) for one in siblings)
     submit = first.subscription.submits[first.prompt_index]
     return msgspec.structs.replace(

@@ -126,7 +126,7 @@ class Service:
         return bool(found)
 
     def report(self, request_id: str) -> RequestReport | None:
-        """Return the report of an active or recent request; None if it is unknown, too old, or has no first token yet."""
+        """Return the report of an active or recent request; None if it is unknown, too old, or the engine sent no timings yet."""
         running = (request.report for request in self.active if request.id == request_id)
         return next(filter(None, running), self.reports.find(request_id))
 

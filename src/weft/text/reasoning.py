@@ -100,7 +100,7 @@ class ReasoningSplitter:
         return text
 
     def _without_opening(self) -> list[Delta]:
-        """Stop waiting for an open marker and return the deltas of the text held for it; [] if none was awaited."""
+        """Stop waiting for an open marker; return its held text as reasoning or answer deltas, [] if none was awaited."""
         if not self._may_open:
             return []
         text, self.held, self._may_open = self.held, "", False
