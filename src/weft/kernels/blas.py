@@ -88,7 +88,7 @@ def packaged_openblas() -> str | None:
 
 
 def bind_own(backend: str, threads: int, exact: bool) -> BlasReport | None:
-    """Load weft's BLAS in front of the OpenBLAS `backend`; None if it is not compiled for this machine or can not use it."""
+    """Load weft's BLAS in front of the OpenBLAS `backend` and return a report; None if not compiled or not usable here."""
     library = compiled_library()
     own = library and load_library(str(library))
     if not own or not own.weft_blas_open(backend.encode()):

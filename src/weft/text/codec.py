@@ -68,7 +68,7 @@ class Codec:
         return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
 
     def encode_request(self, generation: GenerationRequest) -> list[EncodedPrompt]:
-        """Encode a request's prompts with their output constraints. Raises RequestError naming an unsupported parameter."""
+        """Encode a request's prompts, each with the spec of its output constraint, not yet compiled. Raises RequestError."""
         prompts = [self.encode(prompt, generation.effort) for prompt in generation.prompts]
         return [replace(prompt, constraint=self.constraint(generation, prompt)) for prompt in prompts]
 

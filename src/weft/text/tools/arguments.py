@@ -171,7 +171,7 @@ class TagArguments(Arguments):
 
 
 class PairArguments(Arguments):
-    """Reads Python-like keyword arguments, whose values may be nested, and converts them to one JSON object."""
+    """Reads arguments as key=value or key:value pairs, whose values may be nested, and converts them to one JSON object."""
 
     def __init__(self, quotes: tuple[str, ...], closer: str) -> None:
         self._quotes, self._closer = quotes, closer

@@ -132,7 +132,7 @@ def read_tools(tools: Sequence[Any] | None, places: Sequence[str] = (), schema_f
 
 
 def template_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Convert validated tools to the form chat templates expect: a custom tool becomes a function with one string parameter."""
+    """Convert the request's tool dicts for chat templates: a custom tool becomes a function with one string parameter."""
     return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
 
 
