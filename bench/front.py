@@ -27,7 +27,7 @@ from weft.api.app import make_app
 from weft.cli.serve import Terminal
 from weft.config import ServerConfig
 from weft.serving import engine_process, server
-engine_process.COMMAND = (*{command!r}, "fake")
+engine_process.Supervisor.__init__.__defaults__ = ((*{command!r}, "fake"),)
 sys.exit(server.serve(ServerConfig(("fake",), port=0), Terminal(), make_app))
 """
 STREAMS, TOKENS = 64, 400
