@@ -29,6 +29,15 @@ def test_mlx_lm_comes_without_transformers() -> None:
     assert started() == "mlx_lm.utils True"
 
 
+def test_a_transformers_that_is_there_already_stays_as_it_is() -> None:
+    import transformers
+
+    from weft.engine.process import import_mlx_lm
+
+    import_mlx_lm()
+    assert sys.modules["transformers"] is transformers
+
+
 def test_an_mlx_lm_that_needs_more_of_transformers_gets_it(tmp_path: Path) -> None:
     (tmp_path / "mlx_lm").mkdir()
     (tmp_path / "mlx_lm" / "__init__.py").write_text("from . import utils")

@@ -105,7 +105,7 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
 def import_mlx_lm() -> None:
     """Import mlx-lm without transformers, which only its tokenizers need: half of the start. Not in a user's own process."""
     unused = type("Unused", (), {"register": lambda *_, **__: None})
-    for name in (names := ["transformers", "transformers.tokenization_utils_base"]):
+    for name in (names := [] if "transformers" in sys.modules else ["transformers", "transformers.tokenization_utils_base"]):
         sys.modules[name] = types.ModuleType(name)
         vars(sys.modules[name])["__getattr__"] = lambda _: unused
     try:
