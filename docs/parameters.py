@@ -91,6 +91,8 @@ WORDS = {
     "structured_outputs": "vLLM's form of constraints: one of json, json_object, regex, choice, grammar, structural_tag.",
     "guided_json": "A schema for the answer (vLLM's older name).",
     "guided_regex": "A pattern that the whole answer matches.",
+    "regex": "SGLang's name of `guided_regex`.",
+    "ebnf": "SGLang's grammars; send `guided_grammar` in Lark.",
     "guided_choice": "The answer is one of these texts.",
     "guided_grammar": "A grammar for the answer, in Lark or GBNF notation.",
     "json_schema": "A schema for the answer (llama.cpp's name).",
@@ -101,8 +103,7 @@ WORDS = {
     "reasoning_effort": "How much to reason: as a level of the chat template, or as a budget. In Responses: `reasoning.effort`.",
     "reasoning": "`effort`: how much to reason. `summary`: the reasoning is returned as a summary too.",
     "thinking": "enabled with `budget_tokens`, adaptive, between_tools or disabled; `display: omitted` hides the reasoning.",
-    "thinking_token_budget": "Maximum number of reasoning tokens; then the answer begins. Completions do not reason.",
-    "reasoning_budget_tokens": "Another name of `thinking_token_budget`; -1: no limit.",
+    "thinking_token_budget": "Maximum number of reasoning tokens, -1: no limit. It has [other names](api.md#reasoning) too.",
     # Tools
     "tools": "What the model may call: functions; in Responses also custom tools and namespaces. Not in Completions.",
     "tool_choice": "auto, none, required (Messages: any), one tool, or some of them.",

@@ -28,7 +28,7 @@ from dialect_kit import (
     token,
     whole,
 )
-from weft.api.dialect import ParsedRequest
+from weft.api.dialect import BUDGET_NAMES, ParsedRequest
 from weft.api.openai import completions
 from weft.api.openai.chat import ChatRequest, translate
 from weft.api.openai.request import RULES
@@ -411,10 +411,34 @@ def test_the_other_fields_act() -> None:
         ({"reasoning_budget_tokens": 7}, 7),
         ({"reasoning_budget_tokens": -1}, None),
         ({"thinking_token_budget": 7, "reasoning_budget_tokens": 7}, 7),
+        *(({name: 6}, 6) for name in BUDGET_NAMES),
+        *(({"chat_template_kwargs": {name: 6}}, 6) for name in BUDGET_NAMES),
+        ({"thinking": {"type": "enabled", "budget_tokens": 6}}, 6),
+        ({"reasoning": {"max_tokens": 6}, "thinking_budget": 6}, 6),
+        ({"nvext": {"max_thinking_tokens": 6}}, 6),
+        ({"extra_body": {"thinking_budget": 6, "chat_template_kwargs": {"thinking_budget": 6}}}, 6),
     ],
 )
-def test_a_thinking_budget_goes_by_two_names(fields: dict[str, Any], budget: int | None) -> None:
+def test_a_thinking_budget_goes_by_many_names(fields: dict[str, Any], budget: int | None) -> None:
     assert asked(**fields).generation.thinking_budget == budget
+
+
+@pytest.mark.parametrize(
+    ("fields", "effort"),
+    [
+        ({"reasoning_effort": "low"}, "low"),
+        ({"reasoning": {"effort": "high"}}, "high"),
+        ({"reasoning": {"enabled": False}}, "none"),
+        ({"reasoning": {"enabled": True, "exclude": False}}, None),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"thinking": {"type": "enabled"}}, None),
+        ({"thinking": {"type": "disabled"}, "reasoning_effort": "none"}, "none"),
+    ],
+)
+def test_whether_to_think_is_said_in_many_ways(fields: dict[str, Any], effort: str | None) -> None:
+    parsed = asked(**fields)
+
+    assert (parsed.generation.effort, parsed.ignored) == (effort, ())
 
 
 def test_template_fields_reach_the_conversation() -> None:
@@ -470,6 +494,7 @@ REFUSED = {
     "logprobs_mode": "raw_logits",
     "return_progress": True,
     "timings_per_token": True,
+    "ebnf": 'root ::= "a"',
 }
 
 
@@ -494,6 +519,36 @@ def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
 )
 def test_what_would_not_act_is_accepted(name: str, value: Any) -> None:
     assert asked(**{name: value}).ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("thinkingBudget", "thinking_token_budget"),
+        ("max_new_tokens", "max_tokens"),
+        ("stops", "stop"),
+        ("responseFormat", "response_format"),
+        ("jsonSchema", "json_schema"),
+        ("guided_jsn", "guided_json"),
+        ("min_new_tokens", "min_tokens"),
+    ],
+)
+def test_an_unknown_constraint_is_refused_with_the_nearest_known_name(name: str, nearest: str) -> None:
+    error = refused(asked, **{name: 1})
+
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == name
+    assert str(error).endswith(f"the nearest known name is {nearest}")
+
+
+def test_a_word_within_another_is_no_constraint() -> None:
+    assert asked(administrator=1, information=2, nonstop=3).ignored == ("administrator", "information", "nonstop")
+
+
+def test_the_same_constraint_by_two_names_is_one() -> None:
+    assert asked(regex="a+", guided_regex="a+").generation.grammar == asked(nvext={"guided_regex": "a+"}).generation.grammar
+    assert asked(regex="a+").generation.grammar is not None
+    assert "both" in str(refused(asked, regex="a+", guided_regex="b+"))
 
 
 def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
@@ -556,8 +611,18 @@ def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
         ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", "auto, none, required"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice", "not in tools (now)"),
         ({"tools": [NOW], "parallel_tool_calls": "no"}, "parallel_tool_calls", "expected `bool | null`"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget", ">= 0"),
-        ({"reasoning_budget_tokens": -2}, "reasoning_budget_tokens", ">= -1"),
+        ({"thinking_token_budget": -2}, "thinking_token_budget", "-1 for no limit"),
+        ({"thinking_budget": "many"}, "thinking_budget", "number of tokens"),
+        ({"reasoning": {"max_tokens": True}}, "reasoning.max_tokens", "number of tokens"),
+        (
+            {"thinking_budget": 5, "chat_template_kwargs": {"thinking_budget": 6}},
+            "chat_template_kwargs.thinking_budget",
+            "differ",
+        ),
+        ({"nvext": {"top_k": 5}, "top_k": 6}, "nvext.top_k", "differ"),
+        ({"reasoning": {"effort": "low"}, "thinking": {"type": "disabled"}}, "thinking.type", "differ"),
+        ({"reasoning": {"exclude": True}}, "reasoning.exclude", "not supported"),
+        ({"nvext": {"guided_regex": "a"}, "guided_regex": "b"}, "nvext.guided_regex", "differ"),
         ({"thinking_token_budget": 5, "reasoning_budget_tokens": -1}, "reasoning_budget_tokens", "differ"),
     ],
 )

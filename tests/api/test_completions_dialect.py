@@ -229,7 +229,7 @@ def test_the_other_fields_act() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("suffix", "x"), ("best_of", 3), ("dry_multiplier", 1), ("thinking_token_budget", 5), ("reasoning_budget_tokens", 0)],
+    [("suffix", "x"), ("best_of", 3), ("dry_multiplier", 1), ("thinking_token_budget", 5), ("reasoning_budget", 0)],
 )
 def test_what_is_not_done_yet_is_refused_by_name(name: str, value: Any) -> None:
     error = refused(asked, **{name: value})

@@ -18,7 +18,7 @@ from dialect_kit import events_of as frames
 from dialect_kit import streamed as stream_of
 from dialect_kit import whole as body_of
 from weft.api.anthropic.request import translate, translate_count
-from weft.api.dialect import ParsedRequest, request_ids
+from weft.api.dialect import BUDGET_NAMES, ParsedRequest, request_ids
 from weft.errors import ContextTooLong, EngineDied, QueueFull, UnsupportedParameter
 from weft.text.types import (
     CallArguments,
@@ -394,6 +394,8 @@ def test_fields_act() -> None:
         ({"thinking": {"type": "enabled", "budget_tokens": 99999}}, "xhigh", 99999, {}),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "high"}}, "high", 9, {}),
         ({"output_config": {"effort": "low"}}, "low", None, {}),
+        *(({name: 9}, None, 9, {}) for name in BUDGET_NAMES),
+        ({"thinking": {"type": "enabled"}, "thinking_budget": 9}, "minimal", 9, {}),
     ],
 )
 def test_how_much_to_think(fields: Any, effort: str | None, budget: int | None, template_kwargs: dict[str, Any]) -> None:

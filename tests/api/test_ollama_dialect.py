@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dialect_kit import ADD, HEADER, USAGE, USER, conversation_of, cut_at, messages_of, refused, streamed
 from dialect_kit import whole as whole_body
-from weft.api.dialect import ParsedRequest
+from weft.api.dialect import BUDGET_NAMES, ParsedRequest, decode_arguments
 from weft.api.ollama import NDJSON, translate_chat, translate_generate
 from weft.errors import EngineDied, InternalError, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec
@@ -163,6 +163,13 @@ def test_options_become_sampling() -> None:
     assert generate(options={"num_predict": -2, "top_k": -1}).generation.sampling == {"top_k": 0}
 
 
+@pytest.mark.parametrize("name", BUDGET_NAMES)
+def test_a_thinking_budget_goes_by_many_names_also_among_the_options(name: str) -> None:
+    for fields in ({name: 6}, {"options": {name: 6}}):
+        asked = chat(**fields)
+        assert (asked.generation.thinking_budget, asked.ignored) == (6, ())
+
+
 def test_what_does_nothing_is_told_unless_it_is_known_to_do_nothing() -> None:
     options = {"num_ctx": 4096, "num_gpu": 1, "mirostat": 0, "typical_p": 1.0, "temperature": 1}
     asked = chat(options=options, keep_alive="5m", truncate=True, new=1, template="", context=None)
@@ -285,3 +292,18 @@ def test_nothing_to_answer_asks_for_the_model_alone(asked: ParsedRequest) -> Non
     assert asked.generation.prompts == ()
     body = whole(asked, [])
     assert (body["done"], body["done_reason"]) == (True, "load")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("6.626e-34", 6.626e-34),
+        ("1e999", 1.7976931348623157e308),
+        ("-1e999", -1.7976931348623157e308),
+        (str(2**64 - 1), 2**64 - 1),
+        ("9" * 400, 1.7976931348623157e308),
+        ("-" + "9" * 30, -1e30),
+    ],
+)
+def test_a_number_that_no_float_holds_becomes_the_largest_one(text: str, value: float) -> None:
+    assert decode_arguments(f'{{"x": {text}}}') == {"x": value}

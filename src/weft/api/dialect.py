@@ -1,7 +1,10 @@
 """Shared code of the API dialects (OpenAI, Anthropic, Ollama); each has a `translate` function and a subclass of `Reply`."""
 
 import base64
+import difflib
+import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,11 @@ from weft.text.types import CallArguments, Delta, Effort, Finish, GenerationRequ
 
 EVENTS = "text/event-stream; charset=utf-8"
 SEAL = "weft"  # prefix of the strings that `seal` makes
+BUDGET = "thinking_token_budget"
+BUDGET_NAMES = (BUDGET, "thinking_budget", "reasoning_budget", "reasoning_budget_tokens", "max_thinking_tokens")
+BUDGET_PLACES = (*BUDGET_NAMES, *(f"{outer}.{name}" for outer in ("chat_template_kwargs", "options") for name in BUDGET_NAMES))
+BUDGET_PLACES += ("thinking.budget_tokens", "reasoning.max_tokens")
+CONSTRAINING = frozenset("budget schema grammar guided regex choice format stop max min".split())  # noqa: SIM905 - words
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 
 SomeText = Annotated[str, Meta(min_length=1)]
@@ -100,21 +108,67 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class FieldRules:
-    """Rules for body fields that the request's struct lacks: refused, harmless, or (in neither list) reported as unknown."""
+    """Rules for body fields that the request's struct lacks: refused, harmless, or (in neither list) reported as unknown.
+
+    An unknown field whose name speaks of a constraint is refused too: an answer that ignores it would be wrong without a word.
+    """
 
     refused: dict[str, tuple[Any, ...]]  # known but not supported; null and the listed values are accepted
     harmless: frozenset[str]  # known, and without effect on the answer
+    wrappers: tuple[str, ...] = ()  # objects whose fields count as fields of the body
 
     def read(self, body: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         """Validate a body; return its struct and the unknown fields' names. Raises InvalidRequest or UnsupportedParameter."""
-        rest = {name: value for name, value in body.items() if value is not None and name not in kind.__struct_fields__}
+        for wrapper in self.wrappers:
+            body = _unwrapped(body, wrapper)
+        known = kind.__struct_fields__
+        if BUDGET in known:
+            body = _with_one_budget(body)
+        rest = {name: value for name, value in body.items() if value is not None and name not in known}
         for name, idle in self.refused.items():
             given = rest.get(name)
             # JSON's true is not 1, though Python's is.
             if name in rest and not any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in idle):
                 values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in idle)
                 raise UnsupportedParameter(f"{name} is not supported here; leave it out{values}", name)
-        return convert(body, kind), tuple(sorted(rest.keys() - self.refused.keys() - self.harmless))
+        unknown = sorted(rest.keys() - self.refused.keys() - self.harmless)
+        for name in unknown:
+            words = re.split("[^a-z]+", re.sub("([A-Z])", r"_\1", name).lower())
+            if CONSTRAINING & {word.removesuffix("s") for word in words}:
+                near = difflib.get_close_matches(name, known, 1, 0)[0]
+                message = f"{name} is not known here, and without it the answer could be wrong; the nearest known name is {near}"
+                raise UnsupportedParameter(message, name)
+        return convert(body, kind), tuple(unknown)
+
+
+def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:
+    """Return a body with the fields of its object `wrapper` beside its own. Raises InvalidRequest if two differ."""
+    inner = body.get(wrapper)
+    if not isinstance(inner, dict):
+        return body
+    for name in inner.keys() & body.keys():
+        if inner[name] != body[name]:
+            raise InvalidRequest(f"{wrapper}.{name} and {name} differ; send one of them", f"{wrapper}.{name}")
+    return {**inner, **{name: value for name, value in body.items() if name != wrapper}}
+
+
+def _with_one_budget(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body whose reasoning budget, by whatever names it is given, is in `thinking_token_budget`; -1 is no limit."""
+    given: dict[str, int] = {}
+    for place in BUDGET_PLACES:
+        outer, _, name = place.rpartition(".")
+        holder = body if not outer or place in body else body.get(outer)
+        value = holder.get(place if holder is body else name) if isinstance(holder, dict) else None
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+            raise InvalidRequest(f"{place} must be a number of tokens, or -1 for no limit", place)
+        given[place] = value
+    first, budget = next(iter(given.items()), (BUDGET, -1))
+    if other := next((place for place in given if given[place] != budget), None):
+        raise InvalidRequest(f"{first} and {other} mean the same and differ; send one of them", other)
+    rest = {name: value for name, value in body.items() if name not in BUDGET_PLACES}
+    return rest if budget < 0 else {**rest, BUDGET: budget}
 
 
 def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
@@ -133,6 +187,19 @@ def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
         known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
         hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
         raise InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param) from None
+
+
+def decode_arguments(text: str) -> Any:
+    """Decode a tool call's arguments; a number beyond the range of a float becomes the largest float. Raises ValueError."""
+
+    def number(digits: str) -> float:
+        return min(max(float(digits), -sys.float_info.max), sys.float_info.max)
+
+    def integer(digits: str) -> float:
+        is_small = len(digits) <= 20 and -(2**63) <= int(digits) < 2**64  # what can be encoded again
+        return int(digits) if is_small else number(digits)
+
+    return json.loads(text, parse_float=number, parse_int=integer)
 
 
 def encode_json(value: Any) -> bytes:

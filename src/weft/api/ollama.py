@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.api import dialect
-from weft.api.dialect import FieldRules, ParsedRequest, Reply, ReplyHeader, encode_json, join_texts, pick_fields
+from weft.api.dialect import FieldRules, ParsedRequest, Reply, ReplyHeader, decode_arguments, encode_json, join_texts, pick_fields
 from weft.api.http import json_response, read_json
 from weft.api.problems import message_of
 from weft.config import ServerConfig
@@ -95,6 +95,7 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None  # absent: true
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Effort | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # also by the names of `BUDGET_PLACES`; -1: no limit
     options: Options | None = None
 
 
@@ -169,6 +170,7 @@ def _parsed(
         sampling={name: value for name, value in sampling.items() if value is not None},
         stops=(options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ()),
         grammar=grammar,
+        thinking_budget=request.thinking_token_budget,
         effort="max" if think is True else "none" if think is False else think,
         **more,
     )
@@ -255,7 +257,7 @@ class OllamaReply(Reply):
                     self._open_calls[index][1].append(delta.text)
                 case CallClosed(index=index):
                     opened, texts = self._open_calls.pop(index)
-                    function = {"index": index, "name": opened.name, "arguments": msgspec.json.decode("".join(texts))}
+                    function = {"index": index, "name": opened.name, "arguments": decode_arguments("".join(texts))}
                     calls.append({"id": opened.id, "function": function})
         text, more = join_texts(deltas, Text), {"thinking": thinking} if thinking else {}
         if not self._is_chat:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from weft import __version__
 from weft.api import admin, ollama
 from weft.api.anthropic import request as anthropic
-from weft.api.dialect import FieldRules
+from weft.api.dialect import BUDGET, BUDGET_NAMES, FieldRules
 from weft.api.http import json_response
 from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
@@ -72,11 +72,13 @@ def _request_schemas(additions: Schema) -> Schema:
     kinds += [ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.ShowRequest]
     kinds += [admin.TokenizeRequest, admin.DetokenizeRequest, admin.ClearRequest, admin.LoadRequest, admin.UnloadRequest]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    rules = dict.fromkeys(("ChatRequest", "CompletionRequest"), openai.RULES) | {"ResponseRequest": responses.RULES}
+    rules = {"ChatRequest": openai.RULES, "CompletionRequest": completions.RULES, "ResponseRequest": responses.RULES}
     rules |= dict.fromkeys(("MessagesRequest", "CountRequest"), anthropic.RULES)
     rules |= dict.fromkeys(("OllamaChatRequest", "OllamaGenerateRequest"), ollama.RULES)
     for name, inert in rules.items():  # a field that acts in one dialect may be refused in another
-        schemas[name]["properties"] = _inert_fields(inert) | schemas[name]["properties"]
+        fields = schemas[name]["properties"]
+        aliases = dict.fromkeys(BUDGET_NAMES, fields[BUDGET]) if BUDGET in fields else {}
+        schemas[name]["properties"] = _inert_fields(inert) | aliases | fields
     schemas["Options"]["properties"] |= _inert_fields(ollama.OPTION_RULES)
     for name, addition in additions.items():  # what a struct can not say
         schemas[name] |= addition

@@ -4,9 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-
-from weft.api.dialect import SEAL, Reply, ReplyHeader, encode_event, encode_json, join_texts, kept_tokens, seal
+from weft.api.dialect import SEAL, Reply, ReplyHeader, decode_arguments, encode_event, encode_json, join_texts, kept_tokens, seal
 from weft.api.problems import anthropic_body
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
@@ -67,8 +65,8 @@ class MessagesReply(Reply):
                     end = {**delta, "usage": usage}
         for block in blocks:
             if block["type"] == "tool_use":
-                with suppress(msgspec.DecodeError):
-                    block["input"] = msgspec.json.decode(block.pop("partial_json", ""), type=dict)
+                with suppress(ValueError):
+                    block["input"] = decode_arguments(block.pop("partial_json", ""))
         return {**self._message, "content": blocks, **end}
 
     def _events(self, run: list[Delta]) -> Iterator[Event]:

@@ -113,6 +113,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # as `thinking.budget_tokens`; -1: no limit
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
 
@@ -177,17 +178,19 @@ def _read_generation(request: CountRequest) -> GenerationRequest:
 def _read_thinking(request: CountRequest) -> tuple[Effort | None, int | None, dict[str, Any]]:
     """Return reasoning effort, token budget and chat template kwargs; None, None and {} leave reasoning to the model."""
     effort = request.output_config.effort if request.output_config else None
+    budget = request.thinking_token_budget
     match request.thinking:
         case None:
-            return effort, None, {}
+            return effort, budget, {}
         case Thinking(type="disabled"):
             return "none", None, {}
-        case Thinking(type="enabled", budget_tokens=None):
+        case Thinking(type="enabled") if budget is None:
             raise InvalidRequest("thinking.budget_tokens is required where thinking is enabled", "thinking.budget_tokens")
-        case Thinking(type="enabled", budget_tokens=int(budget)):
+        case Thinking(type="enabled"):
+            assert budget is not None
             worded = next(word for word, tokens in BUDGETS.items() if tokens is None or tokens >= budget)
             return effort or worded, budget, {}
-    return effort, None, {"enable_thinking": True}
+    return effort, budget, {"enable_thinking": True}
 
 
 def _read_grammar(request: CountRequest) -> GrammarSpec | None:

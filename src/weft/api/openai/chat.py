@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
 from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
-from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, read_grammar
-from weft.errors import InvalidRequest
+from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, Off, read_grammar
+from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import CallArguments, CallOpened, Conversation, Delta, Effort, Message, Reasoning, Role, Text, ToolCall
 
@@ -58,6 +58,22 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     prompt_cache_breakpoint: bool | dict[str, Any] | None = None
 
 
+class ThinkingSwitch(msgspec.Struct, kw_only=True):
+    """The `thinking` field as GLM's and Kimi's clients send it: whether to reason, and for how many tokens."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"] | None = None
+    budget_tokens: Annotated[int, Meta(ge=-1)] | None = None
+
+
+class ReasoningSwitch(msgspec.Struct, kw_only=True):
+    """The `reasoning` field as OpenRouter's clients send it: effort or tokens, or whether to reason; it is always shown."""
+
+    effort: Effort | None = None
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    enabled: bool | None = None
+    exclude: Off | None = None
+
+
 class ChatRequest(ConversationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -66,9 +82,24 @@ class ChatRequest(ConversationRequest, kw_only=True):
     max_tokens: Count | None = None
     logprobs: bool | None = None
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningSwitch | None = None
+    thinking: ThinkingSwitch | None = None
     tools: list[SentTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def read_effort(self) -> Effort | None:
+        """Return the reasoning effort, None if it is left to the model. Raises InvalidRequest if two fields differ."""
+        reasoning, thinking = self.reasoning or ReasoningSwitch(), self.thinking or ThinkingSwitch()
+        if reasoning.exclude:
+            raise UnsupportedParameter("reasoning.exclude is not supported here; leave it out", "reasoning.exclude")
+        given: dict[str, Effort | None] = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": reasoning.effort}
+        given |= {"reasoning.enabled": "none" if reasoning.enabled is False else None}
+        given |= {"thinking.type": "none" if thinking.type == "disabled" else None}
+        first = next((name for name in given if given[name] is not None), "reasoning_effort")
+        if other := next((name for name in given if given[name] not in (None, given[first])), None):
+            raise InvalidRequest(f"{first} and {other} differ; send one of them", other)
+        return given[first]
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
@@ -95,8 +126,8 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         logprobs,
         grammar=read_grammar(request, GRAMMAR_FIELDS),
         tool_choice=choice if tools else None,
-        thinking_budget=request.thinking_budget,
-        effort=request.reasoning_effort,
+        thinking_budget=request.thinking_token_budget,
+        effort=request.read_effort(),
     )
     custom = frozenset(tool.name for tool in tools if tool.is_custom)
     reply = partial(ChatReply, request=request, has_logprobs=logprobs is not None, custom=custom)

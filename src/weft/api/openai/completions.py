@@ -1,16 +1,21 @@
 """POST /v1/completions: parses a body into a `GenerationRequest`, and encodes deltas as a completion or its chunks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
+from weft.api.dialect import BUDGET_NAMES, ParsedRequest, ReplyHeader, join_texts
+from weft.api.openai import request as openai
 from weft.api.openai.reply import OpenAIReply, logprob_of, tokens_of
-from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, RULES, CommonRequest, TokenId, read_grammar
+from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, CommonRequest, TokenId, read_grammar
 from weft.errors import InvalidRequest
 from weft.text.types import Delta, Prompt, Token
+
+# Reasoning is not split off here, so it can not be limited.
+RULES = replace(openai.RULES, refused={**openai.RULES.refused, **dict.fromkeys(BUDGET_NAMES, (-1,))})
 
 
 class CompletionRequest(CommonRequest, kw_only=True):

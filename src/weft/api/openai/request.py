@@ -31,11 +31,10 @@ RULES = FieldRules(
     refused={
         **dict.fromkeys(("tools", "functions"), ([],)),
         **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        **dict.fromkeys(("thinking_token_budget", "guided_whitespace_pattern", "audio", "prediction", "web_search_options"), ()),
-        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode"), ()),
+        **dict.fromkeys(("guided_whitespace_pattern", "audio", "prediction", "web_search_options"), ()),
+        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode", "ebnf"), ()),
         **dict.fromkeys(("xtc_probability", "dry_multiplier"), (0,)),
         **dict.fromkeys(("return_progress", "timings_per_token"), (False,)),
-        "reasoning_budget_tokens": (-1,),
         "include_reasoning": (True,),
         "modalities": (["text"],),
         "suffix": ("",),
@@ -49,6 +48,7 @@ RULES = FieldRules(
         xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
         """.split()  # noqa: SIM905 - a list literal would fill a page
     ),
+    wrappers=("nvext", "extra_body"),  # NIM's, and what clients mean to unpack and some send as it is
 )
 
 
@@ -114,13 +114,14 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    # What the answer must look like: at most one of these. The last two are llama.cpp's.
+    # What the answer must look like: at most one of these. The last two are llama.cpp's, `regex` is SGLang's.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaOrText | None = None
     guided_regex: SomeText | None = None
     guided_choice: Choices | None = None
     guided_grammar: SomeText | None = None
+    regex: SomeText | None = None
     json_schema: Schema | None = None
     grammar: SomeText | None = None
     # Who may share the computed prompt, and who comes again. The answer is the same in any case.
@@ -165,28 +166,18 @@ class ConversationRequest(CommonRequest, kw_only=True):
     """Fields shared by the OpenAI APIs that take conversations: Chat Completions and Responses."""
 
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None
-    reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None  # another name of it; -1: no limit
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # its other names are in `BUDGET_PLACES`; -1: no limit
     tool_choice: ToolMode | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    @property
-    def thinking_budget(self) -> int | None:
-        """Maximum number of reasoning tokens; None: no limit. Raises InvalidRequest if two fields give different numbers."""
-        budgets = {self.thinking_token_budget, self.reasoning_budget_tokens} - {None}
-        if len(budgets) > 1:
-            message = "thinking_token_budget and reasoning_budget_tokens mean the same and differ; send one of them"
-            raise InvalidRequest(message, "reasoning_budget_tokens")
-        return next(iter(budgets - {-1}), None)
-
 
 def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "") -> GrammarSpec | None:
-    """Return the grammar that one of the fields in `makers` asks for; None if none does. Raises InvalidRequest if several do."""
+    """Return the grammar that the fields in `makers` ask for; None if none does. Raises InvalidRequest if two of them differ."""
     given = {name: getattr(request, name) for name in makers}
     specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}
     names = [name for name, spec in specs.items() if spec is not None]
-    if len(names) > 1:
+    if len({specs[name] for name in names}) > 1:  # two equal ones are one
         raise InvalidRequest(f"{names[0]} and {names[1]} can not both be honoured; send one of them", names[1])
     return specs[names[0]] if names else None
 
@@ -230,6 +221,7 @@ GRAMMAR_FIELDS: dict[str, MakeGrammar] = {
     "guided_regex": regex_grammar,
     "guided_choice": choice_grammar,
     "guided_grammar": lark_grammar,
+    "regex": regex_grammar,
     "json_schema": _read_schema,
     "grammar": lark_grammar,
 }

@@ -35,6 +35,7 @@ RULES = FieldRules(
         **dict.fromkeys(("moderation", "prompt", "max_tokens", "max_completion_tokens", "reasoning_effort"), ()),
     },
     harmless=openai.RULES.harmless | {"client_metadata", "access_programs", "image"},
+    wrappers=openai.RULES.wrappers,
 )
 
 Summary = Literal["auto", "concise", "detailed", "none"]
@@ -111,7 +112,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
         (request.top_logprobs or 0) if request.top_logprobs or LOGPROBS in includes else None,
         grammar=read_grammar(request, openai.GRAMMAR_FIELDS | {"text": _read_text}),
         tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
-        thinking_budget=request.thinking_budget,
+        thinking_budget=request.thinking_token_budget,
         effort=thinking.effort,
     )
     keep = past.keep if request.store is not False else None
