@@ -4,7 +4,6 @@ right, many schemas side by side in one batch."""
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jsonschema_rs
 import mlx.core as mx
@@ -14,6 +13,7 @@ from test_corpus import COMPILER, ENDINGS, PLACE
 
 from driver import SMALL, Run
 from thoroughness import ALL
+from weft.api.dialect import decode_arguments
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec
@@ -58,7 +58,7 @@ def test_every_strict_schema_gets_a_valid_instance_from_a_model_that_knows_nothi
             if sequence.finish == "stop":
                 text = COMPILER.tokenizer.decode_str([token for token in sequence.output if token not in (4080, 4082)])
                 validator = jsonschema_rs.validator_for(entry.schema, validate_formats=True, offline=True)
-                assert validator.is_valid(json.loads(text)), (entry.name, text)
+                assert validator.is_valid(decode_arguments(text)), (entry.name, text)
         left = [entry for entry, sequence in answered if sequence.finish != "stop"]
 
     assert count > 300 // STRIDE

@@ -65,6 +65,9 @@ REGEX_TOKEN = re.compile(
     re.DOTALL,
 )
 
+ASCII_CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
+LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|(?P<regex>/(?:\\.|[^/\\\n])+/)', re.DOTALL)
+
 
 def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
     """Build the grammar of JSON answers that fit a schema, given as object or text. Raises InvalidRequest if unusable."""
@@ -82,7 +85,7 @@ def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
 
 def regex_grammar(pattern: str, place: str) -> GrammarSpec:
     """Build the grammar of answers that match the pattern from end to end. Raises InvalidRequest if it is too long."""
-    return GrammarSpec("regex", _bounded(pattern, place, MAX_TEXT))
+    return GrammarSpec("regex", _bounded(_with_ascii_classes(pattern), place, MAX_TEXT))
 
 
 def choice_grammar(choices: list[str], place: str) -> GrammarSpec:
@@ -98,7 +101,8 @@ def lark_grammar(text: str, place: str) -> GrammarSpec:
     """Make a GrammarSpec from a client's Lark or GBNF grammar. Raises InvalidRequest if it contains %json or is too long."""
     if "%json" in text:  # its schema would not be examined
         raise InvalidRequest(f"{place}: %json is not taken within a grammar; ask for a schema instead", place)
-    return GrammarSpec("lark", _bounded(text, place, MAX_TEXT))
+    narrowed = LARK_TOKEN.sub(lambda found: _with_ascii_classes(found[0]) if found["regex"] else found[0], text)
+    return GrammarSpec("lark", _bounded(narrowed, place, MAX_TEXT))
 
 
 def structural_tag_grammar(tag: dict[str, Any] | str, place: str) -> GrammarSpec:
@@ -329,16 +333,30 @@ def _narrow(node: Node, strict: bool) -> None:
     more += _narrow_patterns(node)
     if strict and "oneOf" in node:
         more.append({"anyOf": node.pop("oneOf")})
-    if strict and "number" in node.get("type", ()):
-        # Bounds keep exponents away, and the fractions of a multipleOf within a float's digits.
-        step = node.get("multipleOf", 1)
-        far = LARGEST if step % 1 == 0 else min(LARGEST, step * 1e15)
+    if strict and "number" in node.get("type", ()) and (step := node.get("multipleOf", 1)) % 1:
+        far = min(LARGEST, step * 1e15)  # within a float's digits; no bounds elsewhere: with one, llguidance takes no exponents
         if not node.keys() & {"minimum", "exclusiveMinimum", "const", "enum"}:
             node["minimum"] = -far
-        if far < LARGEST and not node.keys() & {"maximum", "exclusiveMaximum", "const", "enum"}:
+        if not node.keys() & {"maximum", "exclusiveMaximum", "const", "enum"}:
             node["maximum"] = far
     if more:
         node["allOf"] = [*node.get("allOf", ()), *more]
+
+
+def _with_ascii_classes(pattern: str) -> str:
+    r"""Return a regex whose \d and \w mean ASCII, as in JSON Schema, Python's re.ASCII and JavaScript, not every script."""
+    in_class = False
+
+    def rewritten(found: re.Match[str]) -> str:
+        nonlocal in_class
+        token = found[0]
+        if len(token) == 2:
+            plain = ASCII_CLASSES.get(token, token)
+            return plain[1:-1] if in_class and token in (r"\d", r"\w") else plain
+        in_class = token != "]" if in_class else token == "["
+        return token
+
+    return re.sub(r"\\.|[\[\]]", rewritten, pattern, flags=re.DOTALL)
 
 
 def _narrow_patterns(node: Node) -> list[Node]:

@@ -6,6 +6,7 @@ import json
 from itertools import count
 from typing import Any
 
+from weft.api.dialect import decode_arguments
 from weft.text.tools import Tool, read_tools
 from weft.text.tools.arguments import Pairs, Tags
 from weft.text.tools.call_reader import CallReader, HarmonyReader
@@ -191,7 +192,8 @@ def calls(deltas: list[ContentDelta]) -> list[tuple[str, Any]]:
     said = {
         index: "".join(one.text for one in deltas if isinstance(one, CallArguments) and one.index == index) for index in names
     }
-    return [(names[delta.index], json.loads(said[delta.index])) for delta in deltas if isinstance(delta, CallClosed)]
+    closed = [delta.index for delta in deltas if isinstance(delta, CallClosed)]
+    return [(names[index], json.loads(said[index], parse_float=decode_arguments)) for index in closed]
 
 
 def write(family: Family, called: list[tuple[str, dict[str, Any]]]) -> str:
