@@ -19,7 +19,7 @@ from weft.errors import RequestError, WeftError  # noqa: E402
 from weft.ipc.limits import Sampling  # noqa: E402
 from weft.ipc.messages import FinishReason, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.download import shown  # noqa: E402
-from weft.text.sampling import recommended_sampling  # noqa: E402
+from weft.text.sampling import merge_sampling, recommended_sampling  # noqa: E402
 from weft.text.template import ChatTemplate  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
 
@@ -59,7 +59,7 @@ class LLM:
         self.config = self.engine.config
         self.tokenizer = Tokenizer(self.loaded.folder)
         self.template = ChatTemplate.of(self.loaded.folder)
-        self.default_sampling = Sampling(**recommended_sampling(self.loaded.folder))
+        self.default_sampling = merge_sampling(recommended_sampling(self.loaded.folder), {})
         self._thread = threading.get_ident()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:

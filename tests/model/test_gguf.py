@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from weft.errors import BadModel, ModelError, UnsupportedModel
 from weft.model import gguf, gguf_convert
 from weft.model.loader import load
+from weft.text.sampling import recommended_sampling
 
 F32, F16, Q4_0, Q4_1, Q8_0, BF16, Q6_K = 0, 1, 2, 3, 8, 30, 14
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 96, 4, 2, 2
@@ -363,6 +364,14 @@ def test_config_carries_the_metadata(tmp_path: Path) -> None:
     assert expected.items() <= config_of(folder).items()
     assert "rope_scaling" not in config_of(folder)
     assert load(folder).eos_token_ids == (2, 0)
+
+
+def test_recommended_sampling_is_carried_over(tmp_path: Path) -> None:
+    said = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05}
+    folder = converted(tiny(tmp_path / "m.gguf", said), tmp_path / "m")
+
+    found = recommended_sampling(folder)
+    assert found == {"temperature": pytest.approx(0.6), "top_k": 20, "repetition_penalty": pytest.approx(1.05)}
 
 
 def llama3_divisors(factor: float, base: float = 100000.0) -> Array:

@@ -30,6 +30,7 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # types of tokens that stand for thems
 BEFORE_DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 AFTER_DIGITS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SMOLLM, GPT2, QWEN2, LLAMA3 = ("smollm",), ("gpt-2", "default"), ("qwen2",), ("llama-bpe", "llama3", "llama-v3")
+SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 
 Config = dict[str, Any]
 
@@ -44,7 +45,9 @@ def convert(path: Path, folder: Path, *, quantized: bool, progress: Progress) ->
     _write_json(folder / "config.json", config)
     others = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))  # end of turn, of message
     eos = [config["eos_token_id"], *(token for token in others if isinstance(token, int))]
-    _write_json(folder / "generation_config.json", {"eos_token_id": list(dict.fromkeys(eos))})
+    said = {name: file.metadata.get(f"general.sampling.{key}") for key, name in SAMPLING.items()}
+    sampling = {name: value for name, value in said.items() if isinstance(value, int | float)}
+    _write_json(folder / "generation_config.json", {"eos_token_id": list(dict.fromkeys(eos)), **sampling})
     _write_weights(folder / "model.safetensors", planned, partial(progress, f"converting {path.name}"))
 
 

@@ -13,7 +13,7 @@ from weft.ipc.messages import ConstraintSpec, PrefixReuse, ReasoningSpec, TokenL
 from weft.log import escape_unprintable
 from weft.text.normalise import INSTRUCTING, PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
-from weft.text.sampling import recommended_sampling
+from weft.text.sampling import merge_sampling, recommended_sampling
 from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Detokenizer, Tokenizer
@@ -128,7 +128,7 @@ class Codec:
         return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
     def sampling(self, given: dict[str, Any]) -> Sampling:
-        return Sampling(**{**self.recommended, **given})
+        return merge_sampling(self.recommended, given)
 
     def reader(self, generation: GenerationRequest, prompt: EncodedPrompt) -> StreamReader:
         selection = generation.tool_choice

@@ -1,4 +1,4 @@
-"""Sampling defaults that a model's generation_config.json recommends; they replace the defaults of `Sampling`."""
+"""Sampling defaults for requests: what a model's generation_config.json recommends, else a neutral default."""
 
 import logging
 from pathlib import Path
@@ -10,7 +10,9 @@ from weft.text.template import read_json_object
 
 log = logging.getLogger("weft.text")
 
-RECOMMENDABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # fields of `Sampling`
+CHOOSING = ("temperature", "top_p", "top_k", "min_p")
+RECOMMENDABLE = (*CHOOSING, "repetition_penalty")  # fields of `Sampling`
+NEUTRAL = {"temperature": 0.2, "top_p": 0.9}  # small models that recommend nothing answer sensibly so, and at 1.0 do not
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:
@@ -26,3 +28,9 @@ def recommended_sampling(folder: Path) -> dict[str, Any]:
         log.warning("%s recommends sampling that can not be honoured, so none of it is used: %s", path, error)
         return {}
     return found
+
+
+def merge_sampling(recommended: dict[str, Any], given: dict[str, Any]) -> Sampling:
+    """Return a request's sampling: what it gives, then what the model recommends; NEUTRAL if neither says how to choose."""
+    says = {*recommended, *given} & {*CHOOSING}
+    return Sampling(**{**({} if says else NEUTRAL), **recommended, **given})

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from weft.api.dialect import Reply, ReplyHeader, encode_json, reused_fields, schema_verdict
 from weft.api.openai.request import CommonRequest
 from weft.api.problems import openai_body
+from weft.text.sampling import RECOMMENDABLE
 from weft.text.types import Delta, Finish, Text, Token, Usage
 
 
@@ -25,6 +26,8 @@ class OpenAIReply(Reply):
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         head = {"id": f"{self.id_prefix}-{header.id}", "object": self.chunk_object, "created": header.created}
         self._head = {**head, "model": header.model, "system_fingerprint": header.fingerprint}
+        used = {} if header.sampling is None else {name: getattr(header.sampling, name) for name in RECOMMENDABLE}
+        self._sampling = {"sampling": used} if used else {}  # with the defaults of the model, or of weft
         self._finishes: dict[int, Finish] = {}
         # Nearly every frame is a lone text, so the bytes before and after it are made only once.
         blanks = [] if has_logprobs else [self._chunk(choice, self.show_run(choice, [Text("\0")])) for choice in self.choices]
@@ -48,7 +51,7 @@ class OpenAIReply(Reply):
             shown = self.show_run(choice, run)
             return self._chunk(choice, shown) if shown else b""
         self._finishes[choice] = finish
-        timings = {"timings": timings_of(self._usages(), self.n)} if len(self._finishes) == len(self.choices) else {}
+        timings = {"timings": self._timings()} if len(self._finishes) == len(self.choices) else {}
         return self._frame([{"index": choice, **self.silence, **_ending(finish)}], **timings)
 
     def frame_heartbeat(self, num_computed: int, num_tokens: int) -> bytes:
@@ -68,8 +71,11 @@ class OpenAIReply(Reply):
             {"index": choice, **self.show_choice(choice, deltas), **_ending(self._finishes[choice])}
             for choice, deltas in enumerate(collected)
         ]
-        end = {"usage": self._usage(), "timings": timings_of(self._usages(), self.n)}
+        end = {"usage": self._usage(), "timings": self._timings()}
         return {**self._head, "object": self.body_object, "choices": choices, **end}
+
+    def _timings(self) -> dict[str, Any]:
+        return timings_of(self._usages(), self.n) | self._sampling
 
     def _chunk(self, choice: int, shown: dict[str, Any]) -> bytes:
         return self._frame([{"index": choice, **shown, "finish_reason": None}])
