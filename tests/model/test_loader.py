@@ -150,6 +150,30 @@ def test_eos_ids_come_from_generation_config_and_config(
     assert load(folder).eos_token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("configured", "end", "expected"),
+    [
+        (7, "<end>", (7, 5)),
+        (None, "<end>", (5,)),
+        (None, {"content": "<end>"}, (5,)),
+        (5, "<end>", (5,)),
+        (7, "<gone>", (7,)),
+        (7, None, (7,)),
+        ([7, 9, 200, -1], "<end>", (7, 5)),  # the last token is 7
+    ],
+)
+def test_the_tokenizer_s_own_end_counts_and_ids_that_no_token_has_do_not(
+    folder: Path, configured: Any, end: Any, expected: tuple[int, ...]
+) -> None:
+    write_folder(folder, fresh_weights(), eos_token_id=configured)
+    vocabulary = {f"t{index}": index for index in (0, 1, 2, 3, 4, 6, 7)}
+    written = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 5, "content": "<end>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(written))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+
+    assert load(folder).eos_token_ids == expected
+
+
 # --- tensors the model does not take ---------------------------------------------------------------------------------
 
 

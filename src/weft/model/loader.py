@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from mlx.utils import tree_flatten
 from weft.errors import BadModel, ModelError, UnsupportedModel
 from weft.memory.safetensors import DTYPE_BYTES, read_header
 from weft.model.download import Progress
+
+log = logging.getLogger("weft.model")
 
 STEP_BYTES = 1 << 27  # weights evaluated at a time: bounds what the cast holds twice
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config")  # where wrappers keep the language model's config
@@ -51,14 +54,15 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
     model, config, extra = _LoadObserver(folder, written).build()
     _evaluate(folder, model, progress or (lambda *_: None))
     text_config = _text_config(config)
+    vocab_size = _vocab_size(folder, model, text_config)
     return LoadedModel(
         model=model,
         config=config,
         folder=folder,
         extra_tensors={name: file for name, file in files.items() if name in extra or file.name.startswith("mtp")},
-        eos_token_ids=_eos_token_ids(folder, generation, written, _text_config(written)),
+        eos_token_ids=_eos_token_ids(folder, vocab_size, generation, written, _text_config(written)),
         context_length=next((text_config[key] for key in CONTEXT_KEYS if isinstance(text_config.get(key), int)), None),
-        vocab_size=_vocab_size(folder, model, text_config),
+        vocab_size=vocab_size,
         weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
     )
 
@@ -93,12 +97,32 @@ def _text_config(config: Json) -> Json:
     return config | next((config[key] for key in TEXT_CONFIGS if isinstance(config.get(key), dict)), {})
 
 
-def _eos_token_ids(folder: Path, *sources: Json) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, vocab_size: int, *sources: Json) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of the configs, and the tokenizer's own; ids that no token has are left out."""
     values = [source.get("eos_token_id") for source in sources]
     tokens = [token for value in values for token in (value if isinstance(value, list) else [value]) if token is not None]
     if wrong := [token for token in tokens if not isinstance(token, int) or isinstance(token, bool)]:
         raise BadModel(f"{folder} names the eos_token_id {wrong[0]!r}, which is not a token id; mend its config.json")
-    return tuple(dict.fromkeys(tokens))
+    ids = _token_ids(folder)
+    settings = folder / "tokenizer_config.json"
+    end = _read_json(settings).get("eos_token") if settings.is_file() else None
+    own = ids.get(end["content"] if isinstance(end, dict) and "content" in end else end if isinstance(end, str) else "")
+    largest = min(vocab_size - 1, max(ids.values(), default=vocab_size))
+    for token in tokens:
+        if not 0 <= token <= largest:
+            log.warning("%s names the eos_token_id %d, but the last token is %d: it is not used", folder, token, largest)
+    return tuple(token for token in dict.fromkeys([*tokens, *([] if own is None else [own])]) if 0 <= token <= largest)
+
+
+def _token_ids(folder: Path) -> dict[str, int]:
+    """Return the ids of a tokenizer's tokens by text; {} if the folder has no tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    written = _read_json(path)
+    vocabulary = written.get("model", {}).get("vocab", {})  # a list of [text, score] in Unigram models
+    ids = vocabulary if isinstance(vocabulary, dict) else {text: index for index, (text, *_) in enumerate(vocabulary)}
+    return {**ids, **{token["content"]: token["id"] for token in written.get("added_tokens", ())}}
 
 
 def _vocab_size(folder: Path, model: nn.Module, text_config: Json) -> int:
