@@ -125,6 +125,22 @@ def test_an_echoed_prompt_has_the_log_probabilities_evaluations_need(client: ope
     assert ours.text_offset == [sum(map(len, ours.tokens[:i])) for i in range(len(ours.tokens))]
 
 
+def test_beside_an_echoed_prompt_an_end_token_has_its_entry_too(client: openai.OpenAI) -> None:
+    """Scorers drop the last entry as the generated one; without it they would drop the last token of what they score."""
+    end = {"max_tokens": 1, "logit_bias": {"4082": 100}}
+    scored = client.completions.create(prompt=STORY, echo=True, logprobs=1, **end, **GREEDY)
+
+    choice, usage = scored.choices[0], scored.usage
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert usage is not None
+    assert (choice.text, choice.finish_reason) == (STORY, "stop")
+    assert len(choice.logprobs.tokens) == usage.prompt_tokens + 1
+    assert choice.logprobs.tokens[-1] == "<|im_end|>"
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[-1] is not None
+
+
 def test_a_conversation_goes_on_from_an_answer_begun(client: openai.OpenAI) -> None:
     begun: Any = [*JSON_TASK, {"role": "assistant", "content": '{"marker":'}]
     extra = {"continue_final_message": True, "add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}}

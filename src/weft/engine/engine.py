@@ -255,7 +255,7 @@ class Engine:
             self.events.append(TokenEvent(sequence.id, token, logprob, timings=sequence.timings if is_first else None))
         else:
             is_emitted = sequence.ending.stop_token is None
-            self._finish(sequence, "stop", last=(token, logprob) if is_emitted else (None, None))
+            self._finish(sequence, "stop", last=(token if is_emitted else None, logprob))
 
     # Endings and failures.
 

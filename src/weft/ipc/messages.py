@@ -89,7 +89,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
     sequence: int
     token: int | None
-    logprob: TokenLogprob | None = None
+    logprob: TokenLogprob | None = None  # of `token`, or of `stop`
     finish: FinishReason | None = None
     error: str | None = None
     stop: int | None = None  # the end token that was sampled and not emitted

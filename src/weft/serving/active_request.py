@@ -88,6 +88,8 @@ class ChoiceStream:
             new += self.reader.feed(event.token, event.logprob)
         if event.finish is not None:
             new += self.reader.finish()
+            if self.generation.echo and event.stop is not None and event.logprob is not None:  # scorers count prompt + 1 tokens
+                new.append(Text("", self.codec.tokens([event.stop], [event.logprob])))
         self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in new)
         if self._checked is not None:
             self._answer += [delta.text for delta in new if isinstance(delta, Text)]
