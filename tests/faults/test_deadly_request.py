@@ -35,5 +35,5 @@ def test_the_deadly_request_fails_and_the_others_are_answered(tmp_path: Path, do
         assert [reply["choices"] for reply in others] == alone
         error = deadly.result()["error"]
         assert error["type"] == "server_error"
-        assert server.status()["engine_restarts"] == 3
+        assert server.status()["engine_restarts"] in (4, 5)  # twice among others, perhaps once beside proven ones, twice alone
         assert ask(server, prompts[0])["choices"] == alone[0]

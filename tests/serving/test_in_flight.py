@@ -118,7 +118,7 @@ def test_the_next_suspect_enters_when_the_one_before_has_proved_itself_ended_or_
     assert order == [0, 1, 2, 3]
 
 
-def test_the_culprit_alone_is_handed_out_at_its_third_death() -> None:
+def test_the_culprit_is_handed_out_when_two_engines_died_with_it_alone() -> None:
     in_flight = in_flight_of(*[1] * 8)
     culprit, deaths, blamed = 5, 0, None
     while blamed is None and deaths < 10:
@@ -132,7 +132,11 @@ def test_the_culprit_alone_is_handed_out_at_its_third_death() -> None:
         blamed = in_flight.take_dead()
 
     assert blamed is not None
-    assert (blamed.number, blamed.deaths, deaths) == (culprit, 3, 3)
+    assert (blamed.number, blamed.deaths_alone, deaths) == (
+        culprit,
+        2,
+        5,
+    )  # twice among all, once beside those that proved themselves
     assert sorted(in_flight.waiting) == [0, 1, 2, 3, 4, 6, 7]
     assert not in_flight.inside
 
@@ -148,6 +152,31 @@ def test_innocents_that_proved_themselves_beside_the_culprit_are_no_suspects() -
 
     assert in_flight.waiting[0].deaths == 1
     assert 1 not in in_flight.waiting
+
+
+def test_who_is_beside_others_is_not_blamed_however_often_engines_are_killed() -> None:
+    in_flight = in_flight_of(1, 1, 1)
+    for _ in range(20):  # killed from outside each time, when the first suspect has just proved itself
+        order = enter(in_flight)
+        if len(order) == 1:
+            say(in_flight, order[0], PROOF_TOKENS)
+            enter(in_flight)
+        assert in_flight.take_dead() is None
+
+    assert sorted(in_flight.waiting) == [0, 1, 2]
+
+
+def test_one_that_proves_itself_after_a_death_alone_starts_anew() -> None:
+    in_flight = in_flight_of(1)
+    for _ in range(2):
+        enter(in_flight)
+        assert in_flight.take_dead() is None
+    assert in_flight.waiting[0].deaths_alone == 2
+    enter(in_flight)
+    say(in_flight, 0, PROOF_TOKENS)
+
+    assert in_flight.take_dead() is None
+    assert (in_flight.waiting[0].deaths, in_flight.waiting[0].deaths_alone) == (1, 0)
 
 
 def test_new_requests_wait_until_every_suspect_was_tried() -> None:

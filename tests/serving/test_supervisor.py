@@ -76,7 +76,7 @@ def test_answers_survive_engines_that_die_again_and_again(tmp_path: Path) -> Non
     supervised(story, "--die-after", "100", "--deaths", "6", "--diary", str(tmp_path / "diary"))
 
 
-def test_a_poisonous_request_fails_in_its_third_engine_and_takes_nobody_with_it(tmp_path: Path) -> None:
+def test_a_poisonous_request_fails_alone_and_takes_nobody_with_it(tmp_path: Path) -> None:
     diary = tmp_path / "diary"
 
     async def story(supervisor: Supervisor) -> None:
@@ -84,12 +84,12 @@ def test_a_poisonous_request_fails_in_its_third_engine_and_takes_nobody_with_it(
         good = [ask(supervisor, [1, 2, 3], 40) for _ in range(3)]
         bad = ask(supervisor, [1, POISON], 40)
         good += [ask(supervisor, [1, 2, 3], 40) for _ in range(3)]
-        with pytest.raises(EngineDied, match="died 3 times with this request"):
+        with pytest.raises(EngineDied, match="times with this request"):
             await answer(bad)
         answers = await asyncio.gather(*map(answer, good))
 
         assert answers == [([1, 2, 3] * 14)[:40]] * 6
-        assert len(diary.read_text().splitlines()) == 4
+        assert len(diary.read_text().splitlines()) == 6  # it was alone in the last two of five
 
     supervised(story, "--poison", str(POISON), "--diary", str(diary), "--token-seconds", "0.002")
 

@@ -6,7 +6,7 @@ Every subscription ends: with the last event of each sequence, or with an error.
 A single request may be the cause that engines die, and would make every further engine die with all requests in it. So a
 sequence that was in two engines that died, without `PROOF_TOKENS` new tokens in either, is a suspect. Suspects enter the next
 engine before all other sequences and one at a time: each is on trial until it has emitted that many tokens or has ended.
-A suspect that is on trial when its engine dies is the culprit, and it alone fails.
+A suspect with three such engines, alone in two of them, is the culprit, and it alone fails: something else may kill engines too.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from weft.errors import EngineDied, EngineError, GrammarRejected, WeftError
 from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, Prefixes, PromptEvent, Submit, ToEngine, TokenEvent
 
 SUSPECT_DEATHS = 2
+DEATHS_ALONE = 2  # of engines that had nothing but the suspect, to blame it
 PROOF_TOKENS = 16  # what kills an engine does so at its first step, or soon; a trial holds all others up
 ANSWER_SECONDS = 5.0  # for an engine to list its prefixes; a long step may be under way
 
@@ -94,6 +95,7 @@ class InFlightSequence:
     emitted: list[int] = field(default_factory=list)
     num_before: int = 0  # tokens emitted by engines before the last one that had it
     deaths: int = 0  # of engines that had it, since it last proved itself
+    deaths_alone: int = 0  # those of engines that had nothing else
 
     @property
     def has_proved(self) -> bool:
@@ -138,7 +140,8 @@ class InFlight:
         """Move all waiting sequences, or one crash suspect alone, to the engine; return their Submits; [] during a trial."""
         if not self.waiting or self._is_trial_open:
             return []
-        suspect = next((one for one in self.waiting.values() if one.deaths >= SUSPECT_DEATHS), None)
+        suspects = [one for one in self.waiting.values() if one.deaths >= SUSPECT_DEATHS]
+        suspect = max(suspects, key=lambda one: (one.deaths_alone, one.deaths), default=None)  # the first one is alone in there
         if suspect is not None and len(self.inside) >= max_rows:
             return []  # it would wait in there, and be blamed for what it had no part in
         self.suspect, due = suspect, list(self.waiting.values()) if suspect is None else [suspect]
@@ -149,17 +152,23 @@ class InFlight:
 
     def take_dead(self) -> InFlightSequence | None:
         """After an engine died, make its sequences wait for the next one; remove and return the one to blame, or None."""
-        culprit = self.suspect if self._is_trial_open else None
-        self.suspect = None
+        self.suspect, is_alone = None, len(self.inside) == 1
         for subscription in {one.subscription for one in self.inside.values()}:
             subscription.num_resumed += 1
         for one in self.inside.values():
-            one.deaths = 1 if one.has_proved else one.deaths + 1
+            one.deaths, one.deaths_alone = (1, 0) if one.has_proved else (one.deaths + 1, one.deaths_alone + is_alone)
             one.num_before = len(one.emitted)
+        blamed = (one for one in self.inside.values() if is_alone and one.deaths_alone >= DEATHS_ALONE)
+        culprit = next((one for one in blamed if one.deaths > SUSPECT_DEATHS), None)
         self.waiting, self.inside = dict(sorted((self.inside | self.waiting).items())), {}
         if culprit is not None:
             del self.waiting[culprit.number]
         return culprit
+
+    @property
+    def is_trial_of_one(self) -> bool:
+        """Whether the engine has nothing but a suspect that has not proved itself yet: if it dies, that is evidence."""
+        return self._is_trial_open and len(self.inside) == 1
 
     @property
     def _is_trial_open(self) -> bool:
@@ -208,16 +217,16 @@ class EngineClient:
     def detach(self) -> bool:
         """Disconnect a dead engine after its last message: its sequences wait for the next one; one found to blame fails.
 
-        Returns whether the engine was of use: a sequence ended or emitted PROOF_TOKENS tokens in it, or the culprit is now known.
+        Returns whether the engine was of use: a sequence ended or emitted PROOF_TOKENS tokens in it, or it tried one suspect.
         """
-        was_of_use = self._num_ended > 0 or any(one.has_proved for one in self.live.inside.values())
+        was_of_use = self._num_ended > 0 or any(one.has_proved for one in self.live.inside.values()) or self.live.is_trial_of_one
         self.send, self._num_ended = None, 0
         culprit = self.live.take_dead()
         self._fail_asked(lambda: EngineDied("the engine's process ended before it said what it keeps; try again in a moment"))
         if culprit is not None:
             message = f"the engine died {culprit.deaths} times with this request in it; it is not tried again"
             self._end(culprit.subscription, EngineDied(message))
-        return was_of_use or culprit is not None
+        return was_of_use
 
     def cancel(self, numbers: tuple[int, ...]) -> None:
         """Drop these sequences here and cancel them in the engine, because nobody waits for them."""
