@@ -23,6 +23,20 @@ def test_tools_are_read() -> None:
     assert read_tools(None) == ()
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        ({}, True),
+        ({"properties": {"a": {}}}, False),
+        ({"additionalProperties": False}, False),
+        ({"properties": {"a": {}}, "additionalProperties": {}}, True),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "string"}}, True),
+    ],
+)
+def test_arguments_that_a_schema_does_not_name_come_as_it_says(schema: dict[str, Any], is_open: bool) -> None:
+    assert read_tools([function("f", schema)])[0].is_open == is_open
+
+
 def deep(levels: int) -> dict[str, Any]:
     return {"type": "object", "items": deep(levels - 1)} if levels else {}
 

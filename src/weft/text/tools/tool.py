@@ -52,7 +52,7 @@ class Tool:
     @property
     def is_open(self) -> bool:
         """Whether calls may have arguments the schema does not name: as additionalProperties says, else only if it names none."""
-        return bool(self.parameters.get("additionalProperties", not self.properties))
+        return self.parameters.get("additionalProperties", not self.properties) is not False  # {} allows everything
 
     def schema_of(self, key: str) -> Any:
         return self.properties.get(key, self.parameters.get("additionalProperties", {}))
