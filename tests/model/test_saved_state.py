@@ -124,15 +124,15 @@ def test_every_type_and_shape_comes_back(tmp_path: Path, name: str, shape: tuple
 @given(numbers=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=64), name=st.sampled_from(["BF16", "F16", "U16"]))
 def test_any_sixteen_bits_come_back(numbers: list[int], name: str) -> None:
     """Payloads of NaN too, which arithmetic would not keep."""
-    array = mx.array(numbers, mx.uint16).view(TYPES[name])
+    array = mx.array(numbers, mx.uint16).view(TYPES[name]).reshape(1, 1, -1, 1)
 
     (back,) = unpack(pack(SavedState([(array, array)])), [KVCache()]).layers
 
-    assert np.array(back[0].view(mx.uint16)).tolist() == numbers
+    assert np.array(back[0].view(mx.uint16)).flatten().tolist() == numbers
 
 
 def test_an_array_that_is_not_contiguous_comes_back() -> None:
-    array = mx.arange(24).reshape(2, 3, 4).transpose(2, 0, 1)[1:]
+    array = mx.arange(24).reshape(1, 2, 3, 4).transpose(0, 3, 1, 2)[:, 1:]
     mx.eval(array)
 
     (back,) = unpack(pack(SavedState([(array, array)])), [KVCache()]).layers
@@ -247,3 +247,13 @@ def test_bytes_that_are_no_array_are_not_put_back(plane: StoredArray) -> None:
 
     with pytest.raises(Damaged, match=r"0\.0 is no"):
         unpack(Packed(packed.description, (plane,)), [KVCache()])
+
+
+@pytest.mark.parametrize(
+    "shapes", [((1, 2, 3), (1, 2, 3)), ((2, 2, 3, 4), (2, 2, 3, 4)), ((1, 2, 3, 4), (1, 2, 5, 4)), ((1, 2, 3, 4),)]
+)
+def test_a_block_of_another_rank_is_damaged(tmp_path: Path, shapes: tuple[tuple[int, ...], ...]) -> None:
+    packed = pack(SavedState([tuple(mx.zeros(shape) for shape in shapes)]))
+
+    with pytest.raises(Damaged, match="layer 0 has no keys and values"):
+        unpack(through_a_file(packed, tmp_path), [KVCache()])

@@ -143,7 +143,17 @@ def unpack(packed: Packed, like: LayerCaches) -> SavedState:
     layers, patterns = json.loads(packed.description), list(leaves(like))
     if len(layers) != len(patterns):
         raise Damaged(f"it has the states of {len(layers)} layers where the model has {len(patterns)}")
-    return SavedState([_restore(layer, arrays, pattern) for layer, pattern in zip(layers, patterns, strict=True)])
+    restored = [_restore(layer, arrays, pattern) for layer, pattern in zip(layers, patterns, strict=True)]
+    for index, (layer, pattern) in enumerate(zip(restored, patterns, strict=True)):
+        if type(pattern) is KVCache and layer is not None and not _is_block(layer):
+            raise Damaged(f"layer {index} has no keys and values of shape (1, heads, tokens, dim)")
+    return SavedState(restored)
+
+
+def _is_block(layer: Any) -> bool:
+    """Whether this is one row's keys and values, (1, heads, tokens, dim) each, of the same number of tokens."""
+    shapes = [plane.shape for plane in layer if isinstance(plane, mx.array)] if isinstance(layer, tuple) else []
+    return len(shapes) == len(layer) == 2 and all(len(one) == 4 and one[0] == 1 and one[2] == shapes[0][2] for one in shapes)
 
 
 def _array(stored: StoredArray) -> mx.array:
