@@ -307,7 +307,7 @@ class Engine:
             self._fail(guilty, "a step of it", error)
 
     def _fail(self, sequence: Sequence, what: str, error: Exception) -> None:
-        """End a sequence with an error, free its memory, and uncache the prompt chunks it computed since its last preemption."""
+        """End a sequence with an error, free its memory, and uncache the prompt chunks that it computed."""
         if sequence.is_finished:
             return
         log.error("sequence %d ends: %s failed", sequence.id, what, exc_info=error)

@@ -124,7 +124,8 @@ class PrefixSharing:
         node.keep = node.keep or node.length in sequence.boundaries
         if sequence.is_prefilled:  # the next turn goes on from here, or diverges within the last chunk
             node.keep = cursor.node.keep = True
-        cursor.first_own_node = cursor.first_own_node or node
+        if cursor.first_own_node is None or cursor.first_own_node.is_detached:
+            cursor.first_own_node = node
         self._pin(sequence, node)
         if sequence.is_prefilled:
             self._store(node)
@@ -162,7 +163,7 @@ class PrefixSharing:
         sequence.prefix.is_private = False
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Remove the chunks a failed sequence computed since its last preemption, and all descendants, from tree and disk."""
+        """Remove the chunks that a failed sequence computed, and all their descendants, from tree and disk."""
         if sequence.prefix.first_own_node is not None:
             self.invalidate_subtree(sequence.prefix.first_own_node)
 

@@ -206,7 +206,7 @@ class Sequence:
             self.token_counts = Counter(self.output)
         self.num_computed = self.num_in_flight = 0
         self.memory = None
-        self.prefix = PrefixCursor()
+        self.prefix = PrefixCursor(first_own_node=self.prefix.first_own_node)  # if it fails later, what it computed goes too
 
     def preempt(self, max_replayed_tokens: int) -> None:
         """Mark the sequence as preempted and drop its computed states; its emitted tokens are kept."""
