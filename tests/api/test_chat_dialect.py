@@ -495,6 +495,10 @@ REFUSED = {
     "return_progress": True,
     "timings_per_token": True,
     "ebnf": 'root ::= "a"',
+    "include_stop_str_in_output": True,
+    "no_stop_trim": True,
+    "reasoning_format": "none",
+    "min_keep": 3,
 }
 
 

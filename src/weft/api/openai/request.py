@@ -34,7 +34,9 @@ RULES = FieldRules(
         **dict.fromkeys(("guided_whitespace_pattern", "audio", "prediction", "web_search_options"), ()),
         **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode", "ebnf"), ()),
         **dict.fromkeys(("xtc_probability", "dry_multiplier"), (0,)),
-        **dict.fromkeys(("return_progress", "timings_per_token"), (False,)),
+        **dict.fromkeys(("return_progress", "timings_per_token", "include_stop_str_in_output", "no_stop_trim"), (False,)),
+        "reasoning_format": ("auto", "deepseek"),  # of llama.cpp: as it is done here
+        "min_keep": (0,),
         "include_reasoning": (True,),
         "modalities": (["text"],),
         "suffix": ("",),
