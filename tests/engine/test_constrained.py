@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 from pathlib import Path
@@ -10,13 +11,15 @@ import jsonschema_rs
 import pytest
 
 import weft.model
-from driver import SMALL, Run, adapter_for, answers
+from driver import SMALL, Clock, Run, adapter_for, answers
+from weft.engine.faults import Rule
+from weft.engine.host import Host
 from weft.engine.sequence import Sequence
 from weft.errors import RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec, Submit
+from weft.ipc.messages import ConstraintSpec, EngineEvents, GrammarSpec, ReasoningSpec, Submit
 from weft.model.adapter import Adapter
 from weft.text.tokenizer import Tokenizer
 
@@ -183,3 +186,40 @@ def test_a_budget_beside_plain_rows_holds_to_the_token(adapter: Adapter) -> None
 
     assert all(sequence.output.index(close) <= 5 for sequence in thinking)
     assert [sequence.output for sequence in plain] == free
+
+
+class Wire:
+    """The channel of an engine whose front sends these messages, one a turn."""
+
+    def __init__(self, *messages: Submit) -> None:
+        self.messages = list(messages)
+        self.sent: list[object] = []
+
+    def receive(self, _seconds: float) -> list[Submit]:
+        return [self.messages.pop(0)] if self.messages else []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_grammar_of_a_row_that_failed_is_compiled_anew(adapter: Adapter, fails: bool) -> None:
+    """Forks of one grammar share its lexer: an error that one of them has left there would be met by every later request."""
+    compiler = Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))
+    run = Run(adapter, clock=Clock())  # compiling takes no time
+    prompt = TOKENIZER.encode(STORIES[0], add_special_tokens=False)
+    run.engine.faults.rules = [Rule("accept", prompt[0] if fails else -1, after=1)]
+    wire = Wire(Submit((0,), prompt, (Sampling(temperature=0.0, max_tokens=12),), STRICT))
+    host = Host(run.engine, compiler, wire, has_canary=False)  # type: ignore[arg-type]
+    for _ in range(1000):
+        host.receive()
+        concurrent.futures.wait([one.future for one in host.compiling])
+        host.take_compiled()
+        run.engine.turn()
+        host.send_events()
+        if not (wire.messages or host.compiling or host.live):
+            break
+
+    events = [event for message in wire.sent if isinstance(message, EngineEvents) for event in message.tokens]
+    assert (events[-1].finish == "error") == fails
+    assert len(compiler._cache) == (0 if fails else 1)

@@ -103,8 +103,9 @@ class Host:
         """Send new tokens, prompt progress and submit outcomes to the front, with the status if it is due; nothing if empty."""
         tokens, prompts = self.engine.take_events(), self.engine.take_prompt_events()
         for event in tokens:
-            if event.finish is not None:
-                self.live.pop(event.sequence, None)
+            ended = self.live.pop(event.sequence, None) if event.finish is not None else None
+            if ended is not None and event.finish == "error" and ended.request.constraint is not None:
+                self.compiler.forget(ended.request.constraint)
         outcomes, self.outcomes = self.outcomes, []
         status = self._status()
         if tokens or prompts or outcomes or status:

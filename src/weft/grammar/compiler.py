@@ -85,6 +85,12 @@ class Compiler:
         before = matcher is not None
         return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, self._forbidden[text], before_grammar=before))
 
+    def forget(self, spec: ConstraintSpec) -> None:
+        """Drop a constraint's grammar from the cache: forks share its lexer, so one's error would be met by all later ones."""
+        if spec.grammar is not None:
+            with self._lock:
+                self._cache.pop(spec.grammar, None)
+
     def compile(self, spec: GrammarSpec) -> Matcher:
         """Return a new matcher for a grammar, compiled or forked from the cache; raise GrammarRejected, also from the cache."""
         with self._lock:
