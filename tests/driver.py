@@ -26,7 +26,7 @@ from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
 
-SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, unsliced_tokens=0, settle_first=True)
+SMALL = EngineConfig(max_rows=8, slab_tokens=256, chunk_tokens=16, unsliced_tokens=0, exact=True, settle_first=True)
 
 
 class Clock:

@@ -46,8 +46,8 @@ class EngineConfig:
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     unsliced_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
-    exact: bool = False  # a prompt's bits do not depend on other prompts: chunks end at its own boundaries only
-    max_replayed_tokens: int = 256  # emitted tokens of a resumed row that are decoded again; more are prefilled
+    exact: bool = False  # an answer's bits do not depend on other requests, what was cached, or whether it was interrupted
+    max_replayed_tokens: int = 256  # if not exact: emitted tokens of a resumed row that are decoded again; more are prefilled
     memory_bytes: int | None = None  # for weights, rows and cached prefixes; None: unlimited
     cache_bytes: int = 0  # for cached prefixes; 0: none are kept
     pipelined: bool = True  # build a step while the last one runs; the plain order is the oracle
@@ -61,7 +61,7 @@ class EngineConfig:
     def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
         """Return the defaults measured for a kind of device, with rows, memory, cache and exactness from `settings`.
 
-        Where the device's products are row-invariant (our own on CPU) every batch is exact as it is. Elsewhere exactness
+        Where the device's products are row-invariant (our own on CPU) everything is exact as it is. Elsewhere exactness
         takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
         """
         if device == "cpu":
@@ -70,9 +70,9 @@ class EngineConfig:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         rows = settings.max_rows or config.max_rows
         config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)
-        if not settings.exact:
-            return config
-        return replace(config, exact=True, width=None if is_row_invariant else rows, max_replayed_tokens=sys.maxsize)
+        if is_row_invariant:
+            return replace(config, exact=True)
+        return replace(config, exact=True, width=rows) if settings.exact else config
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ServerConfig:
     memory: int | None = None
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
-    """Answers are bit-equal whoever runs beside them or ran before them, also where that costs speed."""
+    """On a GPU: answers are bit-equal whoever runs beside or ran before them, at the cost of speed. On a CPU they always are."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
     cache_megabytes: int = 1024

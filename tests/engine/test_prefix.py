@@ -22,8 +22,8 @@ from weft.ipc.messages import AskPrefixes, PrefixReuse, Submit
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 
-CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
-LOOSE = dataclasses.replace(CACHED, exact=False, chunk_tokens=64)
+CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
+LOOSE = dataclasses.replace(CACHED, chunk_tokens=64)
 TRUNK, TAIL, OTHER = random_prompts(128, (100, 20, 20), seed=3)
 
 
@@ -52,7 +52,7 @@ def told(sequence: Sequence) -> PrefixReuse | None:
 @pytest.mark.parametrize("turns", range(1, 16, 2))
 def test_whoever_needs_the_same_chunk_inherits_it_half_done(adapter: Adapter, turns: int) -> None:
     run = Run(adapter, CACHED)
-    run.submit(TRUNK[:5], 60)  # a decoding neighbour, so that chunks are cut into slices
+    run.submit(OTHER[:5], 60)  # a decoding neighbour, so that chunks are cut into slices
     for _ in range(4):
         run.turn()
     counts = counted(run)
@@ -84,12 +84,36 @@ def test_prompts_that_part_amid_a_chunk_share_it_up_to_there(adapter: Adapter, t
 def test_a_second_prompt_that_parts_is_cut_there_for_the_third(adapter: Adapter) -> None:
     run = Run(adapter, LOOSE)
     rows = []
-    for tail in (TAIL, OTHER, TAIL[::-1]):
-        rows.append(run.submit(TRUNK + tail, 3))
+    prompts = [TRUNK + tail * 3 for tail in (TAIL, OTHER, TAIL[::-1])]
+    for prompt in prompts:
+        rows.append(run.submit(prompt, 3))
         run.finish()
 
     assert rows[2].timings.cached_tokens == len(TRUNK)
-    assert [row.output for row in rows] == answers(adapter, [TRUNK + tail for tail in (TAIL, OTHER, TAIL[::-1])], 3)
+    assert [row.output for row in rows] == answers(adapter, prompts, 3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_eight_short_prompts_that_differ_in_their_last_words_share_what_one_before_them_left(
+    checkpoint: Callable[[str], Path], name: str, at_once: bool
+) -> None:
+    adapter = adapter_for(checkpoint(name))
+    common = TRUNK[:47]
+    prompts = [[*common, *[place + 1] * (3 + place)] for place in range(9)]  # 50 to 58 tokens
+    run = Run(adapter, dataclasses.replace(CACHED, chunk_tokens=128))  # as it is on CPU: each prompt is less than a chunk
+    run.submit(prompts.pop(), 2)
+    run.finish()
+    rows = []
+    for prompt in prompts:
+        rows.append(run.submit(prompt, 4))
+        if not at_once:
+            run.finish()
+    run.finish()
+
+    least = len(common) if adapter.is_positional else 32
+    assert all(row.timings.cached_tokens >= least for row in rows), [row.timings.cached_tokens for row in rows]
+    assert [row.output for row in rows] == answers(adapter, prompts, 4)
 
 
 def test_restoring_what_costs_more_than_computing_is_left_alone(adapter: Adapter) -> None:

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule against the rule as it is written, in float64, and against mlx-lm's models."""
+"""The gated delta rule, by tokens and in chunks, against the rule as it is written, in float64, and against mlx-lm's models."""
 
 import importlib
 import sys
@@ -43,10 +43,14 @@ class Tokens(NamedTuple):
         return Tokens(*(array[index : index + 1] for array in self))
 
 
-@pytest.fixture(autouse=True)
-def _on_the_cpu() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["by token", "in chunks"])
+def _on_the_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = mx.default_device()
     mx.set_default_device(mx.cpu)
+    if request.param == "in chunks":
+        monkeypatch.setattr(gated_delta, "_goes_by_token", lambda: False)
+    else:
+        assert gated_delta._goes_by_token()
     yield
     mx.set_default_device(before)
 

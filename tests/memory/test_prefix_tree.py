@@ -16,6 +16,9 @@ from weft.memory.prefix_tree import MAX_EVICTED_KEYS, Node, PrefixTree
 class Bytes:
     nbytes: int
 
+    def split(self, count: int) -> tuple[Bytes, Bytes]:
+        return Bytes(count), Bytes(self.nbytes - count)
+
 
 BLOCK, CHECKPOINT = Bytes(10), Bytes(2)
 
@@ -128,12 +131,12 @@ def test_what_is_thrown_out_is_found_by_nobody_and_weighs_nothing() -> None:
 
 
 class TestCuts:
-    @pytest.mark.parametrize("is_exact", [True, False])
-    def test_only_an_exact_tree_asks_where_a_prompt_was_cut(self, is_exact: bool) -> None:
-        tree = PrefixTree(10_000, is_exact=is_exact)
+    @pytest.mark.parametrize("own_cuts", [True, False])
+    def test_only_a_tree_of_own_cuts_asks_where_a_prompt_was_cut(self, own_cuts: bool) -> None:
+        tree = PrefixTree(10_000, own_cuts=own_cuts)
         grown(tree, (1, 2), (3, 4), (5, 6))
 
-        assert matched(tree, (1,), (2, 3, 4), (5, 6)).length == (0 if is_exact else 6)
+        assert matched(tree, (1,), (2, 3, 4), (5, 6)).length == (0 if own_cuts else 6)
         assert matched(tree, (1, 2), (3, 4), (5, 6)).length == 6
 
     def test_the_last_token_is_left_to_be_computed(self) -> None:
@@ -142,7 +145,9 @@ class TestCuts:
 
         assert tree.match([1, 2, 3, 4], tree.root(), iter(())).length == 0  # the checkpoint after the first was not kept
         grown(tree, (1, 2))
-        assert tree.match([1, 2, 3, 4], tree.root(), iter(())).length == 2
+        assert tree.match([1, 2, 3, 4], tree.root(), iter(())).length == 0  # the third would be computed alone
+        assert tree.match([1, 2, 3, 4, 5], tree.root(), iter(())).length == 4
+        assert tree.match([1, 2, 3], tree.root(), iter(())).length == 2
 
     def test_prompts_are_cut_where_most_of_them_part(self) -> None:
         tree = tree_of()
@@ -151,14 +156,74 @@ class TestCuts:
         assert tree.best_cut(tree.root(), prompt, 64, cut) == 30
         assert tree.best_cut(tree.root(), prompt, 64, [cut[3]]) == 45
         assert tree.best_cut(tree.root(), prompt, 40, [cut[3]]) is None  # the chunk is shared whole
+        assert tree.best_cut(tree.root(), prompt, 46, [cut[3]]) == 44  # two tokens at least are left
         assert tree.best_cut(tree.root(), prompt, 64, [prompt[:10] + cut[0]]) is None  # too little to be worth a cut
-        assert PrefixTree(1, is_exact=True).best_cut(tree.root(), prompt, 64, cut) is None
+        assert PrefixTree(1, own_cuts=True).best_cut(tree.root(), prompt, 64, cut) is None
 
     def test_a_known_prompt_is_parted_from_too(self) -> None:
         tree = tree_of()
         grown(tree, tuple(range(50)))
 
         assert tree.best_cut(tree.root(), [*range(20), *range(900, 950)], 64, []) == 20
+
+
+class TestSplitting:
+    LONG, NOTHING = tuple(range(40)), Bytes(0)
+
+    def tree(self, *, own_cuts: bool = False) -> tuple[PrefixTree, Node]:
+        tree = PrefixTree(10_000, Clock(tick=1.0), own_cuts=own_cuts, can_split=True)
+        node = tree.enter(tree.root(), self.LONG, Bytes(40), self.NOTHING)
+        return tree, tree.enter(node, (7, 8), Bytes(2), self.NOTHING)
+
+    def test_a_chunk_is_split_where_a_prompt_parts_from_it(self) -> None:
+        tree, leaf = self.tree()
+        found = tree.match([*range(25), 99, 99, 99], tree.root(), iter(()))
+
+        assert (found.length, found.tokens, found.nbytes) == (25, self.LONG[:25], 25)
+        assert [node.tokens for node in leaf.path()] == [self.LONG[:25], self.LONG[25:], (7, 8)]
+        assert [node.nbytes for node in leaf.path()] == [25, 15, 2]
+        assert tree.held_bytes == sum(node.nbytes for node in tree.nodes()) == 42
+        assert tree.match([*self.LONG, 7, 8, 0, 0, 0], tree.root(), iter(())) is leaf
+        assert [node.key for node in leaf.path()] == [node.key for node in self.built(leaf)]
+        assert tree.best_cut(tree.root(), [*range(20), 99, 99], 21, []) is None  # nothing need be cut
+
+    def built(self, leaf: Node) -> list[Node]:
+        """The same chunks in a new tree."""
+        tree, node = PrefixTree(10_000), PrefixTree(10_000).root()
+        return [node := tree.enter(node, one.tokens, BLOCK, CHECKPOINT) for one in leaf.path()]
+
+    @pytest.mark.parametrize(("prompt", "length"), [((*range(26),), 25), ((*range(26), 99), 26)])
+    def test_up_to_the_last_token(self, prompt: tuple[int, ...], length: int) -> None:
+        tree, _ = self.tree()
+
+        assert tree.match(prompt, tree.root(), iter(())).length == length
+
+    def test_no_token_is_left_to_be_computed_alone(self) -> None:
+        tree, _ = self.tree()
+
+        assert tree.match((*range(25), 99, 100), tree.root(), iter(())).length == 24
+
+    def test_little_is_not_worth_it(self) -> None:
+        tree, _ = self.tree()
+
+        assert tree.match([*range(15), 99, 99, 99], tree.root(), iter(())) is tree.root()
+        assert len(tree) == 2
+
+    def test_own_cuts_are_kept(self) -> None:
+        tree, _ = self.tree(own_cuts=True)
+
+        assert tree.match([*range(25), 99, 99, 99], tree.root(), iter((25,))) is tree.root()
+
+    def test_a_chunk_that_is_invalid_takes_its_first_part_along(self) -> None:
+        tree, leaf = self.tree()
+        own = leaf.parent
+        assert own is not None
+        before = own.key
+        tree.match([*range(25), 99, 99, 99], tree.root(), iter(()))
+
+        assert before in own.former_keys  # on disk it may still be called so
+        assert tree.invalidate(own) == 3
+        assert tree.held_bytes == 0
 
 
 class TestWhy:
@@ -189,7 +254,7 @@ class TestWhy:
         assert tree_of().explain_miss(tree_of().root(), [1, 2, 3], 2, "") == PrefixReuse("differs", 0, 0, 1, None)
 
     def test_the_same_tokens_in_other_chunks(self) -> None:
-        tree = PrefixTree(10_000, is_exact=True)
+        tree = PrefixTree(10_000, own_cuts=True)
         grown(tree, (1, 2, 3, 4))
 
         assert tree.explain_miss(tree.root(), [1, 2, 3, 4, 5], 2, "") == PrefixReuse("cut", 0, 4, 5, None)

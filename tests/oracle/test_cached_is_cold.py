@@ -22,9 +22,7 @@ from weft.model.adapter import Adapter
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from zoo import ARCHITECTURES, EXAMINED, VOCABULARY
 
-CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30, exact=True)
-LOOSE = dataclasses.replace(CACHED, exact=False)
-TOLERANCE = 1e-3  # of the logits' spread: a prompt that is cut elsewhere rounds elsewhere
+CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 TRUNK, *TAILS = random_prompts(VOCABULARY, (52, 9, 30, 1, 14), seed=7)  # chunks are 16: the trunk ends inside one
 PROMPTS = [TRUNK, *(TRUNK + tail for tail in TAILS), TRUNK[:33], TRUNK]
 TOKENS = 6
@@ -102,16 +100,15 @@ def test_all_at_once(build: Callable[[str], Adapter], cold: Callable[[str], list
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_cut_where_they_part(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
     prompts = PROMPTS if name in EXAMINED else PROMPTS[:4]
-    run = Run(build(name), LOOSE, keep_logits=True)
+    run = Run(build(name), dataclasses.replace(CACHED, chunk_tokens=64), keep_logits=True)
     counts = computed(run)
     sequences = [run.submit(prompt, TOKENS) for prompt in prompts]
     run.finish()
 
-    for sequence, (tokens, logits) in zip(sequences, cold(name), strict=True):
-        assert sequence.output == tokens
-        assert np.abs(run.logits_of(sequence) - logits).max() <= TOLERANCE * (logits.max() - logits.min())
-    if build(name).can_be_saved:
-        assert sum(counts) <= len(TRUNK) + sum(len(tail) for tail in TAILS) + 16
+    check(run, sequences, cold(name))
+    if build(name).can_be_saved and build(name).cuts_freely:
+        # One prompt ends a token behind the cut: the last tokens before it are computed again, for none is computed alone.
+        assert sum(counts) <= len(TRUNK) + sum(len(tail) for tail in TAILS) + 20
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gear", "llama"])

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_rows import _adapter
 
-from driver import SMALL, Run, answers, random_prompts
+from driver import SMALL, Run, adapter_for, answers, random_prompts
 from thoroughness import ALL
 from weft.engine.faults import Point, Rule
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.memory.prefix_tree import Node, PrefixTree
-from zoo import VOCABULARY
+from weft.model.adapter import Adapter
+from zoo import VOCABULARY, make_checkpoint
 
 TRUNK, *TAILS = random_prompts(VOCABULARY, (40, 3, 20, 33), seed=4)
 PROMPTS = [TRUNK, TRUNK[:17], TRUNK[:1], *(TRUNK + tail for tail in TAILS), TRUNK[:24] + TAILS[0]]
@@ -29,14 +33,23 @@ WHICH, SALT = st.integers(0, len(PROMPTS) - 1), st.sampled_from(SALTS)
 
 
 @functools.cache
-def _solo(which: int) -> list[int]:
-    return answers(_adapter(), [PROMPTS[which]], LONGEST)[0]
+def _positional() -> Adapter:
+    """Nothing but attention over all tokens: chunks are split."""
+    return adapter_for(make_checkpoint("llama", Path(tempfile.mkdtemp()) / "llama"))
+
+
+@functools.cache
+def _solo(adapter: Callable[[], Adapter], which: int) -> list[int]:
+    return answers(adapter(), [PROMPTS[which]], LONGEST)[0]
 
 
 class Forest(RuleBasedStateMachine):
+    adapter = staticmethod(_adapter)
+    config = CONFIG
+
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run(_adapter(), CONFIG)
+        self.run = Run(self.adapter(), self.config)
         self.run.engine.prefix.retained.share = 3  # room for one  # type: ignore[attr-defined]
         self.asked: list[tuple[int, Sequence]] = []
         self.numbers = iter(range(1000, 100_000))
@@ -50,7 +63,7 @@ class Forest(RuleBasedStateMachine):
     @rule(which=WHICH, given=st.lists(st.integers(0, LONGEST - 1), min_size=1, max_size=3))
     def resume(self, which: int, given: list[int]) -> None:
         chosen = (Sampling(temperature=0.0, max_tokens=LONGEST, ignore_eos=True),) * len(given)
-        emitted = tuple(tuple(_solo(which)[:count]) for count in given)
+        emitted = tuple(tuple(_solo(self.adapter, which)[:count]) for count in given)
         self.take(which, Submit(self.some_numbers(len(given)), PROMPTS[which], chosen, emitted=emitted))
 
     def some_numbers(self, count: int) -> tuple[int, ...]:
@@ -128,11 +141,11 @@ class Forest(RuleBasedStateMachine):
     @invariant()
     def answers_are_prefixes_of_the_cold_answers(self) -> None:
         for which, sequence in self.asked:
-            assert sequence.output == _solo(which)[: len(sequence.output)]
+            assert sequence.output == _solo(self.adapter, which)[: len(sequence.output)]
 
     def teardown(self) -> None:
         self.run.finish()
-        assert self.tree.held_bytes <= CONFIG.cache_bytes
+        assert self.tree.held_bytes <= self.config.cache_bytes
         assert all(node.pins == 0 for node in [*self.tree.nodes(), self.tree.root(), self.tree.root("mine")])
         assert all(sequence.is_finished for _, sequence in self.asked)
 
@@ -141,3 +154,12 @@ Forest.TestCase.settings = settings(
     max_examples=25 if ALL else 15, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )
 TestAnyOrderKeepsTheTree = Forest.TestCase
+
+
+class SplitForest(Forest):
+    adapter = staticmethod(_positional)
+    config = dataclasses.replace(CONFIG, cache_bytes=60_000, chunk_tokens=32)
+
+
+SplitForest.TestCase.settings = Forest.TestCase.settings
+TestAnyOrderKeepsATreeThatIsSplit = SplitForest.TestCase

@@ -121,6 +121,36 @@ class TestEightAtOnce:
         assert all(0 < cached(reply) < reply["usage"]["prompt_tokens"] for reply in warm)
         assert [ask(number)["choices"] for number in range(8)] == [reply["choices"] for reply in replies]
 
+    def test_short_prompts_that_differ_in_their_last_words_hit_what_one_before_them_left(self, server: Server) -> None:
+        """The size and the fields of the report that this is for: prompts of 59 tokens, one warm-up with another marker."""
+
+        def ask(number: int) -> dict[str, Any]:
+            schema = {"type": "object", "properties": {"marker": {"const": number}}, "required": ["marker"]}
+            body = {
+                "messages": [
+                    {"role": "system", "content": "You are a helper. The dog ran to the big house by the river."},
+                    {"role": "user", "content": f"Look at the boat and the tree, and tell me the marker {number}."},
+                ],
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "marker", "strict": True, "schema": {**schema, "additionalProperties": False}},
+                },
+                "chat_template_kwargs": {"enable_thinking": False},
+                "max_tokens": 40,
+                "temperature": 0,
+            }
+            reply: dict[str, Any] = server.post("/v1/chat/completions", body).json()
+            return reply
+
+        tokens = ask(99)["usage"]["prompt_tokens"]
+        replies = at_once(ask)
+
+        assert 50 <= tokens <= 60
+        assert all(0 < cached(reply) < reply["usage"]["prompt_tokens"] for reply in replies), [*map(cached, replies)]
+        assert [json.loads(reply["choices"][0]["message"]["content"]) for reply in replies] == [
+            {"marker": number} for number in range(8)
+        ]
+
     def test_each_has_its_own_marker_under_its_own_schema(self, server: Server) -> None:
         shared = prefix_node("markers")
 

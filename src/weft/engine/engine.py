@@ -6,6 +6,7 @@ chunk. A failure ends only the row it belongs to.
 
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -52,11 +53,16 @@ class Engine:
         self.faults = faults or Faults()
         self.bisection = Bisection()
         self.budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, config.memory_bytes)
-        self.scheduler = Scheduler(config, self.budget, self.bisection)
         self.runner = Runner(adapter, config, clock, self.faults)
-        is_caching = config.cache_bytes > 0 and adapter.can_be_saved
-        tree = PrefixTree(config.cache_bytes, clock, is_exact=config.exact) if is_caching else None
+        is_caching, own_cuts = config.cache_bytes > 0 and adapter.can_be_saved, config.exact and not adapter.cuts_freely
+        tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=adapter.is_positional) if is_caching else None
+        has_checkpoints = is_caching and not adapter.is_positional
+        self.scheduler = Scheduler(config, self.budget, self.bisection, has_checkpoints=has_checkpoints)
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
+        # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.
+        self.max_replayed_tokens = config.max_replayed_tokens
+        if config.exact:
+            self.max_replayed_tokens = 0 if adapter.decodes_like_prefill else sys.maxsize
         self.order = make_order(config, self)
         self.masks = Masks(adapter.vocab_size)
         self.limits = self._limits()
@@ -112,7 +118,7 @@ class Engine:
 
     def _sequence(self, request: Submit, index: int, max_tokens: int, constraint: Constraint | None) -> Sequence:
         sequence = Sequence(request, index, max_tokens, self.adapter.eos_token_ids, self.clock())
-        sequence.restart(request.emitted[index] if request.emitted else (), self.config.max_replayed_tokens)
+        sequence.restart(request.emitted[index] if request.emitted else (), self.max_replayed_tokens)
         if constraint is not None:
             sequence.constrain(constraint)
         return sequence
@@ -287,7 +293,7 @@ class Engine:
         self.runner.release(sequence)
         self.prefix.release(sequence)
         self.scheduler.preempt(sequence)
-        sequence.preempt(self.config.max_replayed_tokens)
+        sequence.preempt(self.max_replayed_tokens)
 
     def _undo(self, plan: Plan, last: Step | None, error: Exception) -> None:
         """After a failed step preempt all decoding rows and retry its rows in halves; end a row that fails a retry alone."""

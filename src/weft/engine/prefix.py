@@ -115,6 +115,9 @@ class PrefixSharing:
         sequence, cursor = row.sequence, row.sequence.prefix
         if self.tree is None or cursor.node is None or cursor.is_private:
             return
+        if row.count == 1:  # a prompt of two tokens: no other prompt computes its first one alone
+            cursor.is_private = True
+            return
         tokens = tuple(sequence.prefill_ids[row.start : row.start + row.count])
         block, checkpoint = self.runner.save(row)
         if not self.tree.has_room(block.nbytes + checkpoint.nbytes):
@@ -171,7 +174,7 @@ class PrefixSharing:
         """Remove a node and all its descendants from memory and disk; returns the number of chunks removed from memory."""
         assert self.tree is not None
         if self.disk is not None:
-            self.disk.forget([one.key for one in node.subtree()])
+            self.disk.forget([key for one in node.subtree() for key in (one.key, *one.former_keys)])
         return self.tree.invalidate(node)
 
     def _match(self, sequence: Sequence, tree: PrefixTree) -> None:
@@ -184,6 +187,8 @@ class PrefixSharing:
         self._take_loaded(sequence, tree)
         if cursor.is_loading:
             return
+        if cursor.looked_up == (cursor.node, tree.num_entered):
+            return
         found = tree.match(sequence.prefill_ids, cursor.node, self.chunk_ends(sequence))
         if found is not cursor.node and self._is_worth_restoring(sequence, found):
             if sequence.timings.first_token is None:  # later it is a restart, and the count was reported
@@ -191,6 +196,7 @@ class PrefixSharing:
             self._pin(sequence, found)
             tree.hit(found)
             sequence.memory = None  # its own caches; they are restored when they are needed
+        cursor.looked_up = cursor.node, tree.num_entered
         if self.disk is not None and not cursor.has_asked_disk:  # once per prompt; it waits for what is not in memory
             cursor.has_asked_disk = True
             if keys := self._keys_on_disk(sequence, cursor.node, self.disk):
@@ -218,7 +224,7 @@ class PrefixSharing:
     def _keys_on_disk(self, sequence: Sequence, node: Node, disk: DiskTier) -> list[bytes]:
         """Return the keys of a prompt's chunks on disk after `node`, up to the last one with a checkpoint; empty if none."""
         assert self.tree is not None
-        tokens, ends = sequence.prefill_ids, {*self.chunk_ends(sequence)} if self.tree.is_exact else None
+        tokens, ends = sequence.prefill_ids, {*self.chunk_ends(sequence)} if self.tree.own_cuts else None
         found: list[bytes] = []
         open_paths: list[tuple[int, bytes, list[bytes]]] = [(node.length, node.key, [])]
         furthest = 0
@@ -227,7 +233,7 @@ class PrefixSharing:
             if path and length > furthest and disk.has_checkpoint(key):
                 furthest, found = length, path
             for end in (length + size for size in disk.sizes_after(key)):
-                if end < len(tokens) and (ends is None or end in ends):
+                if end < len(tokens) and end != len(tokens) - 2 and (ends is None or end in ends):  # no token is computed alone
                     after = key_of(key, tokens[length:end])
                     if disk.has(after):
                         open_paths.append((end, after, [*path, after]))

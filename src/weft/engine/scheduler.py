@@ -16,6 +16,7 @@ from weft.engine.sequence import Sequence
 OUTPUT_WEIGHT = 2  # an output token costs about as much as two prompt tokens
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
+TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
 FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
 
 BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
@@ -68,8 +69,11 @@ class Fairness:
 class Scheduler:
     """Decides which sequences run: admission, preemption and each step's plan; owns the waiting, running and prefill queues."""
 
-    def __init__(self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection) -> None:
+    def __init__(
+        self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection, *, has_checkpoints: bool = False
+    ) -> None:
         self.config = config
+        self.has_checkpoints = has_checkpoints  # prompts go on only from where a chunk ended: one more ends near the prompt's end
         self.budget = budget
         self.bisection = bisection
         self.fairness = Fairness()
@@ -169,11 +173,22 @@ class Scheduler:
         return Plan(steps, chunk, slice_seconds, self._upcoming())
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
-        """Yield where a prompt's remaining chunks end: multiples of the chunk size, its boundaries, and before its last token."""
+        """Iterate over the ends of a prompt's remaining chunks: multiples of the chunk size, boundaries, the last but one token.
+
+        No chunk has one token, unless the prompt has no more: some models compute a single token differently (MLA).
+        """
+        tail = (len(sequence.prefill_ids) - 1) // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
+        is_needed = self.has_checkpoints and (sequence.cut_at is None or sequence.cut_at <= tail)
+        return self._chunk_ends(sequence, tail if is_needed else 0)
+
+    def _chunk_ends(self, sequence: Sequence, tail: int = 0) -> Iterator[int]:
         size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
         while end < last:
-            boundary = next((position for position in sequence.boundaries if position > end), last)
-            end = min((end // size + 1) * size, boundary, last)
+            places = [position for position in sequence.boundaries if position > end + 1][:1]
+            if tail >= end + TAIL_TOKENS:
+                places.append(tail)
+            end = min(((end + 1) // size + 1) * size, *places, last)
+            end = last if end == last - 1 else end
             yield end
 
     def finish_chunk(self, row: Row) -> None:
@@ -206,7 +221,7 @@ class Scheduler:
             first = next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
         if best_cut is not None and not first.is_amid_chunk and first.num_computed != first.cut_at:  # at most once per position
             beside = [one for one in self.prompts if one is not first and one.prefix.node is first.prefix.node]
-            if (position := best_cut(first, next(self.chunk_ends(first)), beside)) is not None:
+            if (position := best_cut(first, next(self._chunk_ends(first)), beside)) is not None:
                 first.cut(position)  # where other prompts diverge, so that what they share is computed once
         others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
         self.following = [one for one in others if self._shares_chunk(one, first)]

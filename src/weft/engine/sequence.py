@@ -37,6 +37,7 @@ class PrefixCursor:
     is_private: bool = False  # what it computes is not entered into the tree
     is_loading: bool = False  # it waits for the disk tier
     has_asked_disk: bool = False
+    looked_up: tuple[Node | None, int] | None = None  # the node it last looked for more from, and how much was cached then
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Sequence:
     def restart(self, emitted: Iterable[int], max_replayed_tokens: int) -> None:
         """Drop all computed states but keep the `emitted` tokens: a few are decoded again, many are prefilled like the prompt.
 
-        Decoding tokens again gives bit-identical states; for a long answer that would take as long as the first time.
+        Decoding tokens again always gives bit-identical states, but takes as long as the first time.
         """
         self.output = list(emitted)
         self.prefill_ids = self.prompt if len(self.output) <= max_replayed_tokens else [*self.prompt, *self.output]

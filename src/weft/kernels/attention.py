@@ -26,7 +26,7 @@ def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         if isinstance(keys, SlabHandle):
             return attend(queries, keys.view, scale, mask, sinks)
-        if ON_CPU and sinks is None and queries.shape[2] > 1 and queries.dtype == mx.float32 and not hasattr(cache, "bits"):
+        if ON_CPU and sinks is None and queries.dtype == mx.float32 and not hasattr(cache, "bits"):
             return grouped_attention(queries, keys, values, scale, mask if isinstance(mask, str) else as_bias(mask))
         return original(queries, keys, values, cache, scale, mask, sinks)
 
@@ -68,7 +68,9 @@ def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale
     if isinstance(mask, str) and not is_fused:
         span = keys.shape[2]
         mask = mx.where(mx.arange(span)[None] <= mx.arange(span - tokens, span)[:, None], 0.0, FORBIDDEN)
-    if tokens > 1 and isinstance(mask, mx.array):
+    if tokens == 1 and isinstance(mask, mx.array) and mask.ndim == 4 and mask.shape[1] > 1:  # each head has its own
+        mask = mask.reshape(mask.shape[0], groups, num_heads // groups, -1)
+    elif tokens > 1 and isinstance(mask, mx.array):
         together = (n, groups, num_heads // groups, tokens)
         keys, values = keys[:, :, None], values[:, :, None]
         if mask.ndim == 4 and mask.shape[1] > 1:  # each head has its own

@@ -19,8 +19,9 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from weft.kernels import modules_behind
 
-SOFTMAX, SILU, RMS_NORM, ROTATE = 0x1B58, 0x1B59, 0x1B5A, 0x1B5B  # upper halves of the alphas, as in native/sgemm.c
+SOFTMAX, SILU, RMS_NORM, ROTATE, RECUR = 0x1B58, 0x1B59, 0x1B5A, 0x1B5B, 0x1B5C  # upper halves of alphas: native/sgemm.c
 MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
+LANES, STATE_ROWS = 16, 4  # as in native/: numbers are read in lanes, and rows of a state are taken four at a time
 
 
 def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
@@ -45,6 +46,31 @@ def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
     # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
     nothing = mx.broadcast_to(_full((angles.shape[-1], x.shape[-1]), 0.0), (*x.shape[:2], angles.shape[-1], x.shape[-1]))
     return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
+
+
+def recurrence(
+    state: mx.array, value: mx.array, key: mx.array, query: mx.array, gate: mx.array, beta: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """Run a linear recurrence over tokens as one operation; returns the outputs (B, H, T, V) and the last state (B, H, V, K).
+
+    state (B, H, V, K); of every token value (B, H, T, V), key and query (B, H, T, K), gate (B, H, T, K or 1), beta
+    (B, H, T, 1). Per token: S ← S · gate; u = value, with `beta` under the delta rule beta · (value − S key); S ← S + u keyᵀ;
+    output = S query. Tokens are taken one by one, so no bit depends on where a prompt is cut into chunks.
+    """
+    (rows, heads, height, width), tokens = state.shape, key.shape[2]
+    lanes, padded_height = _whole_lanes(max(width, height)), -(-height // STATE_ROWS) * STATE_ROWS
+    shape = (rows, heads, tokens, lanes)
+    inputs = [_padded(state, (rows, heads, padded_height, lanes)), *(_padded(one, shape) for one in (value, key, query))]
+    inputs += [
+        mx.broadcast_to(one, shape) if one.shape[-1] == 1 else _padded(one, shape) for one in (gate, beta) if one is not None
+    ]
+    packed = mx.concatenate(inputs, axis=2).reshape(-1, lanes)
+    sizes = _sizes(padded_height, _whole_lanes(width), tokens, lanes)
+    nothing = _full((packed.shape[0], 1), 0.0)
+    found = mx.addmm(packed, nothing, sizes, alpha=_alpha(RECUR, int(beta is not None)), beta=1.0).reshape(rows, heads, -1, lanes)
+    last = found[:, :, :height, :width]
+    # A slice holds on to all of it: the tokens of a chunk are not kept with the state.
+    return found[:, :, padded_height : padded_height + tokens, :height], last if tokens == 1 else mx.contiguous(last)
 
 
 class RotaryAngles:
@@ -77,6 +103,9 @@ def is_bound(dtype: mx.Dtype) -> bool:
         return False
     queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4).swapaxes(-1, -2) / 20
     causal = mx.where(mx.arange(5)[None] <= mx.arange(2, 5)[:, None], 0.0, -1e30)
+    gates, state = mx.full((1, 1, 3, 1), 0.5), mx.zeros((1, 1, 4, 4))
+    written, _ = recurrence(state, queries[None], queries[None], queries[None], gates)
+    overlaps = mx.tril(queries @ queries.swapaxes(-1, -2)) * mx.array([[1, 0, 0], [0.5, 1, 0], [0.25, 0.5, 1]])
     rotated = rotate(queries[None], RotaryAngles().at(7, 3, 4, 100.0, 1.0, None), is_traditional=False)
     pairs = [
         (attention_weights(queries, keys, None, 3), mx.softmax(queries @ keys, axis=-1)),
@@ -84,6 +113,7 @@ def is_bound(dtype: mx.Dtype) -> bool:
         (attention_weights(queries, keys, causal, 3), mx.softmax(queries @ keys + causal, axis=-1)),
         (fused_silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
         (rms_norm(queries, queries[0, 0], 0.1), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
+        (written, (overlaps @ queries)[None]),
         (rotated, mx.fast.rope(queries[None], 4, traditional=False, base=100.0, scale=1.0, offset=7)),
     ]
     return all(bool(mx.allclose(found, right, atol=1e-5)) for found, right in pairs)
@@ -92,6 +122,22 @@ def is_bound(dtype: mx.Dtype) -> bool:
 @functools.lru_cache(256)
 def _full(shape: tuple[int, ...], number: float) -> mx.array:
     found = mx.full(shape, number)
+    mx.eval(found)  # sync: it has no part in anybody's graph
+    return found
+
+
+def _whole_lanes(count: int) -> int:
+    return -(-count // LANES) * LANES
+
+
+def _padded(x: mx.array, shape: tuple[int, ...]) -> mx.array:
+    missing = [(0, 0), (0, 0), (0, shape[2] - x.shape[2]), (0, shape[3] - x.shape[3])]
+    return x if x.shape == shape else mx.pad(x, missing)
+
+
+@functools.lru_cache(256)
+def _sizes(height: int, width: int, tokens: int, lanes: int) -> mx.array:
+    found = mx.array([[height, width, tokens, *[0] * (lanes - 3)]], mx.float32)
     mx.eval(found)  # sync: it has no part in anybody's graph
     return found
 

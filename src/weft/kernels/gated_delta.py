@@ -1,6 +1,7 @@
-"""The gated delta rule in chunks: a prompt's recurrence as a few large matrix products instead of a loop over tokens.
+"""The gated delta rule for prompts: token by token in weft's own BLAS on a CPU, elsewhere in chunks, as large matrix products.
 
 mlx-lm has a kernel for it on Metal and a Python loop elsewhere; `bind` puts this one into a loaded model where Metal is absent.
+Token by token no bit depends on where a prompt is cut, and a decode step has the bits of a prompt's token; in chunks both do.
 
 The rule, per row and value head, with a state S of shape (V, K), a key k and a query q of K numbers, a value v of V:
 
@@ -23,7 +24,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gated_delta as stock
 
-from weft.kernels import modules_behind
+from weft.kernels import cpu, modules_behind
 
 # Up to so many tokens single steps cost less than a chunk's fifty operations (two EPYC cores; H200).
 MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
@@ -93,7 +94,10 @@ def gated_delta_rule(
         state = mx.zeros((rows, heads * groups, width, key.shape[-1]))
     tokens = DeltaTokens(*(array.astype(mx.float32) for array in (query, key, value, gate, beta)))
     first = state.astype(mx.float32).reshape(rows, heads, groups, width, -1)
-    output, last = _single_steps(tokens, first) if length <= MAX_STEPS_ON_CPU else _chunks(tokens, first)
+    if length > 1 and _goes_by_token():
+        output, last = _recurrence(tokens, first)
+    else:
+        output, last = _single_steps(tokens, first) if length <= MAX_STEPS_ON_CPU else _chunks(tokens, first)
     return output.astype(query.dtype), last.reshape(state.shape)
 
 
@@ -119,6 +123,16 @@ class DeltaTokens(NamedTuple):
 
         query, key, value = chunks(self.query, 1), chunks(self.key, 1), chunks(self.value, groups)
         return type(self)(query, key, value, chunks(self.gate, groups, 1.0), chunks(self.beta, groups))
+
+
+def _recurrence(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
+    """Apply the gated delta rule to a state (B, H, G, V, K) in weft's own BLAS; returns the outputs and the last state."""
+    groups = state.shape[2]
+    query, key = (array if groups == 1 else mx.repeat(array, groups, axis=2) for array in (tokens.query, tokens.key))
+    gate = tokens.gate if tokens.gate.ndim == 4 else tokens.gate[..., None]
+    by_head = [array.swapaxes(1, 2) for array in (tokens.value, key, query, gate, tokens.beta[..., None])]
+    output, last = cpu.recurrence(state.flatten(1, 2), *by_head)
+    return output.swapaxes(1, 2), last
 
 
 def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
@@ -238,6 +252,10 @@ def _patterns(size: int) -> PairPatterns:
 
     meetings = tuple((1 << power, meets(1 << power)) for power in range((size - 1).bit_length()))
     return PairPatterns(mx.array(np.eye(size, dtype=np.float32)), mx.array(triangle), mx.array(triangle.T), meetings)
+
+
+def _goes_by_token() -> bool:
+    return _on_cpu() and cpu.is_bound(mx.float32)
 
 
 def _on_cpu() -> bool:

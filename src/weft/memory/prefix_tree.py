@@ -1,8 +1,9 @@
 """The prefix cache in memory: a tree of prompt chunks, each with its keys and values, some with the states of other layers.
 
-A child is found by its chunk's tokens, so a path is both the tokens and the places where they were cut. An exact tree follows
-only a prompt's own cuts: the states at the end are bit for bit what a cold run has there. Any other tree takes the tokens
-however they were cut, and lets prompts be cut where they diverge. Knows tokens and bytes; blocks and checkpoints are opaque.
+A child is found by its chunk's tokens, so a path is both the tokens and the places where they were cut. A tree takes the tokens
+however they were cut and lets prompts be cut where they diverge, or, where all layers are attention over all tokens, splits
+known chunks there. With `own_cuts` it follows only a prompt's own cuts, for models whose numbers depend on them.
+Knows tokens and bytes; blocks and checkpoints are opaque.
 """
 
 import hashlib
@@ -25,10 +26,12 @@ Tokens = tuple[int, ...]
 
 
 class Stored(Protocol):
-    """Protocol of the opaque data in a node, a KV block or a checkpoint: only its size in bytes is known."""
+    """Protocol of the opaque data in a node, a KV block or a checkpoint: its size in bytes is known, and a block can be split."""
 
     @property
     def nbytes(self) -> int: ...
+
+    def split(self, count: int) -> tuple[Self, Self]: ...
 
 
 class Node:
@@ -51,6 +54,8 @@ class Node:
         self.keep = False  # its checkpoint is worth its bytes: a prompt ended here, or two diverged
         self.is_protected = False  # one-off prompts do not push it out
         self.is_detached: bool = parent is not None and parent.is_detached  # it was evicted or invalidated while in use
+        self.is_rest = False  # its chunk was split, and its parent is the first part
+        self.former_keys: list[bytes] = []  # before chunks were split
 
     @property
     def nbytes(self) -> int:
@@ -87,10 +92,19 @@ class PrefixTree:
     first. Protected nodes have half the budget: those beyond it become new again, so no node stays for ever.
     """
 
-    def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic, *, is_exact: bool = False) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        own_cuts: bool = False,
+        can_split: bool = False,
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.clock = clock
-        self.is_exact = is_exact
+        self.own_cuts = own_cuts
+        self.can_split = can_split and not own_cuts
+        self.num_entered = 0  # chunks and checkpoints so far: as long as it stays, a prompt that found nothing finds nothing
         self.held_bytes = 0
         self.num_evicted = 0
         self.roots: dict[str, Node] = {}  # by salt
@@ -113,25 +127,39 @@ class PrefixTree:
         return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
 
     def match(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
-        """Return the deepest node with a checkpoint on the prompt's cached path from `start`, or `start` if there is none."""
-        found, waiting, last = start, [start], len(prompt) - 1  # the last token is always computed
+        """Return the deepest node with a checkpoint on the prompt's cached path from `start`, or `start` if there is none.
+
+        The last token is always computed, and none is computed alone before it. May split a chunk that the prompt shares in part.
+        """
+        found, waiting, last = start, [start], len(prompt) - 1
+        split: tuple[int, Node] | None = None
         while waiting:
             node = waiting.pop()
-            for size in [next(ends, node.length) - node.length] if self.is_exact else node.sizes:
+            for size in [next(ends, node.length) - node.length] if self.own_cuts else node.sizes:
                 child = node.children.get(tuple(prompt[node.length : node.length + size]))
-                if child is not None and child.length <= last:
+                if child is not None and (child.length == last or child.length < last - 1):
                     waiting.append(child)
                     if child.checkpoint is not None and child.length > found.length:
                         found = child
-        return found
+            if self.can_split:
+                for child in _recent(node):
+                    end = min(node.length + _num_same(child.tokens, prompt, node.length), last)
+                    split = (end, child) if split is None or end > split[0] else split
+        if split is None or split[0] - found.length < MIN_SHARED or split[1].is_detached:
+            return found
+        end, child = split
+        assert child.parent is not None
+        return self._split(child, end - (end == last - 1) - child.parent.length)
 
     def best_cut(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
         """Return where to cut the chunk after `node` to share most tokens with known prompts and `others`; None for no cut."""
-        known = itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
-        shared = [_num_same(child.tokens, prompt, node.length) for child in known]
-        shared += [_num_same(tuple(other[node.length : end]), prompt, node.length) for other in others]
-        places = {count for count in shared if MIN_SHARED <= count < end - node.length}
-        if self.is_exact or not places:
+        if self.own_cuts or self.can_split:
+            return None
+        shared = [_num_same(child.tokens, prompt, node.length) for child in _recent(node)]
+        shared += [_num_same(tuple(other[node.length : min(end, len(other) - 1)]), prompt, node.length) for other in others]
+        size = end - node.length
+        places = {min(count, size - 2) for count in shared if MIN_SHARED <= count < size}  # no token is computed alone
+        if not places:
             return None
         return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
 
@@ -144,7 +172,7 @@ class PrefixTree:
         known = prompt[position] if position < len(prompt) else None
         chunk = tuple(prompt[prefix_node.length : end])
         if position >= end:
-            is_cut = self.is_exact and chunk not in prefix_node.children
+            is_cut = self.own_cuts and chunk not in prefix_node.children
             return PrefixReuse("cut" if is_cut else "checkpoint", prefix_node.length, position, known, instead)
         if key_of(prefix_node.key, chunk) in self._evicted_keys:
             return PrefixReuse("evicted", prefix_node.length)
@@ -156,7 +184,7 @@ class PrefixTree:
         waiting = [root]
         while waiting:
             node = waiting.pop()
-            for child in itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT):
+            for child in _recent(node):
                 same = _num_same(child.tokens, prompt, node.length)
                 if same == len(child.tokens):
                     waiting.append(child)
@@ -176,11 +204,13 @@ class PrefixTree:
         if node is None:
             node = parent.children[tokens] = Node(next(self._numbers), parent, tokens, key_of(parent.key, tokens), block)
             parent.sizes[len(tokens)] += 1
+            self.num_entered += 1
             if not node.is_detached:
                 self._new[node] = None
                 self._resize(node, block.nbytes)
         if node.checkpoint is None and checkpoint is not None:
             node.checkpoint = checkpoint
+            self.num_entered += 1
             self._resize(node, checkpoint.nbytes)
         self._touch(node, is_protected=is_retained)
         return node
@@ -226,17 +256,46 @@ class PrefixTree:
         return before - len(self)
 
     def invalidate(self, node: Node) -> int:
-        """Remove a node and all its descendants, even pinned ones; returns their number, 0 for a root or a detached node."""
+        """Remove a node, its chunk's first part and all descendants, even pinned ones; returns their number, 0 for a root."""
+        while node.is_rest and node.parent is not None and not node.is_detached:
+            node = node.parent
         if node.parent is None or node.is_detached:
             return 0
-        del node.parent.children[node.tokens]
-        node.parent.sizes -= Counter((len(node.tokens),))  # drops sizes that nobody has
+        self._remove_child(node.parent, node)
         nodes = list(node.subtree())
         for one in nodes:
             del self._row(one)[one]
             self._resize(one, -one.nbytes)
             one.is_detached = True
         return len(nodes)
+
+    def _split(self, node: Node, count: int) -> Node:
+        """Split a node's chunk after `count` tokens into two nodes; returns the first, a new one that has the other as child."""
+        parent, block = node.parent, node.block
+        assert parent is not None
+        assert block is not None
+        if count == len(node.tokens):
+            return node
+        tokens, rest = node.tokens[:count], node.tokens[count:]
+        first_block, rest_block = block.split(count)
+        self._remove_child(parent, node)
+        first = self.enter(parent, tokens, first_block, node.checkpoint)
+        first.hits, first.is_rest = node.hits, node.is_rest
+        self._move(first, is_protected=node.is_protected)
+        self._resize(node, rest_block.nbytes - block.nbytes)
+        node.parent, node.tokens, node.block, node.is_rest = first, rest, rest_block, True
+        first.children[rest] = node
+        first.sizes[len(rest)] += 1
+        for one in node.subtree():
+            assert one.parent is not None
+            one.former_keys.append(one.key)
+            one.key, one.depth = key_of(one.parent.key, one.tokens), one.parent.depth + 1
+        return first
+
+    @staticmethod
+    def _remove_child(parent: Node, node: Node) -> None:
+        del parent.children[node.tokens]
+        parent.sizes -= Counter((len(node.tokens),))  # drops sizes that nobody has
 
     def _touch(self, node: Node, *, is_protected: bool) -> None:
         """Mark a node and its ancestors as most recently used, the topmost most recent of all; optionally protect them."""
@@ -285,6 +344,13 @@ def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
 
 
+def _recent(node: Node) -> Iterable[Node]:
+    """Iterate over a node's newest children, as many as are compared with a prompt."""
+    return itertools.islice(reversed(node.children.values()), MAX_LOOKED_AT)
+
+
 def _num_same(tokens: Tokens, prompt: Sequence[int], start: int) -> int:
-    there = prompt[start : start + len(tokens)]
+    there = tuple(prompt[start : start + len(tokens)])
+    if tokens == there:
+        return len(tokens)
     return next((index for index, (one, other) in enumerate(zip(tokens, there, strict=False)) if one != other), len(there))

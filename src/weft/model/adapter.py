@@ -13,10 +13,11 @@ from weft.errors import UnsupportedModel
 from weft.kernels.attention import seam_over
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.gated_delta import bind as bind_gated_delta
+from weft.kernels.recurrent import bind as bind_recurrent
 from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
 from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.loader import LoadedModel
-from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, choose_way
+from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 
 Way = Literal["seam", "plain", "alone"]  # explained in memory/views.py; `probe` finds the best that gives each row's own numbers
@@ -64,6 +65,7 @@ class Adapter:
         self.eos_token_ids = frozenset(loaded.eos_token_ids)
         self.weights_bytes = loaded.weights_bytes
         self.gated_delta_modules = bind_gated_delta(loaded.model)
+        bind_recurrent(loaded.model)
         bind_layers(loaded.model)
         _bind_seam(loaded.model)
         self.specs: list[LayerSpec] = []
@@ -71,7 +73,11 @@ class Adapter:
         self.unreadable: str | None = None  # why the memory of the layers can not be read
         self._read_specs()
         self.can_be_saved = self.unreadable is None  # a row's states can be copied out and put back
-        self.way, self.refused = (way, {}) if way else choose_way(self)
+        # A prompt's states after any of its tokens are the first of its keys and values: other layers keep none.
+        self.is_positional = self.can_be_saved and all(type(s) is FullAttention or s == Recurrent(()) for s in self.specs)
+        found = Findings(way, {}) if way else examine(self)
+        self.way, self.refused = found.way, found.refused
+        self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
         """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROBE_LENGTHS = (9, 5, 40)  # two rows that share a slab, so that one is padded, and one in a slab of its own
 PROBE_STEPS = 3
-PROBE_CHUNK = 16
+PROBE_CHUNK = 7  # no power of two: kernels that work in blocks would hide there that they do
 # A way is refused when its logits differ from the row's own by more than this share of their spread, or by more than NOISE
 # times what the mere width of a batch does to them; numbers of another row are off by several times the spread.
 PROBE_TOLERANCE = 1e-3
@@ -28,8 +28,17 @@ PROBE_ROUNDING = 0.3
 PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 
 
-def choose_way(adapter: Adapter) -> tuple[Way, dict[Way, str]]:
-    """Return the best way to batch rows (all at once, by slab, alone) that keeps each row's logits, and why others failed.
+class Findings(NamedTuple):
+    """What the tests at load found: the way to batch rows, and which bits do not depend on how a row is computed."""
+
+    way: Way
+    refused: dict[Way, str]  # the ways that were tried before, and why each does not do
+    cuts_freely: bool = False  # no bit depends on where a prompt is cut into chunks
+    decodes_like_prefill: bool = False  # a token has the same logits in a decode step as in a prompt, bit for bit
+
+
+def examine(adapter: Adapter) -> Findings:
+    """Find the best way to batch rows (all at once, by slab, alone) that keeps each row's logits, and what is bit-equal.
 
     Raises UnsupportedModel if not even rows on caches of their own are independent of each other.
     """
@@ -43,9 +52,9 @@ def choose_way(adapter: Adapter) -> tuple[Way, dict[Way, str]]:
         except PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
         if reason is None:
-            return way, refused
+            return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill)
         refused[way] = reason
-    return "alone", refused
+    return Findings("alone", refused, probe.cuts_freely)
 
 
 class Probe:
@@ -57,6 +66,7 @@ class Probe:
         self.prompts = [[(7 + 31 * row + 11 * n * (n + row)) % size for n in range(PROBE_LENGTHS[row])] for row in rows]
         self.fed = [[(3 + 17 * row + 5 * step) % size for step in range(PROBE_STEPS)] for row in rows]
         self.alone = [self._decode_alone(row) for row in rows]  # by row and step: the right logits
+        self.cuts_freely = self.decodes_like_prefill = False
         rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
 
@@ -73,7 +83,9 @@ class Probe:
     def find_chunk_dependence(self) -> str | None:
         """Return how logits after a prompt in chunks differ from those after the prompt in one forward; None if they don't."""
         row = len(self.prompts) - 1
-        reason = self._compare(self._decode_alone(row, PROBE_CHUNK)[0], row, 0)
+        in_chunks = self._decode_alone(row, PROBE_CHUNK)
+        self.cuts_freely = all(map(mx.array_equal, in_chunks, self.alone[row]))
+        reason = self._compare(in_chunks[0], row, 0)
         return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
 
     def find_difference(self, way: Way) -> str | None:
@@ -85,6 +97,8 @@ class Probe:
             if reason := pool.refusal(contents, len(prompt)):
                 return reason
             pool.allocate(state, contents, len(prompt))
+        prefilled = [self._prefill_fed(row) for row in range(len(self.prompts))]
+        self.decodes_like_prefill = True
         for step in range(PROBE_STEPS):
             for batch in make_batches(pool, states, seam=way == "seam", width=None):
                 rows = [None if state is None else states.index(state) for state in batch.rows]
@@ -93,6 +107,8 @@ class Probe:
                 for index, row in enumerate(rows):
                     if row is not None and (reason := self._compare(logits[index], row, step)):
                         return reason
+                    if row is not None and not mx.array_equal(logits[index], prefilled[row][step]):
+                        self.decodes_like_prefill = False
             for state in states:
                 state.length += 1
         return None
@@ -100,6 +116,10 @@ class Probe:
     def _decode_alone(self, row: int, chunk_tokens: int | None = None) -> list[mx.array]:
         caches = self.adapter.prefilled_caches(self.prompts[row], chunk_tokens)
         return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
+
+    def _prefill_fed(self, row: int) -> mx.array:
+        """Return the logits (steps, V) of a row's fed tokens computed as a further chunk of its prompt."""
+        return self.adapter.prefill(self.fed[row], self.adapter.prefilled_caches(self.prompts[row]))[1][0]
 
     def _noise(self) -> float:
         """Return how much a row's logits differ between a batch of two copies, on mlx-lm's own caches, and decoding alone."""

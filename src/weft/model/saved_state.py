@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
@@ -42,6 +42,14 @@ class SavedState:
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
+
+    def split(self, count: int) -> tuple[Self, Self]:
+        """Split a block, keys and values only, after its first `count` tokens."""
+
+        def part(place: slice) -> list[Any]:
+            return [None if pair is None else tuple(_own(plane[..., place, :]) for plane in pair) for pair in self.layers]
+
+        return type(self)(part(slice(None, count))), type(self)(part(slice(count, None)))
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:

@@ -296,6 +296,63 @@ TARGET static void NAME(turn_block)(const struct product *p, int of_neighbours, 
     }
 }
 
+/* Rows of a state that go through a prompt's tokens together, so that their sums do not wait for each other. */
+#define STATE_ROWS 4
+
+/* STATE_ROWS rows of one head's state, in place, and their numbers of every token's output, which replace the values:
+ * s = s * gate; u = value, or beta * (value - s . key); s = s + u * key; output = s . query. Rounded as MLX's operations and
+ * our products round them, so that a token's bits are those of a decode step. */
+INLINE void NAME(recur_rows)(const struct recurrence *r, float *head, size_t row) {
+    const size_t stride = r->tokens * r->ld;
+    float *state = head + row * r->ld, *value = head + r->rows * r->ld + row;
+    const float *key = head + r->rows * r->ld + stride, *query = key + stride, *gate = query + stride, *beta = gate + stride;
+    for (size_t token = 0; token < r->tokens; token++) {
+        VECTOR sums[PARTS][STATE_ROWS];
+        float change[STATE_ROWS], totals[STATE_ROWS];
+        memcpy(change, value, sizeof change);
+        if (r->is_delta) {
+            for (int part = 0; part < PARTS; part++)
+                for (int one = 0; one < STATE_ROWS; one++) sums[part][one] = SPREAD(0.0f);
+            for (size_t at = 0; at < r->width; at += LANES)
+                UNROLL for (int part = 0; part < PARTS; part++) {
+                    const size_t here = at + (size_t)part * WIDTH;
+                    const NAME(floats) fading = (NAME(floats))LOAD(gate + here);
+                    const VECTOR direction = LOAD(key + here);
+                    UNROLL for (int one = 0; one < STATE_ROWS; one++) {
+                        const NAME(floats) left = (NAME(floats))LOAD(state + one * r->ld + here) * fading;
+                        sums[part][one] = FMA((VECTOR)left, direction, sums[part][one]);
+                    }
+                }
+            SUM4(totals, sums, 0);
+            for (int one = 0; one < STATE_ROWS; one++) change[one] = beta[0] * (change[one] - totals[one]);
+        }
+        for (int part = 0; part < PARTS; part++)
+            for (int one = 0; one < STATE_ROWS; one++) sums[part][one] = SPREAD(0.0f);
+        for (size_t at = 0; at < r->width; at += LANES)
+            UNROLL for (int part = 0; part < PARTS; part++) {
+                const size_t here = at + (size_t)part * WIDTH;
+                const NAME(floats) fading = (NAME(floats))LOAD(gate + here);
+                const VECTOR direction = LOAD(key + here), question = LOAD(query + here);
+                UNROLL for (int one = 0; one < STATE_ROWS; one++) {
+                    const NAME(floats) left = (NAME(floats))LOAD(state + one * r->ld + here) * fading;
+                    const VECTOR found = (VECTOR)(left + (NAME(floats))SPREAD(change[one]) * (NAME(floats))direction);
+                    STORE(state + one * r->ld + here, found);
+                    sums[part][one] = FMA(found, question, sums[part][one]);
+                }
+            }
+        SUM4(totals, sums, 0);
+        memcpy(value, totals, sizeof totals);
+        value += r->ld, key += r->ld, query += r->ld, gate += r->ld, beta += r->ld;
+    }
+}
+
+/* Groups of STATE_ROWS rows, `begin` to `end` of all heads'. */
+TARGET static void NAME(recur_block)(const struct recurrence *r, size_t begin, size_t end) {
+    const size_t groups = r->rows / STATE_ROWS;
+    for (size_t group = begin; group < end; group++)
+        NAME(recur_rows)(r, r->heads + group / groups * r->head_rows * r->ld, group % groups * STATE_ROWS);
+}
+
 /* Rows `begin` to `end` of c. With `tokens` they are those of a prompt's last tokens, each of which sees up to itself. */
 TARGET static void NAME(softmax_block)(const struct product *p, size_t tokens, size_t begin, size_t end) {
     for (size_t m = begin; m < end; m++) {
@@ -305,6 +362,7 @@ TARGET static void NAME(softmax_block)(const struct product *p, size_t tokens, s
     }
 }
 
+#undef STATE_ROWS
 #undef PARTS
 #undef STRETCH
 #undef AXPY_STRIP

@@ -38,6 +38,16 @@ struct product {
     size_t a_row, a_column, ldb, ldc; /* the dot kernels want a_column = 1 and rows padded with zeros to whole lanes */
 };
 
+/* States of many heads and the tokens they go through: a linear recurrence, also with the delta rule. Each head is a block of
+ * rows of `ld` numbers: the state's, then of every token the values, which become the outputs, the keys, the queries, the gates,
+ * and under the delta rule the betas. Rows are padded with zeros to whole lanes. */
+struct recurrence {
+    float *heads;
+    size_t rows, width, tokens; /* of a state, numbers in a state's row, tokens */
+    size_t head_rows, ld;
+    int is_delta;
+};
+
 static __attribute__((noinline)) void settle_scaled(const struct product *p, float *c, const float *totals, int count) {
     if (p->beta == 0.0f) /* then c may hold anything, also NaN */
         for (int i = 0; i < count; i++) c[i] = p->alpha * totals[i];
@@ -181,15 +191,16 @@ struct kernels {
     void (*silu)(float *, size_t count);
     void (*norm)(const struct product *, size_t begin, size_t end);
     void (*turn)(const struct product *, int of_neighbours, size_t begin, size_t end);
+    void (*recur)(const struct recurrence *, size_t begin, size_t end);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_dot_block, avx512_axpy_block, avx512_softmax_block, avx512_silu_block, avx512_norm_block, avx512_turn_block, SIZE_MAX},
-    {"avx2", avx2_dot_block, avx2_axpy_block, avx2_softmax_block, avx2_silu_block, avx2_norm_block, avx2_turn_block, 12},
+    {"avx512", avx512_dot_block, avx512_axpy_block, avx512_softmax_block, avx512_silu_block, avx512_norm_block, avx512_turn_block, avx512_recur_block, SIZE_MAX},
+    {"avx2", avx2_dot_block, avx2_axpy_block, avx2_softmax_block, avx2_silu_block, avx2_norm_block, avx2_turn_block, avx2_recur_block, 12},
 #endif
-    {"plain", plain_dot_block, plain_axpy_block, plain_softmax_block, plain_silu_block, plain_norm_block, plain_turn_block, 8},
+    {"plain", plain_dot_block, plain_axpy_block, plain_softmax_block, plain_silu_block, plain_norm_block, plain_turn_block, plain_recur_block, 8},
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
@@ -322,9 +333,10 @@ static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {
  * prompt's last tokens each sees the columns up to itself. 0: all see all; what they should not see has its bias in c, and
  * beta is 1. In the others nothing is multiplied: c is what goes in and comes out. SILU, the gate of an MLP. NORM: rows
  * of mean square one, b has the weights and a the epsilon. TURN, rotary positions: a has each row's cosines and sines; 1 in the
- * lower half of alpha's bits says that neighbours are turned, not halves. */
+ * lower half of alpha's bits says that neighbours are turned, not halves. RECUR: see struct recurrence; b has the rows, the
+ * width and the tokens, and 1 in the lower half of alpha's bits says that the delta rule applies. */
 
-enum { SOFTMAX = 0x1B58, SILU = 0x1B59, NORM = 0x1B5A, TURN = 0x1B5B };
+enum { SOFTMAX = 0x1B58, SILU = 0x1B59, NORM = 0x1B5A, TURN = 0x1B5B, RECUR = 0x1B5C };
 
 struct extra {
     struct product product;
@@ -373,6 +385,18 @@ static void silu(const struct product *p) {
         pool_run(silu_numbers, p->c, size, (size / pieces / LANES + 1) * LANES, 8 * size >= WAKING_WORK);
 }
 
+static void recur_groups(const void *subject, size_t begin, size_t end) { bound.kernels->recur(subject, begin, end); }
+
+static void recur(const struct product *p, int is_delta) {
+    struct recurrence r = {p->c, (size_t)p->b[0], (size_t)p->b[1], (size_t)p->b[2], 0, p->ldc, is_delta};
+    r.head_rows = r.rows + (is_delta ? 5 : 4) * r.tokens;
+    const size_t total = p->m / r.head_rows * (r.rows / 4), size = total * r.width * r.tokens, pieces = 4 * (size_t)pool_threads();
+    if (4 * size < SHARED_WORK)
+        recur_groups(&r, 0, total);
+    else
+        pool_run(recur_groups, &r, total, (total + pieces - 1) / pieces, 4 * size >= WAKING_WORK);
+}
+
 EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                         const float *b, int ldb, float beta, float *c, int ldc) {
     const size_t a_row = trans_a == TRANS ? 1 : (size_t)lda, a_column = trans_a == TRANS ? (size_t)lda : 1;
@@ -387,6 +411,7 @@ EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k
         case SILU: silu(&p); return;
         case NORM: share_rows(norm_rows, &extra); return;
         case TURN: share_rows(turn_rows, &extra); return;
+        case RECUR: recur(&p, extra.detail & 1); return;
         default: break;
     }
     if (!is_plain(order, trans_a, trans_b, m, n, k) || !computed_here(p, trans_b == TRANS))

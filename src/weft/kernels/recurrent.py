@@ -1,0 +1,88 @@
+"""Mamba 2 and lightning attention on a CPU, token by token in weft's own BLAS: no bit depends on where a prompt is cut.
+
+mlx-lm computes both in steps of up to 256 tokens, as products of square matrices; `bind` replaces them in a model on a CPU.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import ssm as stock
+
+from weft.kernels import cpu, modules_behind
+
+
+def bind(model: nn.Module) -> list[str]:
+    """Replace mlx-lm's recurrent functions in a model's modules; returns the modules' names, [] without weft's BLAS."""
+    if not cpu.is_bound(mx.float32):
+        return []
+    changed = []
+    for module in modules_behind(model):
+        names = vars(module)
+        if names.get("ssm_update") is stock.ssm_update:
+            names["ssm_update"] = ssm_update
+            changed.append(module.__name__)
+        if callable(original := names.get("recurrent_gla")) and not hasattr(original, "weft_original"):
+            names["recurrent_gla"] = lightning_over(original)
+            changed.append(module.__name__)
+    return changed
+
+
+def ssm_update(
+    hidden_states: mx.array,  # (B, T, H, V)
+    log_rate: mx.array,  # (H,)
+    key: mx.array,  # (B, T, groups, K)
+    query: mx.array,  # (B, T, groups, K)
+    skip: mx.array,  # (H,)
+    dt: mx.array,  # (B, T, H)
+    dt_bias: mx.array,
+    state: mx.array | None = None,  # (B, H, V, K)
+    time_step_limit: tuple[float, float] = (0.001, 100.0),
+    mask: mx.array | None = None,
+    lengths: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Drop-in for mlx-lm's function, to which padded rows are left."""
+    if mask is not None or lengths is not None:
+        arguments = (hidden_states, log_rate, key, query, skip, dt, dt_bias, state, time_step_limit)
+        return stock.ssm_update(*arguments, mask=mask, lengths=lengths)  # type: ignore[no-any-return]
+    (rows, _, heads, height), (groups, width) = hidden_states.shape, key.shape[2:]
+    if state is None:
+        state = mx.zeros((rows, heads, height, width))
+    x = hidden_states.astype(mx.float32)
+    seconds = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias), *time_step_limit)
+    gate = mx.exp(seconds * -mx.exp(log_rate.astype(mx.float32)))
+    key, query = (mx.repeat(array.astype(mx.float32), heads // groups, axis=2) for array in (key, query))
+    by_head = [array.swapaxes(1, 2) for array in (x * seconds[..., None], key, query, gate[..., None])]
+    output, last = cpu.recurrence(state.astype(mx.float32), *by_head)
+    output = output.swapaxes(1, 2) + x * skip[:, None]
+    return output.astype(hidden_states.dtype), last
+
+
+def lightning_over(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's `recurrent_gla`, lightning attention with one gate per head; padded rows are left to it."""
+
+    @functools.wraps(original)
+    def recurrent_gla(
+        q: mx.array,  # (B, H, T, K)
+        k: mx.array,
+        v: mx.array,  # (B, H, T, V)
+        g: mx.array,  # (H,), logarithms of the gates
+        *,
+        scale: float,
+        h: mx.array | None = None,  # (B, H, K, V)
+        mask: mx.array | None = None,
+        **options: Any,
+    ) -> tuple[mx.array, mx.array]:
+        if mask is not None:
+            return original(q, k, v, g, scale=scale, h=h, mask=mask, **options)  # type: ignore[no-any-return]
+        (rows, heads, tokens, width), height = q.shape, v.shape[-1]
+        state = mx.zeros((rows, heads, height, width)) if h is None else h.astype(mx.float32).swapaxes(-1, -2)
+        gate = mx.broadcast_to(mx.exp(g.astype(mx.float32))[None, :, None, None], (rows, heads, tokens, 1))
+        value, key, query = (array.astype(mx.float32) for array in (v, k, q * scale))
+        output, last = cpu.recurrence(state, value, key, query, gate)
+        return output.astype(q.dtype), last.swapaxes(-1, -2)
+
+    recurrent_gla.weft_original = original  # type: ignore[attr-defined]
+    return recurrent_gla
