@@ -23,8 +23,6 @@ hypothesis.settings.register_profile("weft", deadline=None, suppress_health_chec
 hypothesis.settings.load_profile("weft")
 # As the engine's process does: grammars are compiled recursively.
 threading.stack_size(DEEP_STACK_BYTES)
-# Compiled functions would call the C++ compiler for every new shape.
-os.environ["MLX_DISABLE_COMPILE"] = "1"
 # MLX wakes a thread for every operation; on busy cores the kernel would switch to it each time (a fifth of the suite's time).
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

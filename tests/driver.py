@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx_lm.models import activations, base, gated_delta
+from mlx_lm.models import activations, bailing_hybrid, base, gated_delta, ssm
 
 from weft.config import EngineConfig
 from weft.engine.engine import Engine
@@ -111,6 +111,8 @@ def stock_mlx_lm(model: Any) -> Iterator[None]:
     stock = {
         "scaled_dot_product_attention": base.scaled_dot_product_attention,
         "gated_delta_update": gated_delta.gated_delta_update,
+        "ssm_update": ssm.ssm_update,
+        "recurrent_gla": getattr(bailing_hybrid.recurrent_gla, "weft_original", bailing_hybrid.recurrent_gla),
         "swiglu": activations.swiglu,
         "precise_swiglu": activations.precise_swiglu,
         "nn": nn,

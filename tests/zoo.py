@@ -22,6 +22,7 @@ from mlx_lm.utils import _get_classes
 
 from thoroughness import ALL
 
+mx.disable_compile()  # on a CPU MLX calls the C++ compiler, which weft never lets it do
 VOCABULARY = 128
 WINDOW = 12
 Config = dict[str, Any]
@@ -739,21 +740,71 @@ PROMISED = (
 # One or two for each other way of holding a row, and for caches of an unusual kind.
 ODD = ("gear", "gemma2", "llama4", "deepseek_v32", "internlm2", "gpt_bigcode", "phi", "stablelm", "longcat_flash", "mistral4")
 # fmt: on
+# How weights are packed: bits, numbers that share a scale, and mlx's mode. In "mixed" every other layer has eight bits.
+SCHEMES = {
+    "4bit-32": (4, 32, "affine"),
+    "4bit-64": (4, 64, "affine"),
+    "8bit": (8, 32, "affine"),
+    "mixed": (4, 32, "affine"),
+    "mxfp4": (4, 32, "mxfp4"),
+}
+# An architecture with packed weights has a name of two parts. `make test` looks at each scheme on a few families of different
+# kinds, `make conformance` at all schemes on these, and at four bits on everything.
+# fmt: off
+PACKED_FAMILIES = (
+    "llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma3_text", "gemma4_text", "gpt_oss", "nemotron_h",
+    "falcon_h1", "granitemoehybrid", "lfm2", "deepseek_v3",
+)
+# fmt: on
+PACKED = tuple(
+    f"{name}:{scheme}"
+    for place, name in enumerate(PACKED_FAMILIES)
+    for number, scheme in enumerate(SCHEMES)
+    if ALL or number == place % len(SCHEMES) or name == "qwen3_5"
+)
+if ALL:
+    PACKED += tuple(f"{name}:4bit-32" for name in ARCHITECTURES if name not in PACKED_FAMILIES)
+HOUSED = (*ARCHITECTURES, *PACKED)
 # Whom the longer tests look at; `make conformance` lets them look at all.
-EXAMINED = tuple(ARCHITECTURES) if ALL else PROMISED + ODD
+EXAMINED = HOUSED if ALL else PROMISED + ODD + PACKED
 
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
-    """Write config.json and model.safetensors (float32, every parameter random) of architecture `name` to `folder`."""
+    """Write config.json and model.safetensors (every parameter random, float32 or packed) of architecture `name` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = ARCHITECTURES[name]
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    name, _, scheme = name.partition(":")
+    config = copy.deepcopy(ARCHITECTURES[name])
     model = _build(config)
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     weights = {path: _draw(rng, name, path, start) for path, start in sorted(_flat(model).items())}
     weights = _settle(model, weights)
+    if scheme:
+        model.load_weights(list(weights.items()), strict=False)
+        config["quantization"] = _pack(model, scheme)
+        weights = _flat(model)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
+
+
+def _pack(model: nn.Module, scheme: str) -> Config:
+    """Quantise a model's layers in place; returns the section of its config that says how."""
+    bits, group_size, mode = SCHEMES[scheme]
+    found: Config = {"bits": bits, "group_size": group_size, "mode": mode}
+    packed: list[str] = []
+
+    def how(path: str, layer: nn.Module) -> bool | Config:
+        if not hasattr(layer, "to_quantized") or layer.weight.shape[-1] % group_size:
+            return False
+        packed.append(path)
+        if scheme != "mixed" or len(packed) % 2:
+            return True
+        found[path] = {"bits": 8, "group_size": group_size, "mode": mode}
+        return dict(found[path])
+
+    nn.quantize(model, group_size, bits, mode=mode, class_predicate=how)
+    assert packed, f"{scheme} packs nothing of it"
+    return found
 
 
 def greedy(model: nn.Module, prompt: list[int], n: int) -> tuple[list[int], mx.array]:

@@ -14,7 +14,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     """An environment with a home of its own."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WEFT_", "HF_", "XDG_"))}
     own = {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "HF_HOME": str(home / "hf")}
-    return {**kept, **own, "HF_HUB_OFFLINE": "1", "MLX_DISABLE_COMPILE": "1", **more}
+    return {**kept, **own, "HF_HUB_OFFLINE": "1", **more}
 
 
 def weft(home: Path, *arguments: str, stdin: str = "", **variables: str) -> subprocess.CompletedProcess[str]:

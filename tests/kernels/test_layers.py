@@ -1,9 +1,10 @@
-"""Our layers stand in a model's modules, but where what is compiled for any shape would trace them."""
+"""Our layers stand in a model's modules, and nothing is compiled on a CPU."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import iquestloopcoder, qwen3_5, qwen3_next
 
@@ -12,12 +13,23 @@ from weft.model.loader import load
 from zoo import make_checkpoint
 
 
-def test_a_hybrid_calls_ours_and_a_module_with_compiled_functions_keeps_its_own(tmp_path: Path) -> None:
+def test_a_model_calls_ours_and_nobody_else_does(tmp_path: Path) -> None:
     for name in ("qwen3_5", "iquestloopcoder"):
         cpu.bind(load(make_checkpoint(name, tmp_path / name)).model)
 
     assert qwen3_5.nn.silu is cpu.silu
     assert qwen3_5.nn.Linear is nn.Linear
     assert qwen3_next.precise_swiglu is cpu.precise_swiglu
-    assert iquestloopcoder.nn is nn
+    assert iquestloopcoder.nn.silu is cpu.silu
     assert nn.silu is not cpu.silu
+
+
+def test_no_request_waits_for_a_compiler(tmp_path: Path) -> None:
+    mx.enable_compile()
+    cpu.bind(load(make_checkpoint("nemotron_h", tmp_path / "model")).model)
+    calls = []
+    function = mx.compile(lambda x: calls.append(x) or x + 1)  # type: ignore[func-returns-value]
+    for _ in range(3):
+        function(mx.ones(3))
+
+    assert len(calls) == 3  # a compiled function is called once, to be traced

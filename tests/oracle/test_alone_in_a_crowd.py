@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -15,18 +17,43 @@ import pytest
 
 from driver import SMALL, Clock, Run, answers, random_prompts, stock_mlx_lm
 from thoroughness import ALL
+from weft.config import EngineConfig
+from weft.grammar.compiler import Compiler
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import Submit
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, Submit
 from weft.model.adapter import Adapter
-from zoo import ARCHITECTURES, EXAMINED, VOCABULARY, greedy
+from zoo import EXAMINED, HOUSED, VOCABULARY, greedy
 
 Build = Callable[[str], Adapter]
-each_architecture = pytest.mark.parametrize("name", ARCHITECTURES)
+each_architecture = pytest.mark.parametrize("name", HOUSED)
 each_examined = pytest.mark.parametrize("name", EXAMINED)
 
 SUBJECTS = random_prompts(VOCABULARY, (21, 7, 40), seed=1)
 NEIGHBOURS = random_prompts(VOCABULARY, (33, 1, 60, 2, 18, 5, 27), seed=2)
 TOKENS = 26 if ALL else 18  # with a window of 12, crossed more than once
+
+
+# A vocabulary of the zoo's size: an end token, what can be printed, and pairs of letters.
+LETTERS = ["<end>", *map(chr, range(0x21, 0x7F)), " ", "\n", *(first + second for first in "abcdef" for second in "ghijk"), "xy"]
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
+    assert len(LETTERS) == VOCABULARY
+    vocabulary = {text.replace(" ", "Ġ").replace("\n", "Ċ"): number for number, text in enumerate(LETTERS)}
+    merges = [[text[0], text[1]] for text in LETTERS if len(text) == 2]
+    end = {"id": 0, "content": "<end>", "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+    bytes_as_letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    written = {
+        "version": "1.0",
+        "added_tokens": [{**end, "normalized": False}],
+        "pre_tokenizer": bytes_as_letters,
+        "decoder": bytes_as_letters,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges},
+    }
+    path = tmp_path_factory.mktemp("letters") / "tokenizer.json"
+    path.write_text(json.dumps(written))
+    return Compiler(path, VOCABULARY, (0,))
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +85,33 @@ def test_alone_equals_mlx_lm(build: Build, solo: Solo, name: str) -> None:
         assert np.abs(logits - np.array(their_logits)).max() < 1e-3 * spread
 
 
+# As an engine is served: with a prefix cache, and boundaries that the front finds in a prompt. And in the order of a GPU, where a
+# step is settled while the next one runs.
+SERVED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
+OVERLAPPED = dataclasses.replace(SERVED, settle_first=False)
+
+
 @pytest.mark.parametrize(
-    ("name", "others"), [*((name, others) for name in EXAMINED for others in (1, 3)), *((name, 7) for name in ARCHITECTURES)]
+    ("name", "others", "config"),
+    [
+        *((name, 1, SMALL) for name in EXAMINED),
+        *((name, 3, OVERLAPPED) for name in EXAMINED),
+        *((name, 7, SERVED) for name in HOUSED),
+    ],
+    ids=lambda value: (
+        "-".join(["cached"] * bool(value.cache_bytes) + ["overlapped"] * (not value.settle_first)) or "plain"
+        if isinstance(value, EngineConfig)
+        else None
+    ),
 )
 def test_neighbours_change_neither_tokens_nor_a_single_bit_of_the_logits(
-    build: Build, solo: Solo, name: str, others: int
+    build: Build, solo: Solo, name: str, others: int, config: EngineConfig
 ) -> None:
-    run = Run(build(name), keep_logits=True)
-    subject = run.submit(SUBJECTS[0], TOKENS)
+    run = Run(build(name), config, keep_logits=True)
     for index, prompt in enumerate(NEIGHBOURS[:others]):
-        run.submit(prompt, 1 + 3 * index)  # they leave one after the other
+        run.submit(SUBJECTS[0][: 5 * index] + prompt, 1 + 3 * index)  # they begin alike, and leave one after the other
+    greedy_choice = Sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+    (subject,) = run.engine.submit_all(Submit((900,), SUBJECTS[0], (greedy_choice,), boundaries=(4, 9, 17)))
     run.finish()
 
     tokens, logits = solo(name)[0]
@@ -145,6 +189,30 @@ def test_pipelined_turns_give_the_tokens_of_plain_ones(build: Build, solo: Solo,
     """Also where a step is settled while the next one runs, as on GPUs."""
     for config in (dataclasses.replace(SMALL, pipelined=False), dataclasses.replace(SMALL, settle_first=False)):
         assert answers(build(name), SUBJECTS, TOKENS, config) == [tokens for tokens, _ in solo(name)]
+
+
+@each_examined
+def test_a_constrained_row_is_the_same_alone_and_among_others_in_the_order_of_a_gpu(
+    build: Build, compiler: Compiler, name: str
+) -> None:
+    spec = ConstraintSpec(GrammarSpec("regex", "([a-f][0-9]+[ ]){3}[g-z]{4,9}"))
+    chosen = Sampling(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
+
+    def answer(config: EngineConfig, others: int) -> tuple[list[int], np.ndarray]:
+        run = Run(build(name), config, keep_logits=True)
+        for index, prompt in enumerate(NEIGHBOURS[:others]):
+            other = compiler.constraint(ConstraintSpec(GrammarSpec("regex", "[A-Z]{20}"))) if index % 2 else None
+            run.engine.submit(prompt, Sampling(temperature=0.7, seed=index, max_tokens=6 + 4 * index, ignore_eos=True), other)
+        subject = run.engine.submit(SUBJECTS[1], chosen, compiler.constraint(spec))
+        run.finish()
+        assert subject.finish in ("stop", "length"), subject.ending
+        return subject.output, run.logits_of(subject)
+
+    (tokens, logits), (among, its_logits) = answer(dataclasses.replace(SMALL, pipelined=False), 0), answer(OVERLAPPED, 5)
+    text = "".join(map(LETTERS.__getitem__, tokens))
+    assert re.fullmatch("([a-f][0-9]+[ ]){3}[g-z]{4,9}", text) or len(tokens) == 40, text
+    assert among == tokens
+    assert np.array_equal(its_logits, logits)
 
 
 @each_examined

@@ -20,7 +20,7 @@ from weft.memory.disk import DiskTier
 from weft.memory.spec import KeyValues
 from weft.model.adapter import Adapter
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
-from zoo import ARCHITECTURES, EXAMINED, VOCABULARY
+from zoo import EXAMINED, HOUSED, VOCABULARY
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 TRUNK, *TAILS = random_prompts(VOCABULARY, (52, 9, 30, 1, 14), seed=7)  # chunks are 16: the trunk ends inside one
@@ -97,7 +97,7 @@ def test_all_at_once(build: Callable[[str], Adapter], cold: Callable[[str], list
         assert sum(counts) <= 48 + sum(len(prompt) - 1 - 48 for prompt in PROMPTS[:5]) + 16
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", HOUSED)
 def test_cut_where_they_part(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
     prompts = PROMPTS if name in EXAMINED else PROMPTS[:4]
     run = Run(build(name), dataclasses.replace(CACHED, chunk_tokens=64), keep_logits=True)
@@ -204,7 +204,7 @@ def measured(adapter: Adapter, caches: LayerCaches) -> int:
     return sum(array.nbytes for arrays in pairs for array in arrays if array is not None)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", HOUSED)
 def test_predicted_bytes_are_measured_bytes(build: Callable[[str], Adapter], name: str) -> None:
     adapter = build(name)
     for tokens in (20, 72):

@@ -207,9 +207,14 @@ class NNWithOurSilu(ModuleType):
 
 
 def bind(model: Any) -> list[str]:
-    """Replace layers and functions of a model on a CPU by fused ones; returns the changed modules' names, [] on a GPU."""
+    """Replace layers and functions of a model on a CPU by fused ones; returns the changed modules' names, [] on a GPU.
+
+    Functions that mlx and mlx-lm compile stay uncompiled there: MLX would call the C++ compiler for seconds at the first request
+    that needs one, and where there is none that request would fail; compiled they are no faster (docs/log.md).
+    """
     if mx.default_device() == mx.gpu:
         return []
+    mx.disable_compile()
     angles = RotaryAngles()
     for layer in model.modules():
         layer.__class__ = FUSED_LAYERS.get(type(layer), type(layer))
@@ -223,9 +228,7 @@ def _bind_functions(module: ModuleType) -> bool:
         return False
     found, ours = vars(module), {"swiglu": swiglu, "precise_swiglu": precise_swiglu}
     changed: dict[str, Any] = {name: own for name, own in ours.items() if found.get(name) is getattr(activations, name)}
-    # What is compiled for any shape must not look at shapes, as ours does: such a module keeps its silu.
-    is_compiled = any(type(value) is type(activations.swiglu) for name, value in found.items() if name not in changed)
-    if found.get("nn") is nn and not is_compiled:
+    if found.get("nn") is nn:
         changed["nn"] = NNWithOurSilu("mlx.nn")
     found.update(changed)
     return bool(changed)
