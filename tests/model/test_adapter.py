@@ -82,3 +82,80 @@ def test_a_model_that_keeps_state_between_requests_is_refused(checkpoint: Checkp
 
     with pytest.raises(UnsupportedModel, match="disturb each other"):
         Adapter(disturbed)
+
+
+class KeepsByLength(Disturbed):
+    """A model that keeps what it read of a row (here its first token) and takes it for other rows of the same length.
+
+    It keeps what it read last, or with `keeps_all` what it read first of each length.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, keeps_all: bool) -> None:
+        super().__init__(loaded)
+        self.vocab_size = loaded.vocab_size
+        self.keeps_all = keeps_all
+        self.kept: dict[int, int] = {}
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:  # type: ignore[override]
+        first = vars(cache[0]).setdefault("first", tokens[0, 0].item())
+        length = int(cache[0].offset) + tokens.shape[1]
+        if length not in self.kept:
+            self.kept = (self.kept if self.keeps_all else {}) | {length: first}
+        return self.inner((tokens + self.kept[length]) % self.vocab_size, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("keeps_all", "words"), [(False, "disturb each other"), (True, "in chunks is not the prompt as a whole")]
+)
+def test_a_model_that_keeps_state_for_rows_of_equal_length_is_refused(
+    checkpoint: Checkpoint, keeps_all: bool, words: str
+) -> None:
+    loaded = load(checkpoint("llama"))
+    keeping = LoadedModel(**{**vars(loaded), "model": KeepsByLength(loaded, keeps_all=keeps_all)})
+
+    with pytest.raises(UnsupportedModel, match=words):
+        Adapter(keeping)
+
+
+class KeepsItsBatch(Disturbed):
+    """A model that keeps an array as wide as its last batch of prompts and takes it for prompts of the same length."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        self.kept = mx.zeros((0, 0))
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:  # type: ignore[override]
+        if tokens.shape[1] > 1:
+            if tokens.shape[1] != self.kept.shape[1]:
+                self.kept = mx.zeros(tokens.shape, mx.int32)
+            tokens = mx.concatenate([tokens, self.kept], axis=-1)[:, : tokens.shape[1]]
+        return self.inner(tokens, cache=cache)
+
+
+def test_a_model_that_fails_on_a_row_of_the_last_batch_s_length_is_refused(checkpoint: Checkpoint) -> None:
+    loaded = load(checkpoint("llama"))
+    keeping = LoadedModel(**{**vars(loaded), "model": KeepsItsBatch(loaded)})
+
+    with pytest.raises(UnsupportedModel, match="fails when rows take turns"):
+        Adapter(keeping)
+
+
+class MergesRowsOfEqualLength(Disturbed):
+    """A model that gives all rows of a batch that have the same length the numbers of the last one of them."""
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:  # type: ignore[override]
+        logits = self.inner(tokens, cache=cache)
+        if not isinstance(offsets := cache[0].offset, mx.array):
+            return logits
+        last = {length: row for row, length in enumerate(offsets.tolist())}
+        return logits[mx.array([last[length] for length in offsets.tolist()])]
+
+
+def test_a_model_that_mixes_up_rows_of_equal_length_decodes_them_alone(checkpoint: Checkpoint) -> None:
+    loaded = load(checkpoint("llama"))
+    merging = LoadedModel(**{**vars(loaded), "model": MergesRowsOfEqualLength(loaded)})
+
+    adapter = Adapter(merging)
+
+    assert adapter.way == "alone"
+    assert "logits differ" in adapter.refused["seam"]

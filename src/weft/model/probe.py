@@ -8,15 +8,23 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
+from weft.kernels import cpu
 from weft.memory.slabs import Pool, RowState
+from weft.memory.spec import RowContents
 from weft.memory.views import make_batches
 
 if TYPE_CHECKING:
     from weft.model.adapter import Adapter, Way
 
-PROBE_LENGTHS = (9, 5, 40)  # two rows that share a slab, so that one is padded, and one in a slab of its own
+PROBE_LENGTHS = (9, 5, 9, 40)  # three rows that share a slab, so that one is padded, and one in a slab of its own
+# State that a model keeps may be taken for another row of the same length. So the rows of equal length follow each other when
+# all take turns, directly after a batch of that length, but not when each is decoded alone: that is what the others must match.
+PROBE_TURNS = (0, 2, 1, 3)
 PROBE_STEPS = 3
+PROBE_ROUNDS = 2  # of turns
 PROBE_CHUNK = 7  # no power of two: kernels that work in blocks would hide there that they do
+PROBE_CHUNKS = ((2, 5), (3, PROBE_CHUNK))  # rows that are also prefilled in chunks, and of how many tokens
+PREFILLED_ROWS = (1, 3)  # whose decoded tokens are prefilled too, to be compared bit for bit
 # A way is refused when its logits differ from the row's own by more than this share of their spread, or by more than NOISE
 # times what the mere width of a batch does to them; numbers of another row are off by several times the spread.
 PROBE_TOLERANCE = 1e-3
@@ -43,7 +51,11 @@ def examine(adapter: Adapter) -> Findings:
     Raises UnsupportedModel if not even rows on caches of their own are independent of each other.
     """
     probe = Probe(adapter)
-    if reason := probe.find_leak() or probe.find_chunk_dependence():
+    try:
+        reason = probe.find_leak() or probe.find_chunk_dependence()
+    except PROBE_ERRORS as error:
+        reason = f"it fails when rows take turns or a prompt comes in chunks ({type(error).__name__}: {error})"
+    if reason is not None:
         raise UnsupportedModel(f"{adapter.name}: {reason}; its answers would depend on who else is served")
     refused: dict[Way, str] = {}
     for way in ("seam", "plain"):
@@ -58,7 +70,7 @@ def examine(adapter: Adapter) -> Findings:
 
 
 class Probe:
-    """Compares the logits of three short test rows decoded alone with those decoded in turns, after chunks, or in a batch."""
+    """Compares the logits of four short test rows decoded alone with those decoded in turns, after chunks, or in a batch."""
 
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
@@ -66,15 +78,18 @@ class Probe:
         self.prompts = [[(7 + 31 * row + 11 * n * (n + row)) % size for n in range(PROBE_LENGTHS[row])] for row in rows]
         self.fed = [[(3 + 17 * row + 5 * step) % size for step in range(PROBE_STEPS)] for row in rows]
         self.alone = [self._decode_alone(row) for row in rows]  # by row and step: the right logits
+        self.is_invariant = cpu.is_bound(mx.float32)  # elsewhere kernels are chosen by shape: what is equal here may differ there
         self.cuts_freely = self.decodes_like_prefill = False
         rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
+        self.prefilled: dict[int, RowContents] = {}  # by row, in the order of turns: its layers' contents after its prompt
 
     def find_leak(self) -> str | None:
         """Return how rows decoded in turns on their own caches disturb each other (by state on the model); None if not."""
-        caches = [self.adapter.prefilled_caches(prompt) for prompt in self.prompts]
-        for step in range(PROBE_STEPS):
-            for row, own in enumerate(caches):
+        caches = {row: self.adapter.prefilled_caches(self.prompts[row]) for row in PROBE_TURNS}
+        self.prefilled = {row: self.adapter.contents(own) for row, own in caches.items()}
+        for step in range(PROBE_ROUNDS):
+            for row, own in caches.items():
                 logits = self.adapter.decode_alone(mx.array([[self.fed[row][step]]]), own)
                 if reason := self._compare(logits[0], row, step):
                     return f"rows on caches of their own disturb each other ({reason})"
@@ -82,23 +97,28 @@ class Probe:
 
     def find_chunk_dependence(self) -> str | None:
         """Return how logits after a prompt in chunks differ from those after the prompt in one forward; None if they don't."""
-        row = len(self.prompts) - 1
-        in_chunks = self._decode_alone(row, PROBE_CHUNK)
-        self.cuts_freely = all(map(mx.array_equal, in_chunks, self.alone[row]))
-        reason = self._compare(in_chunks[0], row, 0)
-        return reason and f"a prompt in chunks is not the prompt as a whole ({reason})"
+        self.cuts_freely = self.is_invariant
+        for row, chunk_tokens in PROBE_CHUNKS:
+            caches = self.adapter.prefilled_caches(self.prompts[row], chunk_tokens)
+            logits = self.adapter.decode_alone(mx.array([[self.fed[row][0]]]), caches)
+            self.cuts_freely = self.cuts_freely and bool(mx.array_equal(logits[0], self.alone[row][0]))
+            if reason := self._compare(logits[0], row, 0):
+                return f"a prompt in chunks is not the prompt as a whole ({reason})"
+        return None
 
     def find_difference(self, way: Way) -> str | None:
-        """Return how rows decoded together in this way differ from rows decoded alone; None if they do not."""
+        """Return how rows decoded together in this way differ from rows decoded alone; None if they do not.
+
+        They begin with the contents of the caches that `find_leak` has prefilled and found right.
+        """
         pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
         states = [RowState() for _ in self.prompts]
-        for state, prompt in zip(states, self.prompts, strict=True):
-            contents = self.adapter.contents(self.adapter.prefilled_caches(prompt))
-            if reason := pool.refusal(contents, len(prompt)):
+        for index, contents in self.prefilled.items():
+            if reason := pool.refusal(contents, PROBE_LENGTHS[index]):
                 return reason
-            pool.allocate(state, contents, len(prompt))
-        prefilled = [self._prefill_fed(row) for row in range(len(self.prompts))]
-        self.decodes_like_prefill = True
+            pool.allocate(states[index], contents, PROBE_LENGTHS[index])
+        prefilled = {row: self._prefill_fed(row) for row in PREFILLED_ROWS if self.is_invariant}
+        self.decodes_like_prefill = self.is_invariant
         for step in range(PROBE_STEPS):
             for batch in make_batches(pool, states, seam=way == "seam", width=None):
                 rows = [None if state is None else states.index(state) for state in batch.rows]
@@ -107,14 +127,14 @@ class Probe:
                 for index, row in enumerate(rows):
                     if row is not None and (reason := self._compare(logits[index], row, step)):
                         return reason
-                    if row is not None and not mx.array_equal(logits[index], prefilled[row][step]):
+                    if row in prefilled and not mx.array_equal(logits[index], prefilled[row][step]):
                         self.decodes_like_prefill = False
             for state in states:
                 state.length += 1
         return None
 
-    def _decode_alone(self, row: int, chunk_tokens: int | None = None) -> list[mx.array]:
-        caches = self.adapter.prefilled_caches(self.prompts[row], chunk_tokens)
+    def _decode_alone(self, row: int) -> list[mx.array]:
+        caches = self.adapter.prefilled_caches(self.prompts[row])
         return [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[row]]
 
     def _prefill_fed(self, row: int) -> mx.array:
