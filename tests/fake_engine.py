@@ -118,7 +118,7 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
             if next(told) == asked.die_after:
                 os._exit(3)
         if status is None or status.running != len(live):
-            status = EngineStatus(running=len(live), prefixes={"kept": known.num_kept})
+            status = EngineStatus(running=len(live), prefixes={"kept": known.num_kept}, alone={"short": 3})
             channel.send(EngineEvents(prompts=prompts, tokens=events, status=status))
         else:
             channel.send(EngineEvents(prompts=prompts, tokens=events))

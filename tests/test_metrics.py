@@ -111,6 +111,16 @@ def test_an_engine_shows_that_it_is_up_and_how_often_it_was_replaced() -> None:
     assert value(metrics, "weft_engine_restarts_total", model="tiny") == 1
 
 
+def test_rows_that_decoded_alone_are_shown_by_cause_until_the_model_is_unloaded() -> None:
+    metrics = Metrics()
+    metrics.rows_alone("tiny", {"model": 0, "short": 4, "geometry": 1})
+
+    assert value(metrics, "weft_rows_alone_total", model="tiny", cause="short") == 4
+    assert value(metrics, "weft_rows_alone_total", model="tiny", cause="geometry") == 1
+    metrics.unloaded("tiny")
+    assert value(metrics, "weft_rows_alone_total", model="tiny", cause="short") is None
+
+
 def test_memory_is_shown_by_kind_and_responses_by_status() -> None:
     metrics = Metrics()
     metrics.memory("tiny", {"weights": 1000, "rows": 20})

@@ -44,6 +44,8 @@ class Metrics(Collector):
         self._request = add(wholes, "weft_request_seconds", "From arrival to the end.", "e2e_request_latency_seconds")
         self._running = add(Gauge, "weft_rows_running", "Rows being computed.", "num_requests_running")
         self._waiting = add(Gauge, "weft_rows_waiting", "Rows waiting for their turn.", "num_requests_waiting")
+        alone = "Rows that decoded alone, not in the batch."
+        self._alone = add(Gauge, "weft_rows_alone_total", alone, labels=("model", "cause"))
         self._engine_up = add(Gauge, "weft_engine_up", "Whether the model's engine answers.")
         self._restarts = add(Gauge, "weft_engine_restarts_total", "Engines that were replaced.")
         self._memory = add(Gauge, "weft_memory_bytes", "Memory by what it is for.", labels=("model", "kind"))
@@ -85,6 +87,10 @@ class Metrics(Collector):
         self._running.labels(model).set(running)
         self._waiting.labels(model).set(waiting)
 
+    def rows_alone(self, model: str, counts: Mapping[str, int]) -> None:
+        for cause, value in counts.items():
+            self._alone.labels(model, cause).set(value)
+
     def memory(self, model: str, num_bytes: Mapping[str, int]) -> None:
         for kind, value in num_bytes.items():
             self._memory.labels(model, kind).set(value)
@@ -102,7 +108,8 @@ class Metrics(Collector):
 
     def unloaded(self, model: str) -> None:
         """Remove the gauges of a model that was unloaded; its counters stay."""
-        for instrument in (self._running, self._waiting, self._engine_up, self._restarts, self._memory, self._prefixes):
+        rows = (self._running, self._waiting, self._alone)
+        for instrument in (*rows, self._engine_up, self._restarts, self._memory, self._prefixes):
             instrument.remove_by_labels({"model": model})
 
     def http(self, status: int) -> None:

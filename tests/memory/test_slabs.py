@@ -37,6 +37,10 @@ def contents(length: int, mark: float) -> list[LayerContents]:
     ]
 
 
+def kv(keys: tuple[int, ...], values: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> KeyValues:
+    return KeyValues(mx.zeros(keys, dtype), mx.zeros(values, dtype))
+
+
 def allocate(pool: Pool, length: int, mark: float, upcoming: tuple[int, ...] = ()) -> RowState:
     row = RowState()
     held = contents(length, mark)
@@ -138,24 +142,31 @@ def test_a_class_has_room_and_wastes_little(tokens: int) -> None:
 @pytest.mark.parametrize(
     ("layer", "wrong", "words"),
     [
-        (0, KeyValues(mx.zeros((1, 2, 8, 5)), mx.zeros((1, 2, 8, 6))), "layer 0 (FullAttention)"),
-        (0, KeyValues(mx.zeros((1, 2, 7, 4)), mx.zeros((1, 2, 7, 6))), "7 tokens of a row of 8"),
-        (0, KeyValues(mx.zeros((1, 2, 8, 4), mx.float16), mx.zeros((1, 2, 8, 6))), "layer 0"),
-        (0, KeyValues(mx.zeros((2, 2, 8, 4)), mx.zeros((2, 2, 8, 6))), "layer 0"),
-        (2, (mx.zeros((1, 3, 4)), None), "layer 2 (Recurrent)"),
-        (2, (None, None), "layer 2"),
-        (2, None, "empty"),
-        (1, (mx.zeros((1, 3, 5)), None), "layer 1"),
+        (0, kv((1, 2, 8, 5), (1, 2, 8, 6)), "keys are (1, 2, 8, 5) float32 instead of (1, 2, 8, 4) float32 (axis 3)"),
+        (0, kv((1, 2, 8, 4), (1, 3, 8, 6)), "values are (1, 3, 8, 6) float32 instead of (1, 2, 8, 6) float32 (axis 1)"),
+        (0, kv((1, 2, 7, 4), (1, 2, 7, 6)), "keys are (1, 2, 7, 4) float32 instead of (1, 2, 8, 4) float32 (axis 2)"),
+        (0, kv((1, 2, 8, 4), (1, 2, 7, 6)), "values are (1, 2, 7, 6) float32 instead of (1, 2, 8, 6) float32 (axis 2)"),
+        (0, kv((2, 2, 8, 4), (2, 2, 8, 6)), "keys are (2, 2, 8, 4) float32 instead of (1, 2, 8, 4) float32 (axis 0)"),
+        (0, kv((2, 8, 4), (2, 8, 6)), "keys are (2, 8, 4) float32 instead of (1, 2, 8, 4) float32 (number of axes)"),
+        (0, kv((1, 2, 8, 4), (1, 2, 8, 6), mx.float16), "keys are (1, 2, 8, 4) float16 instead of (1, 2, 8, 4) float32 (dtype)"),
+        (2, (mx.zeros((1, 3, 4)), None), "state 0 is (1, 3, 4) float32 instead of (1, 3, 5) float32 (axis 2)"),
+        (2, (None, None), "state 0 is missing instead of (1, 3, 5) float32"),
+        (2, (mx.zeros((1, 3, 5)), mx.zeros((1, 2))), "state 1 is (1, 2) float32 instead of missing"),
+        (2, (mx.zeros((1, 3, 5)),), "it holds 1 states instead of 2"),
+        (2, None, "its cache is of a kind that slabs can not hold"),
+        (2, kv((1, 2, 8, 4), (1, 2, 8, 6)), "it holds keys and values, which is not what Recurrent has"),
+        (1, (mx.zeros((1, 3, 5)), None), "it holds 2 states, which is not what SlidingWindow has"),
     ],
 )
 def test_what_does_not_have_the_geometry_is_refused_by_name(layer: int, wrong: LayerContents | None, words: str) -> None:
     held: list[LayerContents | None] = list(contents(8, 1.0))
     held[layer] = wrong
 
-    reason = pool().refusal(held, 8)
+    refusal = pool().refusal(held, 8)
 
-    assert reason is not None
-    assert words in reason
+    assert refusal is not None
+    assert refusal.layer == layer
+    assert refusal.reason == f"layer {layer} ({type(SPECS[layer]).__name__}): {words}"
 
 
 def test_the_table_follows_its_rows_through_any_order() -> None:

@@ -117,6 +117,7 @@ def test_neighbours_change_neither_tokens_nor_a_single_bit_of_the_logits(
     tokens, logits = solo(name)[0]
     assert subject.output == tokens
     assert np.array_equal(run.logits_of(subject), logits)
+    assert run.engine.runner.num_alone["geometry"] == 0  # rows have the shape that was read off the model at load
 
 
 @each_examined

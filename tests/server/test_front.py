@@ -244,6 +244,7 @@ def test_metrics_count_what_happened() -> None:
     assert values['weft_requests_total{finish="length",model="m",wire="completions"}'] == "1.0"
     assert values['weft_http_requests_total{status="400"}'] == "1.0"
     assert values['weft_engine_up{model="m"}'] == "1.0"
+    assert values['weft_rows_alone_total{cause="short",model="m"}'] == "3.0"
     assert values['vllm:num_requests_running{model_name="m"}'] == "0.0"
 
 

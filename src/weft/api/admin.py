@@ -140,6 +140,7 @@ class Admin:
             status = model.supervisor.status
             metrics.engine(model.name, model.is_ready, model.supervisor.restarts)
             metrics.rows(model.name, status.running, status.waiting)
+            metrics.rows_alone(model.name, status.alone)
             metrics.memory(model.name, model.memory)
             metrics.prefixes(model.name, status.prefixes)
         return Response(metrics.render(), media_type=CONTENT_TYPE)

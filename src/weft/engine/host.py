@@ -152,7 +152,8 @@ class Host:
             return None
         self._last_status, self._last_status_at = (counts, following), now
         prefilling = tuple(one.id for one in scheduler.prompts if one.id not in following)
-        return EngineStatus(*counts, memory_in_use(self.engine), self._prefix_counters(), prefilling, following)
+        caches = memory_in_use(self.engine), self._prefix_counters()
+        return EngineStatus(*counts, *caches, prefilling, following, self.engine.runner.num_alone)
 
     def _prefix_counters(self) -> dict[str, int]:
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary

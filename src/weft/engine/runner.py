@@ -5,8 +5,10 @@ row that can not join decodes alone on its own caches: slower, never wrong.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -19,10 +21,17 @@ from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
 from weft.memory.disk_files import Entry
-from weft.memory.slabs import Pool, RowState
+from weft.memory.slabs import Pool, Refusal, RowState
 from weft.memory.views import make_batches
-from weft.model.adapter import Adapter, Chunk
+from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
+
+log = logging.getLogger("weft.engine")
+
+# Why a row decodes alone. model: no way to batch this model gives each row its own logits. short: the row is too young to have
+# the specs' geometry (after a prompt of one token nothing is computed yet; some states grow over the first tokens), so it joins
+# the batch a step or two later. geometry: it should have the specs' geometry by now and has not.
+AloneCause = Literal["model", "short", "geometry"]
 
 
 @dataclass
@@ -34,6 +43,7 @@ class RowMemory:
     retained: tuple[LayerCaches, int] | None = None  # its own caches once it has a slot, and how many tokens they hold
     chunk: Chunk | None = None
     chunk_seconds: float = 0.0  # spent on the chunk so far
+    alone: AloneCause | None = None  # why it last decoded on its own caches, if it did
     logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
 
     @property
@@ -72,6 +82,8 @@ class Runner:
         self.clock = clock
         self.faults = faults
         self.seconds_per_token = 0.0  # of prefill, a running mean
+        self.num_alone: dict[str, int] = dict.fromkeys(get_args(AloneCause), 0)  # rows that decoded alone, by cause
+        self._refused_layers: set[int] = set()  # those in the log
         self.reset()
 
     def reset(self) -> None:
@@ -184,13 +196,32 @@ class Runner:
         memory = _memory(sequence)
         if memory.own is None and memory.state.slab is None:
             memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
-        if memory.own is None or self.adapter.way == "alone":
+        if memory.own is None:
+            return
+        if self.adapter.way == "alone":
+            self._count_alone(memory, "model")
             return
         contents = self.adapter.contents(memory.own)
-        if self.pool.refusal(contents, sequence.num_computed) is None:
-            self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
-            memory.retained = memory.own, sequence.num_computed
-            memory.own = None
+        if refusal := self.pool.refusal(contents, sequence.num_computed):
+            is_short = sequence.num_computed < SPEC_TOKENS
+            self._count_alone(memory, "short" if is_short else "geometry")
+            if not is_short:
+                self._log_once(refusal)
+            return
+        self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
+        memory.retained = memory.own, sequence.num_computed
+        memory.own = None
+
+    def _count_alone(self, memory: RowMemory, cause: AloneCause) -> None:
+        """Count a row that decodes alone, at its first step for this cause."""
+        self.num_alone[cause] += memory.alone != cause
+        memory.alone = cause
+
+    def _log_once(self, refusal: Refusal) -> None:
+        """Log why a row can not join the batch; once for each layer, because every row of a model has the same reason."""
+        if refusal.layer not in self._refused_layers:
+            self._refused_layers.add(refusal.layer)
+            log.warning("a row does not fit into the batch, so it decodes alone, which is slower: %s", refusal.reason)
 
     def _restored_caches(self, sequence: Sequence) -> LayerCaches:
         node, caches = sequence.prefix.node, self.adapter.new_caches(len(sequence.prefill_ids))

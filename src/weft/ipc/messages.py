@@ -113,7 +113,7 @@ class SubmitOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """Number of running and waiting rows, memory use, prefix cache counters, and sequences in prefill of an engine."""
+    """Numbers of rows running, waiting and decoded alone, memory use, prefix cache counters, and sequences in prefill."""
 
     running: int = 0
     waiting: int = 0
@@ -121,6 +121,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefixes: dict[str, int] = {}  # what happened to cached prefixes so far, by kind: evicted, loaded, damaged, …
     prefilling: tuple[int, ...] = ()  # sequences whose prompt is being computed
     following: tuple[int, ...] = ()  # sequences that wait for a chunk which another computes
+    alone: dict[str, int] = {}  # rows so far that decoded alone, not in a batch, by cause: model, short, geometry
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -5,6 +5,7 @@ row up a class; nobody else's keys and values are touched.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -13,6 +14,14 @@ from weft.memory.spec import FullAttention, Geometry, KeyValues, LayerSpec, Plan
 
 SMALLEST_CAPACITY = 32
 GROWTH_ROOM = 32  # a row is allocated with room for one in so many of its tokens
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the pool can not take a row: the layer whose contents do not match its spec, and both geometries as a sentence."""
+
+    layer: int
+    reason: str
 
 
 class RowState:
@@ -159,11 +168,11 @@ class Pool:
             self.tables[slab] = StateTable(self.specs)
         return self.tables[slab]
 
-    def refusal(self, contents: RowContents, length: int) -> str | None:
-        """Return which layer of a row's contents does not match its spec, and how; None if the pool can take the row."""
+    def refusal(self, contents: RowContents, length: int) -> Refusal | None:
+        """Return the first layer of a row's contents that does not match its spec; None if the pool can take the row."""
         for layer, (spec, content) in enumerate(zip(self.specs, contents, strict=True)):
             if reason := mismatch(spec, content, length):
-                return f"layer {layer} ({type(spec).__name__}): {reason}"
+                return Refusal(layer, f"layer {layer} ({type(spec).__name__}): {reason}")
         return None
 
     def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:

@@ -20,8 +20,9 @@ class Plane:
     dim: int
     dtype: mx.Dtype
 
-    def matches(self, array: mx.array) -> bool:
-        return (array.shape[:2], array.shape[3], array.dtype) == ((1, self.heads), self.dim, self.dtype)
+    def shape_of(self, tokens: int) -> tuple[int, ...]:
+        """Return the shape of one row's keys (or values) of so many tokens."""
+        return 1, self.heads, tokens, self.dim
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,41 @@ def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> st
     """Return why this spec can not hold the contents of a row of `length` tokens; None if they fit exactly."""
     match spec, contents:
         case (_, None):
-            return "it is empty"
+            return "its cache is of a kind that slabs can not hold"
         case (FullAttention(), KeyValues()):
-            if not (spec.keys.matches(contents.keys) and spec.values.matches(contents.values)):
-                return f"keys {contents.keys.shape} and values {contents.values.shape} are not {spec.keys} and {spec.values}"
-            held = contents.keys.shape[2]
-            return None if held == spec.slots_needed(length) else f"it holds {held} tokens of a row of {length}"
+            tokens = spec.slots_needed(length)
+            sides = (("keys", contents.keys, spec.keys), ("values", contents.values, spec.values))
+            found = ((side, difference(array, plane.shape_of(tokens), plane.dtype)) for side, array, plane in sides)
+            return next((f"{side} are {reason}" for side, reason in found if reason), None)
         case (Recurrent(), tuple()):
-            found = tuple(None if array is None else (array.shape[1:], array.dtype) for array in contents)
-            is_one_row = all(array is None or array.shape[0] == 1 for array in contents)
-            return None if found == spec.parts and is_one_row else f"arrays {found} are not {spec.parts}"
+            if len(contents) != len(spec.parts):
+                return f"it holds {len(contents)} states instead of {len(spec.parts)}"
+            pairs = enumerate(zip(contents, spec.parts, strict=True))
+            return next((f"state {index} is {reason}" for index, pair in pairs if (reason := _part_mismatch(*pair))), None)
         case _:
-            return f"{type(contents).__name__} is no content for {type(spec).__name__}"
+            held = "keys and values" if isinstance(contents, KeyValues) else f"{len(contents)} states"
+            return f"it holds {held}, which is not what {type(spec).__name__} has"
+
+
+def _part_mismatch(array: mx.array | None, geometry: Geometry | None) -> str | None:
+    if array is None:
+        return None if geometry is None else f"missing instead of {_written((1, *geometry[0]), geometry[1])}"
+    if geometry is None:
+        return f"{_written(array.shape, array.dtype)} instead of missing"
+    return difference(array, (1, *geometry[0]), geometry[1])
+
+
+def difference(array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> str | None:
+    """Return both geometries and where they differ if an array does not have this shape and dtype; None if it does."""
+    if array.shape == shape and array.dtype == dtype:
+        return None
+    if array.ndim != len(shape):
+        place = "number of axes"
+    else:
+        axis = next((axis for axis, sizes in enumerate(zip(array.shape, shape, strict=True)) if sizes[0] != sizes[1]), None)
+        place = "dtype" if axis is None else f"axis {axis}"
+    return f"{_written(array.shape, array.dtype)} instead of {_written(shape, dtype)} ({place})"
+
+
+def _written(shape: tuple[int, ...], dtype: mx.Dtype) -> str:
+    return f"{shape} {str(dtype).removeprefix('mlx.core.')}"

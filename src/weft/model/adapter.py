@@ -1,6 +1,7 @@
 """Adapts mlx-lm's models to weft: reads the geometry of each layer's cache, and builds forwards over weft's memory."""
 
 import functools
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from weft.model.loader import LoadedModel
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 
+log = logging.getLogger("weft.model")
+
 Way = Literal["seam", "plain", "alone"]  # explained in memory/views.py; `probe` finds the best that gives each row's own numbers
 
 DEFAULT_CONTEXT = 8192
 SAMPLE_LENGTHS = (64, 192)
+SPEC_TOKENS = 4  # of the forward off which the geometry of the layers is read; a shorter row may not have it yet
 
 
 class RecurrentView(StateView, ArraysCache):  # type: ignore[misc]
@@ -78,6 +82,9 @@ class Adapter:
         found = Findings(way, {}) if way else examine(self)
         self.way, self.refused = found.way, found.refused
         self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
+        if self.refused and self.way == "alone":
+            why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
+            log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
         """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones."""
@@ -141,7 +148,7 @@ class Adapter:
         """Build (not run) a short forward and record the geometry of every layer's cache in `specs` and `layout`."""
         caches: LayerCaches = make_prompt_cache(self.model)
         try:
-            self.model(mx.zeros((1, 4), mx.int32), cache=caches)
+            self.model(mx.zeros((1, SPEC_TOKENS), mx.int32), cache=caches)
         except PROBE_ERRORS as error:
             raise UnsupportedModel(f"{self.name}: its own forward fails ({error}); the model can not be served") from error
         for index, cache in enumerate(caches):

@@ -114,8 +114,8 @@ class Probe:
         pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
         states = [RowState() for _ in self.prompts]
         for index, contents in self.prefilled.items():
-            if reason := pool.refusal(contents, PROBE_LENGTHS[index]):
-                return reason
+            if refusal := pool.refusal(contents, PROBE_LENGTHS[index]):
+                return refusal.reason
             pool.allocate(states[index], contents, PROBE_LENGTHS[index])
         prefilled = {row: self._prefill_fed(row) for row in PREFILLED_ROWS if self.is_invariant}
         self.decodes_like_prefill = self.is_invariant
