@@ -20,9 +20,9 @@ class Plane:
     dim: int
     dtype: mx.Dtype
 
-    def shape_of(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of one row's keys (or values) of so many tokens."""
-        return 1, self.heads, tokens, self.dim
+    def shape_of(self, tokens: int, rows: int = 1) -> tuple[int, ...]:
+        """Return the shape of the keys (or values) of so many tokens in each of so many rows."""
+        return rows, self.heads, tokens, self.dim
 
 
 @dataclass(frozen=True)
@@ -89,18 +89,19 @@ def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> st
             if len(contents) != len(spec.parts):
                 return f"it holds {len(contents)} states instead of {len(spec.parts)}"
             pairs = enumerate(zip(contents, spec.parts, strict=True))
-            return next((f"state {index} is {reason}" for index, pair in pairs if (reason := _part_mismatch(*pair))), None)
+            return next((f"state {index} is {reason}" for index, pair in pairs if (reason := part_mismatch(*pair))), None)
         case _:
             held = "keys and values" if isinstance(contents, KeyValues) else f"{len(contents)} states"
             return f"it holds {held}, which is not what {type(spec).__name__} has"
 
 
-def _part_mismatch(array: mx.array | None, geometry: Geometry | None) -> str | None:
+def part_mismatch(array: mx.array | None, geometry: Geometry | None, rows: int = 1) -> str | None:
+    """Return how the state of so many rows differs from a part of a Recurrent spec; None if it does not."""
     if array is None:
-        return None if geometry is None else f"missing instead of {_written((1, *geometry[0]), geometry[1])}"
+        return None if geometry is None else f"missing instead of {_written((rows, *geometry[0]), geometry[1])}"
     if geometry is None:
         return f"{_written(array.shape, array.dtype)} instead of missing"
-    return difference(array, (1, *geometry[0]), geometry[1])
+    return difference(array, (rows, *geometry[0]), geometry[1])
 
 
 def difference(array: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> str | None:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from weft.errors import InternalError
 from weft.memory.slabs import Pool, RowState, Slab
-from weft.memory.spec import FullAttention, Recurrent, SlidingWindow
+from weft.memory.spec import FullAttention, Recurrent, SlidingWindow, difference, part_mismatch
 
 FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look nowhere stays a number
 
@@ -139,8 +139,10 @@ class KeyValueView:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append one token's keys and values per row; returns handles for slab attention (seam), else one slab's arrays."""
-        if keys.shape[0] != len(self.batch.rows) or keys.shape[2] != 1:
-            raise InternalError(f"layer {self.layer}: keys {keys.shape} for {len(self.batch.rows)} rows of one token")
+        for side, array, plane in (("keys", keys, self.spec.keys), ("values", values, self.spec.values)):
+            # Only the shape: a slab converts numbers of another dtype, as mlx-lm's own caches do.
+            if array.shape != (shape := plane.shape_of(1, len(self.batch.rows))):
+                raise InternalError(f"layer {self.layer}: {side} of a step are {difference(array, shape, array.dtype)}")
         for part in self.batch.parts:
             for target, new in zip(self.planes(part), (keys, values), strict=True):
                 self._append(part, target, self.rows_of(part, new))
@@ -225,9 +227,8 @@ class StateView:
         return self.states[index]
 
     def __setitem__(self, index: int, value: mx.array) -> None:
-        geometry = self.spec.parts[index]
-        if geometry is None or value.shape != (self.num_rows, *geometry[0]) or value.dtype != geometry[1]:
-            raise InternalError(f"layer {self.layer}: state {index} became {value.shape} {value.dtype}, not {geometry}")
+        if reason := part_mismatch(value, self.spec.parts[index], self.num_rows):
+            raise InternalError(f"layer {self.layer}: state {index} became {reason}")
         self.states[index] = value
 
     def advance(self, n: int) -> None:
