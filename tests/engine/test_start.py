@@ -1,11 +1,20 @@
-"""An engine starts without the package that mlx-lm imports for tokenizers, unless its mlx-lm can not do without."""
+"""An engine starts without the package that mlx-lm imports for tokenizers, and with the fallback if its model fails."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.config import EngineSettings
+from weft.errors import ModelError, UnsupportedModel
+from weft.kernels import blas
 
 START = """
 import sys
@@ -44,3 +53,66 @@ def test_an_mlx_lm_that_needs_more_of_transformers_gets_it(tmp_path: Path) -> No
     (tmp_path / "mlx_lm" / "utils.py").write_text("import transformers\nload_model = transformers.Loader().load")
     (tmp_path / "transformers.py").write_text("class Loader:\n    def load(self): ...")
     assert started(PYTHONPATH=str(tmp_path)) == "mlx_lm.utils transformers True"
+
+
+def ignore(*_: object) -> None:
+    """Progress that nobody looks at."""
+
+
+@pytest.mark.parametrize("fails_at", ["weights", "probe"])
+def test_a_model_that_failed_is_freed_before_the_fallback_is_loaded(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """It fails while its weights are matched, with the model half built, or when all of it is there."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    from weft.engine.process import bring_up_or_fallback
+    from weft.model import adapter, loader
+
+    models: list[weakref.ref[Any]] = []
+    alive_at_load: list[list[bool]] = []
+    bytes_at_load: list[int] = []
+    really_load, really_match, really_examine = loader.load, loader._LoadObserver._matched, adapter.examine
+
+    def load(*given: Any, **named: Any) -> Any:
+        alive_at_load.append([model() is not None for model in models])
+        bytes_at_load.append(mx.get_active_memory())
+        return really_load(*given, **named)
+
+    def match(observer: Any, model: Any, weights: Any) -> Any:
+        models.append(weakref.ref(model))
+        matched = really_match(observer, model, weights)
+        if fails_at == "weights" and len(models) == 1:
+            mx.eval([array for _, array in matched])
+            raise UnsupportedModel("it has a tensor too many")
+        return matched
+
+    def examine(probed: Any) -> Any:
+        if fails_at == "probe" and len(models) == 1:
+            held = [array for _, array in tree_flatten(probed.model.parameters())]
+            try:
+                raise ValueError(f"{len(held)} arrays do not fit")
+            except ValueError as error:
+                raise UnsupportedModel("its rows disturb each other") from error
+        return really_examine(probed)
+
+    monkeypatch.setattr(loader, "load", load)
+    monkeypatch.setattr(loader._LoadObserver, "_matched", match)
+    monkeypatch.setattr(adapter, "examine", examine)
+    settings = EngineSettings(model=str(checkpoint("qwen3_5")), fallback=str(checkpoint("llama")))
+
+    _, loaded, problem = bring_up_or_fallback(settings, blas.bind(), ignore)
+
+    assert problem in ("it has a tensor too many", "its rows disturb each other")
+    assert loaded.folder == checkpoint("llama")
+    assert alive_at_load == [[], [False]]
+    weights_bytes = (checkpoint("qwen3_5") / "model.safetensors").stat().st_size
+    assert bytes_at_load[1] - bytes_at_load[0] < weights_bytes / 10  # constants of our kernels stay
+
+
+def test_without_a_fallback_the_failure_is_the_models_own(tmp_path: Path) -> None:
+    from weft.engine.process import bring_up_or_fallback
+
+    with pytest.raises(ModelError, match="no-such-model"):
+        bring_up_or_fallback(EngineSettings(model=str(tmp_path / "no-such-model")), blas.bind(), ignore)

@@ -7,6 +7,7 @@ for this process and for `weft.LLM`. Nothing here imports mlx before weft's BLAS
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -74,15 +75,11 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
 
     notices = [report.warning] if report.warning else []
     settings = msgspec.structs.replace(settings, memory_bytes=settings.memory_bytes or safe_memory())
+    engine, loaded, problem = bring_up_or_fallback(settings, report, progress)
     name = settings.model
-    try:
-        engine, loaded = bring_up(settings, report, progress)
-    except ModelError as error:
-        if not settings.fallback:
-            raise
-        notices.append(f"{name} could not be had, so {settings.fallback} is served instead: {error}")
+    if problem is not None and settings.fallback:
+        notices.append(f"{name} could not be had, so {settings.fallback} is served instead: {problem}")
         name = settings.fallback
-        engine, loaded = bring_up(msgspec.structs.replace(settings, model=name, fallback=None), report, progress)
     compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
     channel.send(Loading("reading the vocabulary"))
     assert compiler.tokenizer  # built now: building it holds the interpreter, and streams would feel it
@@ -174,6 +171,28 @@ def bring_up(
         disk = DiskTier(folder, identity_of(loaded.folder, facts, folder / "weights.json"), settings.cache_folder_bytes)
         disk.open()
     return Engine(Adapter(loaded), config, disk=disk, faults=Faults.of_environment()), loaded
+
+
+def bring_up_or_fallback(
+    settings: EngineSettings, report: BlasReport, progress: Progress
+) -> tuple[Engine, LoadedModel, str | None]:
+    """Bring up the model, or the fallback if it can not be had; the third value says why not, and is None if it could.
+
+    What the first attempt held is freed before the second begins: both models may not fit into memory.
+    """
+    try:
+        return *bring_up(settings, report, progress), None
+    except ModelError as error:
+        if not settings.fallback:
+            raise
+        problem = str(error)
+        error.__traceback__ = None  # its frames hold the model that failed
+    import mlx.core as mx
+
+    gc.collect()  # half-built models have cycles
+    mx.clear_cache()
+    fallback = msgspec.structs.replace(settings, model=settings.fallback, fallback=None)
+    return *bring_up(fallback, report, progress), problem
 
 
 def safe_memory() -> int | None:
