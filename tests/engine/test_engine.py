@@ -6,13 +6,16 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
+from weft.engine.host import Host
 from weft.errors import ContextTooLong, InvalidRequest
 from weft.ipc.limits import Sampling
+from weft.ipc.messages import Cancel, EngineEvents, Submit
 from weft.model.adapter import Adapter
 
 
@@ -106,6 +109,53 @@ def test_a_waiting_request_can_be_cancelled(adapter: Adapter) -> None:
 
     assert (first.finish, second.finish) == ("length", "cancelled")
     assert second.output == []
+
+
+@pytest.mark.parametrize("moment", ["waiting", "prefill", "decode", "finished"])
+def test_cancelling_twice_is_cancelling_once(adapter: Adapter, moment: str) -> None:
+    run = Run(adapter, dataclasses.replace(SMALL, max_rows=1 if moment == "waiting" else 8, cache_bytes=1 << 20))
+    neighbour = run.submit(PROMPTS[2], 20)
+    while len(neighbour.output) < 2:
+        run.turn()
+    doomed = run.submit(PROMPTS[1], 4)
+    is_there = {
+        "waiting": lambda: doomed in run.engine.scheduler.waiting,
+        "prefill": lambda: 0 < doomed.num_computed < len(PROMPTS[1]) - 1,
+        "decode": lambda: len(doomed.output) == 2,
+        "finished": lambda: doomed.is_finished,
+    }[moment]
+    while not is_there():
+        run.turn()
+    for _ in range(2):
+        run.engine.cancel(doomed)
+    run.turn()
+    run.engine.cancel(doomed)  # its row is released by now
+    run.engine.runner.release(doomed)
+    run.finish()
+
+    ends = [event.finish for event in run.engine.take_events() if event.sequence == doomed.id and event.finish is not None]
+    assert ends == ["length" if moment == "finished" else "cancelled"]
+    assert neighbour.output == answers(adapter, [PROMPTS[2]], 20)[0]
+    assert not any(node.pins for node in run.engine.prefix.tree.nodes())  # type: ignore[union-attr]
+
+
+def test_a_cancel_message_that_comes_twice_ends_its_request_once(adapter: Adapter) -> None:
+    messages: list[Submit | Cancel] = [
+        Submit((7,), PROMPTS[0], (Sampling(max_tokens=9),)),
+        Cancel((7,)),
+        Cancel((7,)),
+        Cancel((8,)),
+    ]
+    sent: list[EngineEvents] = []
+    channel = SimpleNamespace(receive=lambda _: [messages.pop(0)] if messages else [], send=sent.append)
+    host = Host(Run(adapter).engine, None, channel, has_canary=False)  # type: ignore[arg-type]
+    while messages or not host.engine.idle:
+        host.receive()
+        host.engine.turn()
+        host.send_events()
+
+    assert [event.finish for message in sent for event in message.tokens if event.finish is not None] == ["cancelled"]
+    assert host.live == {}
 
 
 def test_every_request_ends_in_exactly_one_finish_event(adapter: Adapter) -> None:

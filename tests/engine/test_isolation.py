@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
+from weft.engine.engine import MAX_FAILED_TURNS
 from weft.engine.faults import Faults, InjectedFault, Point, Rule
 from weft.errors import InternalError
 from weft.model.adapter import Adapter
@@ -106,6 +107,27 @@ def test_an_engine_that_only_fails_says_so(checkpoint: Callable[[str], Path]) ->
 
     with pytest.raises(InternalError, match="10 turns failed"):
         run.finish()
+
+
+def test_a_step_that_succeeds_resets_the_count_of_failed_turns(checkpoint: Callable[[str], Path]) -> None:
+    run = Run(adapter_for(checkpoint("llama")))
+    run.engine.faults.rules = [Rule("decode", MARK)]
+
+    def serve(*marked: bool) -> list[str | None]:
+        """One request after the other; a marked one fails, then once more alone, so it takes two turns to end."""
+        sequences = []
+        for is_marked in marked:
+            sequences.append(run.submit([5, MARK if is_marked else 6, 7], 3))
+            run.finish()
+        return [sequence.finish for sequence in sequences]
+
+    assert serve(True, True, True, True) == ["error"] * 4
+    assert run.engine.num_failed_turns == MAX_FAILED_TURNS - 2
+    assert serve(False) == ["length"]
+    assert run.engine.num_failed_turns == 0
+    assert serve(True, True, True, True) == ["error"] * 4
+    with pytest.raises(InternalError, match="10 turns failed"):
+        serve(True)
 
 
 @pytest.mark.parametrize("exact", [True, False])

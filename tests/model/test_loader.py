@@ -1,5 +1,6 @@
 """Folders whole and broken, and what `weft.model.loader` says of them."""
 
+import gc
 import json
 import random
 import shutil
@@ -16,7 +17,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
+from weft.config import EngineSettings
+from weft.engine.process import bring_up
 from weft.errors import BadModel, ModelError, UnsupportedModel
+from weft.kernels import blas
 from weft.model import loader
 from weft.model.loader import load
 from weft.model.resolve import TINY_HYBRID
@@ -108,6 +112,47 @@ def test_weights_are_those_of_the_file_also_when_brought_in_bit_by_bit(folder: P
     assert len(heard) > 3
     assert heard == sorted(heard)
     assert heard[-1][0] == heard[-1][1] == sum(array.nbytes for array in weights.values())
+
+
+@pytest.fixture
+def folder_with_eyes(tmp_path: Path) -> Path:
+    """A vision model's checkpoint: more bytes for eyes, which the text model does not have, than for the text model."""
+    eyes = {f"vision_tower.blocks.{index}.weight": mx.ones((64, 512)) for index in range(8)}
+    return write_folder(tmp_path / "with-eyes", fresh_weights() | eyes, vision_config={"depth": 8})
+
+
+def test_a_load_builds_the_model_once_and_reads_its_file_once(folder_with_eyes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[llama.Model] = []
+    read: list[str] = []
+    really_build, really_read = llama.Model.__init__, mx.load
+
+    def build(model: llama.Model, args: llama.ModelArgs) -> None:
+        built.append(model)
+        really_build(model, args)
+
+    def read_file(file: str, *given: Any, **named: Any) -> Any:
+        read.append(file)
+        return really_read(file, *given, **named)
+
+    monkeypatch.setattr(llama.Model, "__init__", build)
+    monkeypatch.setattr(mx, "load", read_file)
+
+    engine, loaded = bring_up(EngineSettings(model=str(folder_with_eyes)), blas.bind(), lambda *_: None)
+
+    assert read == [str(folder_with_eyes / "model.safetensors")]
+    assert len(built) == 1
+    assert built[0] is loaded.model is engine.adapter.model
+
+
+def test_a_load_takes_no_more_memory_than_the_weights_of_the_model(folder_with_eyes: Path) -> None:
+    gc.collect()  # what earlier tests left would be freed meanwhile
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+
+    weights_bytes = load(folder_with_eyes).weights_bytes
+
+    assert weights_bytes <= mx.get_peak_memory() - before <= 1.1 * weights_bytes
 
 
 def test_model_keeps_no_trace_of_having_been_watched(folder: Path) -> None:
