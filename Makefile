@@ -61,11 +61,14 @@ soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 s
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 10
 	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py
 
-exact-gpu:  ## on a machine with a CUDA GPU: a row's logits are bit-equal in any crowd
-	PYTHONPATH=src $(PYTHON) -m bench.exact_gpu
+# With what is set up in .venv, or else with a Python that has a GPU build of MLX.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+exact-gpu:  ## on a Mac, or with a CUDA GPU: under --exact a row's logits are bit-equal in any crowd and from the cache (6 minutes)
+	PYTHONPATH=src $(GPU_PYTHON) -m bench.exact_gpu
 
 bench-gpu:  ## on a machine with a CUDA GPU: steps and prefill against mlx-lm
-	PYTHONPATH=src $(PYTHON) -m bench.gpu
+	PYTHONPATH=src $(GPU_PYTHON) -m bench.gpu
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }
