@@ -137,6 +137,25 @@ def test_joining_in_mid_stream_changes_nobody(build: Build, solo: Solo, name: st
         assert np.array_equal(run.logits_of(sequence), logits)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "falcon_h1"])
+def test_joining_after_any_number_of_steps_changes_nobody(build: Build, solo: Solo, name: str) -> None:
+    at_once = dataclasses.replace(SMALL, chunk_tokens=64, unsliced_tokens=64)  # a prompt is computed before the next step
+    joined_after = set()
+    for turns in range(10):
+        run = Run(build(name), at_once)
+        first, second = (run.submit(prompt, TOKENS) for prompt in SUBJECTS[:2])
+        for _ in range(turns):
+            run.turn()
+        third = run.submit(SUBJECTS[2], TOKENS)
+        while not third.output:
+            run.turn()
+        joined_after.add(len(first.output) - 1)
+        run.finish()
+
+        assert [one.output for one in (first, second, third)] == [tokens for tokens, _ in solo(name)], turns
+    assert {*range(9)} <= joined_after
+
+
 @each_examined
 def test_fifty_random_joins_and_leaves_change_nobody(build: Build, solo: Solo, name: str) -> None:
     rng = np.random.default_rng(3)
