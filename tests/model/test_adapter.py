@@ -7,9 +7,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
-from driver import adapter_for
+import zoo
+from driver import adapter_for, answers, random_prompts
 from weft.errors import UnsupportedModel
 from weft.memory.spec import FullAttention, Recurrent, SlidingWindow
 from weft.model.adapter import Adapter
@@ -159,3 +160,24 @@ def test_a_model_that_mixes_up_rows_of_equal_length_decodes_them_alone(checkpoin
 
     assert adapter.way == "alone"
     assert "logits differ" in adapter.refused["seam"]
+
+
+class OwnKVCache(KVCache):  # type: ignore[misc]
+    """A cache that may keep more than keys and values, for all that can be known of it."""
+
+
+@pytest.mark.parametrize(("kind", "name"), [(lambda: QuantizedKVCache(32, 8), "QuantizedKVCache"), (OwnKVCache, "OwnKVCache")])
+def test_a_cache_that_is_not_exactly_mlx_lms_own_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Callable[[], object], name: str
+) -> None:
+    monkeypatch.setitem(zoo.ARCHITECTURES, "wide", {**zoo.ARCHITECTURES["llama"], "head_dim": 32})  # 32 numbers share a scale
+    loaded = load(zoo.make_checkpoint("wide", tmp_path / "wide"))
+    loaded.model.make_cache = lambda: [KVCache(), kind()]
+
+    adapter = Adapter(loaded)
+
+    assert adapter.way == "alone"
+    assert adapter.unreadable == f"layer 1 keeps its memory in a {name}"
+    assert not adapter.can_be_saved
+    prompts = random_prompts(adapter.vocab_size, (20, 7))
+    assert answers(adapter, prompts, 5) == [answers(adapter, [prompt], 5)[0] for prompt in prompts]
