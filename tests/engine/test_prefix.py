@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import AskPrefixes, PrefixReuse, Submit
 from weft.memory.disk import DiskTier
+from weft.memory.disk_files import Packed
 from weft.model.adapter import Adapter
+from weft.model.saved_state import SavedState, pack
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 LOOSE = dataclasses.replace(CACHED, chunk_tokens=64)
@@ -221,6 +224,33 @@ class TestDisk:
         run.finish()
         run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
 
+        assert row.timings.cached_tokens == 0
+        assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
+
+    def test_keys_and_values_of_another_rank_are_computed_again(
+        self, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """The file is whole and of this model; only what it holds has three axes instead of four."""
+
+        def flattened(saved: SavedState) -> Packed:
+            packed = pack(saved)
+            if not any(isinstance(layer, tuple) for layer in saved.layers):
+                return packed  # a checkpoint
+            planes = tuple(dataclasses.replace(one, shape=(1, math.prod(one.shape[:-1]), one.shape[-1])) for one in packed.planes)
+            return dataclasses.replace(packed, planes=planes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("weft.engine.prefix.pack", flattened)
+            first = Run(adapter, CACHED, disk=self.tier(tmp_path))
+            first.submit(TRUNK + TAIL, 1)
+            first.finish()
+            first.engine.prefix.disk.close(10)  # type: ignore[union-attr]
+        run = Run(adapter, CACHED, disk=self.tier(tmp_path))
+        row = run.submit(TRUNK + TAIL, 3)
+        run.finish()
+        run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
+
+        assert "layer 2 has no keys and values of shape" in caplog.text
         assert row.timings.cached_tokens == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
 
