@@ -69,6 +69,21 @@ def test_whoever_needs_the_same_chunk_inherits_it_half_done(adapter: Adapter, tu
     assert follower.output == answers(adapter, [TRUNK + OTHER], 4)[0]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text"])
+def test_a_prompt_is_known_while_its_answer_is_still_being_written(checkpoint: Callable[[str], Path], name: str) -> None:
+    run = Run(adapter_for(checkpoint(name)), CACHED)
+    first = run.submit(TRUNK, 100)
+    while not first.output:
+        run.turn()
+    again, longer = run.submit(TRUNK, 2), run.submit(TRUNK + TAIL, 2)
+    while not (again.is_finished and longer.is_finished):
+        run.turn()
+
+    assert not first.is_finished
+    assert [again.timings.cached_tokens, longer.timings.cached_tokens] == [len(TRUNK) - 1] * 2
+    run.finish()
+
+
 @pytest.mark.parametrize("turns", [0, 1])
 def test_prompts_that_part_amid_a_chunk_share_it_up_to_there(adapter: Adapter, turns: int) -> None:
     run = Run(adapter, LOOSE)
