@@ -292,6 +292,30 @@ class TestCanary:
         assert run.engine.prefix.tree is not None
         return run, Canary(run.engine.prefix, run.engine.prefix.tree, random.Random(1))
 
+    def test_of_three_hundred_requests_to_a_hybrid_mixture_of_experts_nothing_wrong_is_kept(
+        self, checkpoint: Callable[[str], Path]
+    ) -> None:
+        mixture, dice = adapter_for(checkpoint("qwen3_5_moe")), random.Random(2)
+        prompts = [TRUNK[:first] + tail[:last] for first in (20, 60, 100) for tail in (TAIL, OTHER) for last in (2, 20)]
+        alone = [answers(mixture, [prompt], 6)[0] for prompt in prompts]
+        run = Run(mixture, CACHED)
+        rows = []
+        for _ in range(300):
+            which = dice.randrange(len(prompts))
+            rows.append((which, run.submit(prompts[which], dice.randint(1, 6))))
+            if dice.random() < 0.3:
+                run.turn()
+        run.finish()
+        assert run.engine.prefix.tree is not None
+        canary = Canary(run.engine.prefix, run.engine.prefix.tree, dice)
+        while canary.check():
+            pass
+
+        assert all(row.output == alone[which][: row.max_tokens] for which, row in rows)
+        assert sum(row.timings.cached_tokens > 0 for _, row in rows) > 250
+        assert canary.num_wrong == 0
+        assert canary.num_checked >= len(run.engine.prefix.tree)
+
     def test_what_is_right_stays(self, adapter: Adapter) -> None:
         run, canary = self.kept(adapter)
         before = list(run.engine.prefix.tree.nodes())  # type: ignore[union-attr]
