@@ -258,6 +258,15 @@ def test_what_is_kept_is_listed_and_cleared(tmp_path: Path) -> None:
         assert cached(complete(server, text)) == 0
 
 
+def test_the_cache_can_be_switched_off(tmp_path: Path) -> None:
+    with running(tmp_path / "log", "tiny-hybrid", "--cache-megabytes", "0") as server:
+        first, again = complete(server, SYSTEM), complete(server, SYSTEM)
+
+    assert [cached(first), cached(again)] == [0, 0]
+    assert again["timings"]["cache"]["cause"] == "off"
+    assert again["choices"] == first["choices"]
+
+
 class TestRestart:
     def test_a_known_conversation_is_there_for_the_same_model_and_damage_is_reported(self, tmp_path: Path) -> None:
         settings = ("tiny-hybrid", "--cache-dir", str(tmp_path / "kept"))
