@@ -168,6 +168,22 @@ def test_every_request_ends_in_exactly_one_finish_event(adapter: Adapter) -> Non
     assert sorted(ends) == [sequence.id for sequence in sequences]
 
 
+def test_a_step_hands_on_one_token_of_each_row_and_copies_no_answer(adapter: Adapter) -> None:
+    run = Run(adapter)
+    rows = [run.submit(prompt, 30) for prompt in PROMPTS[:3]]
+    answers_before = [row.output for row in rows]
+    told: dict[int, list[int | None]] = {row.id: [] for row in rows}
+    while not run.engine.idle:
+        run.turn()
+        events = run.engine.take_events()
+        assert len({event.sequence for event in events}) == len(events)
+        for event in events:
+            told[event.sequence].append(event.token)
+
+    assert all(row.output is before for row, before in zip(rows, answers_before, strict=True))
+    assert [told[row.id] for row in rows] == [row.output for row in rows]
+
+
 def test_a_row_whose_logits_are_not_numbers_fails_alone(adapter: Adapter) -> None:
     healthy = answers(adapter, [PROMPTS[1]], 10)[0]
     run = Run(adapter)
