@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from weft.engine.sequence import Sequence
 from weft.errors import InsufficientMemory
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
+from weft.memory.spec import LayerSpec, Recurrent
 from weft.model.adapter import Adapter
 
 
@@ -42,6 +44,20 @@ def test_prompt_and_expected_answer_are_reserved_and_more_when_they_are_used_up(
     one.output = [1] * 256
     assert book.needed(one) == 1.3 * 10 * (100 + 512)
     assert book.needed(row(100, max_tokens=3)) == int(1.3 * 10 * 103)
+
+
+def test_recurrent_states_are_charged_once_for_each_request_however_short_it_is() -> None:
+    """As many states as Qwen3.5-122B has, of four megabytes each."""
+    states: list[LayerSpec] = [Recurrent((((64, 128, 128), mx.float32),))] * 36
+    book = MemoryBudget(lambda tokens: sum(spec.bytes_at(tokens) for spec in states), 0, 10 * 2**30)
+    short, long = row(2, max_tokens=1), row(20_000)
+    assert book.needed(short) == book.needed(long) == int(1.3 * 36 * 4 * 2**20)
+    per_row = book.needed(short)
+
+    assert MemoryBudget(book.row_bytes, 0, per_row).max_row_tokens(4096) == 0  # so any prompt is refused
+    roomy = MemoryBudget(book.row_bytes, 0, int(2.5 * per_row / 0.9))
+    assert roomy.fits(short, [long])
+    assert not roomy.fits(short, [long, long])
 
 
 @given(st.integers(1, 5000), st.integers(0, 100_000), st.integers(1, 50))
