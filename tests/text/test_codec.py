@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -148,3 +149,14 @@ def test_wishes_about_thinking_are_left_out_where_a_model_does_not_think_and_dem
     assert fitted["tiny"] == wish
     demand = replace(wish, is_flexible=False)
     assert plain.fitted(demand) == demand
+
+
+def test_the_text_of_a_vision_model_needs_no_processor(tmp_path: Path) -> None:
+    """The files that describe images may be missing; a prompt is read from the same files as any other model's."""
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copy(TINY_HYBRID / name, tmp_path)
+    settings = json.loads((TINY_HYBRID / "tokenizer_config.json").read_text()) | {"processor_class": "Qwen3VLProcessor"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "vision_config": {}, "text_config": {}}))
+
+    assert Codec(tmp_path).encode(TALK) == Codec(TINY_HYBRID).encode(TALK)
