@@ -64,6 +64,8 @@ def test_what_can_not_be_done_is_one_sentence_and_status_one(tmp_path: Path, arg
     [
         (("run",), "MODEL"),
         (("rum", "tiny-hybrid"), "run"),
+        (("serve", "tiny-hybrid", "--continuous-batching"), "--continuous-batching"),
+        (("serve", "tiny-hybrid", "--mllm"), "--mllm"),
         (("pull", "no-such-model"), "no model 'no-such-model'"),
         (("ps", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
         (("ps", "--url", "localhost"), "'localhost' is no server's address"),
