@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import shutil
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import zoo
 from weft import LLM, Sampling
 from weft.errors import InvalidRequest, WeftError
+from weft.model.resolve import TINY_HYBRID
 
 ASKED = ["Reply with JSON. The marker is 7.", "Repeat after me: the cat sat on the mat", "Count from 1 to 9."]
 
@@ -122,3 +128,39 @@ def test_another_thread_is_told_so(llm: LLM) -> None:
 
 def test_the_mtp_head_is_remembered_and_not_in_the_way(llm: LLM) -> None:
     assert any(name.startswith("mtp.") for name in llm.loaded.extra_tensors)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "gemma4",
+        "gemma4_moe",
+        "nemotron_h",
+        "qwen3_5:4bit-32",
+        "gemma4_moe:4bit-32",
+    ],
+)
+def test_text_goes_in_and_comes_out_of_every_promised_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """From a folder as it is downloaded: a random checkpoint of the family with tiny-hybrid's vocabulary."""
+    family = name.partition(":")[0]
+    config = copy.deepcopy(zoo.ARCHITECTURES[family])
+    for settings in (config, config.get("text_config", {})):
+        settings |= {key: 4096 for key in settings if key in ("vocab_size", "vocab_size_per_layer_input")}
+    monkeypatch.setitem(zoo.ARCHITECTURES, family, config)
+    folder = zoo.make_checkpoint(name, tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY_HYBRID / file, folder)
+    llm = LLM(str(folder))
+    sampling = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    together = llm.generate([ids(llm, text) for text in ASKED], sampling)
+
+    assert [len(result.token_ids) for result in together] == [8, 8, 8]
+    assert all(result.text for result in together)
+    assert together == [
+        replace(llm.generate([ids(llm, text)], sampling)[0], timings=one.timings)
+        for text, one in zip(ASKED, together, strict=True)
+    ]
