@@ -5,9 +5,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema_rs
+import mlx.core as mx
 import pytest
 
 import weft.model
@@ -20,6 +24,7 @@ from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, EngineEvents, GrammarSpec, ReasoningSpec, Submit
+from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 from weft.text.tokenizer import Tokenizer
 
@@ -202,6 +207,18 @@ class Wire:
         self.sent.append(message)
 
 
+def serve(host: Host, wire: Wire) -> None:
+    """All of the front's messages, to the end."""
+    for _ in range(1000):
+        host.receive()
+        concurrent.futures.wait([one.future for one in host.compiling])
+        host.take_compiled()
+        host.engine.turn()
+        host.send_events()
+        if not (wire.messages or host.compiling or host.live):
+            break
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_grammar_of_a_row_that_failed_is_compiled_anew(adapter: Adapter, fails: bool) -> None:
     """Forks of one grammar share its lexer: an error that one of them has left there would be met by every later request."""
@@ -211,15 +228,42 @@ def test_the_grammar_of_a_row_that_failed_is_compiled_anew(adapter: Adapter, fai
     run.engine.faults.rules = [Rule("accept", prompt[0] if fails else -1, after=1)]
     wire = Wire(Submit((0,), prompt, (Sampling(temperature=0.0, max_tokens=12),), STRICT))
     host = Host(run.engine, compiler, wire, has_canary=False)  # type: ignore[arg-type]
-    for _ in range(1000):
-        host.receive()
-        concurrent.futures.wait([one.future for one in host.compiling])
-        host.take_compiled()
-        run.engine.turn()
-        host.send_events()
-        if not (wire.messages or host.compiling or host.live):
-            break
+    serve(host, wire)
 
     events = [event for message in wire.sent if isinstance(message, EngineEvents) for event in message.tokens]
     assert (events[-1].finish == "error") == fails
     assert len(compiler._cache) == (0 if fails else 1)
+
+
+def test_one_thread_evaluates_arrays_while_others_compile_and_write(
+    adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluating: set[int] = set()
+    compiling: set[int] = set()
+
+    def noting(function: Callable[..., Any], threads: set[int]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            threads.add(threading.get_ident())
+            return function(*given, **named)
+
+        return call
+
+    for name in ("eval", "async_eval", "synchronize"):
+        monkeypatch.setattr(mx, name, noting(getattr(mx, name), evaluating))
+    compiler = Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))
+    monkeypatch.setattr(compiler, "constraint", noting(compiler.constraint, compiling))
+    disk = DiskTier(tmp_path, "0" * 32, 1 << 30)
+    disk.open()
+    run = Run(adapter, dataclasses.replace(SMALL, cache_bytes=1 << 30), disk=disk, clock=Clock())
+    chosen = (Sampling(temperature=0.0, max_tokens=8, ignore_eos=True),)
+    wire = Wire(*(Submit((number,), prompt(story * 9), chosen, STRICT) for number, story in enumerate(STORIES)))
+    host = Host(run.engine, compiler, wire, has_canary=True)  # type: ignore[arg-type]
+    serve(host, wire)
+    while host.canary is not None and host.canary.check():
+        pass
+    disk.close(10)
+
+    assert disk.num_written > 4
+    assert compiling
+    assert evaluating == {threading.get_ident()}
+    assert threading.get_ident() not in compiling
