@@ -137,6 +137,27 @@ def test_the_shipped_model_says_its_marker_when_only_the_shape_is_given(server: 
         assert list(pool.map(number_of, range(1, 9))) == list(range(1, 9))
 
 
+def test_eight_at_once_get_their_json_in_whatever_words_it_was_asked_for(server: Server) -> None:
+    """Held to its schema strictly or not, under vLLM's name, held to JSON alone, or not held to anything."""
+    schema = {"type": "object", "properties": {"marker": {"type": "integer"}}, "required": ["marker"]}
+    loose = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": False}}
+    ways: list[dict[str, Any]] = [
+        {"response_format": strict({**schema, "additionalProperties": False})},
+        {"response_format": loose},
+        {"guided_json": schema},
+        {"response_format": {"type": "json_object"}},
+        {},
+    ]
+
+    def ask(number: int) -> Any:
+        messages = [{"role": "user", "content": f"Reply with JSON. The marker is {number}."}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 60, **ways[number % len(ways)], **QUIET}
+        return json.loads(server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(1, 9))) == [{"marker": number} for number in range(1, 9)]
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["joined by", "joining"])
 def test_a_plain_request_amid_the_answer_switches_no_schema_off(server: Server, stream: bool, is_first: bool) -> None:
