@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib.util
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -16,8 +19,23 @@ from weft.cli import app
 from weft.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = ["quickstart.md", "parameters.md", "operations.md", "troubleshooting.md", "agents.md", "api.md", "../README.md"]
-OWN = PAGES[:4]
+OWN = ["quickstart.md", "parameters.md", "operations.md", "troubleshooting.md", "requirements.md"]
+PAGES = [*OWN, "agents.md", "api.md", "../README.md", "../CONTRIBUTING.md"]
+
+# The rows of requirements.md: number, requirement, the tests that show it, verdict and (after a colon) its reason.
+ROW = re.compile(r"^\| (R\d+) \| (.*?) \| (.*?) \| ([^|:]*?)(?:: ([^|]*))? \|$", re.MULTILINE)
+NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py): ([\w.]+)`")
+# Verdict → whether it needs tests, and whether it needs a reason. TODO(…): the tests in brackets are being written.
+VERDICTS = {
+    "met": (True, False),
+    "met by design": (True, True),
+    "partly": (True, True),
+    "different on purpose": (True, True),
+    "unbuilt": (False, True),
+    "n.a.": (False, True),
+    "TODO": (False, False),
+}
+NOT_THERE_YET = re.compile(r"speculat|image|replica")
 
 
 def generator() -> ModuleType:
@@ -91,3 +109,54 @@ def test_every_link_leads_somewhere(page: str) -> None:
         if place:
             heads = re.findall(r"^#+ (.*)$", goal.read_text(encoding="utf-8"), re.MULTILINE)
             assert place in {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}, (target, place)
+
+
+def requirements() -> list[tuple[str, str, str, str, str]]:
+    """The rows of the page; a verdict that waits for tests is TODO, whichever they are."""
+    rows = ROW.findall((DOCS / "requirements.md").read_text(encoding="utf-8"))
+    return [
+        (number, words, shown, re.sub(r"^TODO\(.+\)$", "TODO", verdict), reason) for number, words, shown, verdict, reason in rows
+    ]
+
+
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """The names of a file's tests, read without importing it: functions, methods, and test cases made of state machines."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        match node:
+            case ast.FunctionDef(name=name) if name.startswith("test_"):
+                names.add(name)
+            case ast.ClassDef(name=name, body=body) if name.startswith("Test"):
+                names |= {f"{name}.{inner.name}" for inner in body if isinstance(inner, ast.FunctionDef)}
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute(attr="TestCase")):
+                names.add(name)
+    return names
+
+
+def test_every_requirement_has_one_row_with_a_verdict() -> None:
+    rows = requirements()
+
+    assert [number for number, *_ in rows] == [f"R{number:03d}" for number in range(1, 121)]
+    for number, words, shown, verdict, reason in rows:
+        assert verdict in VERDICTS, (number, verdict)
+        needs_tests, needs_reason = VERDICTS[verdict]
+        assert bool(NAMED_TEST.search(shown)) >= needs_tests, f"{number} names no test"
+        assert bool(reason) >= needs_reason, f"{number} gives no reason"
+        assert verdict not in ("partly", "unbuilt") or NOT_THERE_YET.search(reason), f"{number} lacks what is not unbuilt"
+        assert len(words.split()) <= 20, number
+
+
+def test_every_test_that_shows_a_requirement_exists() -> None:
+    root = DOCS.parent
+    named = {name for _, _, shown, *_ in requirements() for name in NAMED_TEST.findall(shown)}
+
+    assert len(named) > 100
+    assert {f"{path}: {test}" for path, test in named if not (root / path).exists() or test not in names_in(root / path)} == set()
+
+
+def test_the_verdicts_are_counted_right() -> None:
+    page = (DOCS / "requirements.md").read_text(encoding="utf-8")
+    counts = {verdict: int(count) for verdict, count in re.findall(r"^\| ([a-zA-Z. ]+) \| (\d+) \| ", page, re.MULTILINE)}
+
+    assert {verdict: count for verdict, count in counts.items() if count} == Counter(verdict for *_, verdict, _ in requirements())
