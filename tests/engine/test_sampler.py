@@ -215,3 +215,11 @@ def test_requests_without_a_seed_draw_differently(adapter: Adapter) -> None:
     run.finish()
 
     assert one.output != two.output
+
+
+def test_reading_what_the_device_failed_to_compute_raises() -> None:
+    logits = mx.zeros((1, VOCAB)) + mx.linalg.inv(mx.zeros((1, 1)), stream=mx.cpu)  # zero has no inverse
+    sampled = sample(logits, [row()])
+
+    with pytest.raises(RuntimeError, match="factorization failed"):
+        sampled.read()

@@ -52,7 +52,11 @@ class SampledTokens:
         return [self.tokens, self.problems, *(array for row in self.logprobs.values() for array in row.arrays())]
 
     def read(self) -> tuple[list[int], dict[int, str]]:
-        """Wait for the device; return the tokens and, by row index, the error message of each row that has one."""
+        """Wait for the device; return the tokens and, by row index, the error message of each row that has one.
+
+        Raises RuntimeError if the step failed on the device.
+        """
+        mx.eval(self.arrays())  # sync: numpy would swallow the device's error, and read memory that nothing was written to
         problems = {row: PROBLEMS[index] for row, index in enumerate(np.array(self.problems).tolist()) if index}
         return np.array(self.tokens).tolist(), problems
 
