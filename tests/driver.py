@@ -50,6 +50,7 @@ class Run:
     keep_logits: bool = False
     disk: DiskTier | None = None
     clock: Callable[[], float] = dataclasses.field(default_factory=lambda: Clock(tick=1.0))  # every slice is one layer
+    expected: type[Exception] | tuple[type[Exception], ...] = InjectedFault  # errors that the test asked for
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.adapter, self.config, self.clock, self.disk)
@@ -73,7 +74,7 @@ class Run:
         failure = self.engine.last_failure
         if isinstance(failure, RowFailure):
             failure = failure.__cause__
-        assert failure is None or isinstance(failure, InjectedFault), f"an error that no test asked for: {failure!r}"
+        assert failure is None or isinstance(failure, self.expected), f"an error that no test asked for: {failure!r}"
 
     def finish(self) -> None:
         """Turn until nothing is left; nothing may stay behind."""

@@ -83,12 +83,15 @@ class Engine:
         try:
             if plan.steps and plan.chunk is not None and plan.slice_seconds is None:  # so short that its row may join the step
                 plan = self._prefill_before_step(plan.chunk)
+            self.runner.allocate(plan)
             self.order.run(plan)
+            if self.bisection.groups:
+                self.order.flush()  # a failure of the next step or prompt must be its own
         except RowFailure as failure:
             self._fail(failure.sequence, "restoring its states", failure)
             return
         except Exception as error:  # a border: whatever the model or the device raise, one row may not cost the others
-            self._undo(plan, last, error)
+            self._undo([*plan.steps, *(() if last is None else last.sequences)], error)
             return
         for sequence in plan.steps:
             self.prefix.release_allocated(sequence)
@@ -172,7 +175,7 @@ class Engine:
             try:
                 self.prefix.update(sequence)
             except Exception as error:  # a border: a damaged prefix is this sequence's affair alone
-                self._fail(sequence, "finding its cached prefix", error)
+                self._blame(sequence, "finding its cached prefix", error)
         for sequence in self.scheduler.drop_prefilled():
             self._report_prompt(sequence)
 
@@ -192,8 +195,8 @@ class Engine:
             if not self.runner.prefill(row, seconds):
                 return
             self.prefix.enter(row)
-        except Exception as error:  # a border: one prompt at a time is computed, so the failure is its own
-            self._fail(row.sequence, "computing its prompt", error)
+        except Exception as error:  # a border: one prompt at a time is computed, so the failure is its own, or a step's
+            self._blame(row.sequence, "computing its prompt", error)
             return
         self.scheduler.finish_chunk(row)
         self._report_prompt(row.sequence)
@@ -295,17 +298,26 @@ class Engine:
         self.scheduler.preempt(sequence)
         sequence.preempt(self.max_replayed_tokens)
 
-    def _undo(self, plan: Plan, last: Step | None, error: Exception) -> None:
+    def _blame(self, sequence: Sequence, what: str, error: Exception) -> None:
+        """End a sequence whose own work failed; retry it with the rows of the step in flight if the error may be that step's."""
+        step = self.order.pending
+        if step is not None and isinstance(error, RuntimeError):  # as MLX reports what failed on the device before
+            self._undo([*step.sequences, sequence], error)
+        else:
+            self._fail(sequence, what, error)
+
+    def _undo(self, rows: list[Sequence], error: Exception) -> None:
         """After a failed step preempt all decoding rows and retry its rows in halves; end a row that fails a retry alone."""
-        log.error("a step of %d rows failed and is tried again in parts", len(plan.steps), exc_info=error)
+        suspects = list(dict.fromkeys(rows))
+        log.error("a step of %d rows failed and is tried again in parts", len(suspects), exc_info=error)
         self.last_failure = error
         self.num_failed_turns += 1
         if self.num_failed_turns >= MAX_FAILED_TURNS:
             raise InternalError(f"{self.num_failed_turns} turns failed one after the other; the last: {error}") from error
-        suspects = plan.steps or (last.sequences if last is not None else ())
         self.order.pending = None
+        self.runner.drain()
         self._release_finished()
-        for sequence in [one for one in reversed(self.scheduler.running) if one.is_prefilled]:
+        for sequence in [one for one in reversed(self.scheduler.running) if one.is_prefilled or one in suspects]:
             self._preempt(sequence)
         self.runner.reset()
         guilty = self.bisection.split([one for one in suspects if not one.is_finished])

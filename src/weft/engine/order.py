@@ -1,6 +1,9 @@
 """Execution orders of decode steps (build, start, sample, settle), from fully synchronous to overlapped with the device.
 
 All three classes give the same tokens; `PlainOrder` is the oracle for the other two. The engine's settings choose one.
+
+MLX reports an error of the device once, to whoever asks for anything next. So when `run` raises, the step before may be the one
+that failed, and the engine computes both again: neither is settled.
 """
 
 from typing import TYPE_CHECKING
@@ -46,13 +49,11 @@ class OverlappedOrder(PlainOrder):
 
     def run(self, plan: Plan) -> None:
         last, self.pending = self.pending, None
-        try:
-            self.pending = self.engine.runner.forward(plan, last)
-            if self.pending is not None:
-                self.engine.runner.start(self.pending)
-        finally:
-            if last is not None:
-                self.engine.settle(last)
+        self.pending = self.engine.runner.forward(plan, last)
+        if self.pending is not None:
+            self.engine.runner.start(self.pending)
+        if last is not None:
+            self.engine.settle(last)
         if self.pending is not None:
             self.engine.sample(self.pending)
 
@@ -65,11 +66,9 @@ class SettleFirstOrder(PlainOrder):
 
     def run(self, plan: Plan) -> None:
         last, self.pending = self.pending, None
-        try:
-            self.pending = self.engine.runner.forward(plan, last)  # built while the last one ends
-        finally:
-            if last is not None:
-                self.engine.settle(last)
+        self.pending = self.engine.runner.forward(plan, last)  # built while the last one ends
+        if last is not None:
+            self.engine.settle(last)
         self.engine.on_events()
         if self.pending is not None:
             self.engine.runner.start(self.pending)

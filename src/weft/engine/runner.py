@@ -4,6 +4,7 @@ A sequence starts on caches of its own (prefill, one row, unpadded) and is copie
 row that can not join decodes alone on its own caches: slower, never wrong.
 """
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator
@@ -86,6 +87,11 @@ class Runner:
         self._refused_layers: set[int] = set()  # those in the log
         self.reset()
 
+    def drain(self) -> None:
+        """Wait until the device is idle, and drop an error that it has yet to report, so that it meets no other row."""
+        with contextlib.suppress(RuntimeError):
+            mx.synchronize()  # sync: after a failed step
+
     def reset(self) -> None:
         """Replace the pool by an empty one, because the contents of the old one are undefined after a failed forward."""
         self.pool = Pool(
@@ -96,15 +102,18 @@ class Runner:
             constant_shapes=self.config.width is not None,
         )
 
-    def forward(self, plan: Plan, last: Step | None) -> Step | None:
-        """Build a plan's decode step, first copying new rows into the pool; None if no row decodes. `last`: the step before."""
-        if not plan.steps:
-            return None
+    def allocate(self, plan: Plan) -> None:
+        """Copy the states of rows that are new in this plan's step into the pool, lazily; raises RowFailure."""
         for sequence in plan.steps:
             try:
                 self._allocate(sequence, plan.upcoming)
             except Exception as error:  # a border: whatever fails here belongs to this row
                 raise RowFailure(sequence, error) from error
+
+    def forward(self, plan: Plan, last: Step | None) -> Step | None:
+        """Build a plan's decode step, whose rows are allocated; None if no row decodes. `last`: the step before."""
+        if not plan.steps:
+            return None
         self.faults.at("decode", *plan.steps)
         parts = [*self._decode_together(plan.steps, last), *self._decode_alone(plan.steps, last)]
         order = [sequence for sequences, _ in parts for sequence in sequences]
