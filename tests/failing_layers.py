@@ -58,11 +58,17 @@ def evaluate_late(output: mx.array, tokens: mx.array, token: int) -> mx.array:
 
 def slow_zero(count: int) -> mx.array:
     """Zero, the sum of `count` zeros that take no memory, and some nanoseconds each."""
-    return mx.broadcast_to(mx.zeros(1).sum(), (count >> 10, 1 << 10)).sum(axis=0)[0]
+    return mx.broadcast_to(mx.zeros(1).sum(), (count >> 10, 1 << 10)).sum(axis=0, stream=mx.cpu)[0]
 
 
 def _raise() -> float:
     raise ValueError("the layer can not compute this")
+
+
+def _freeze() -> float:
+    """Wait in native code for ever, with the interpreter's lock: no other thread of the process goes on."""
+    while True:  # a signal, such as the one that asks for the stack, ends a pause
+        ctypes.PyDLL(None).pause()
 
 
 FAILURES: dict[str, Fail] = {
@@ -74,5 +80,5 @@ FAILURES: dict[str, Fail] = {
     "device memory": when_read(lambda: mx.zeros((1 << 28, 1 << 28)).sum()),
     "abort": when_read(lambda: ctypes.CDLL(None).abort()),  # as C++ does with an exception that nobody catches
     "hang": when_read(lambda: slow_zero(1 << 40)),  # in the evaluation: the device is busy for an hour
-    "freeze": when_read(lambda: ctypes.PyDLL(None).pause()),  # with the interpreter's lock: no thread of Python goes on
+    "freeze": when_read(_freeze),
 }

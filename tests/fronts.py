@@ -6,7 +6,7 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from weft.serving.model import ServedModel
 from weft.serving.service import Service
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+FAILING_ENGINE = Path(__file__).parent / "failing_engine.py"
 
 
 @dataclass
@@ -47,6 +48,11 @@ def fake_supervisor(name: str, *words: str, hang_seconds: float = ServerConfig.h
     return Supervisor(EngineSettings(model=name), hang_seconds, (sys.executable, str(FAKE_ENGINE), *words, name))
 
 
+def failing_supervisor(name: str, *words: str) -> Supervisor:
+    """A supervisor of the real engine with a model that fails as failing_engine.py is told by these words."""
+    return Supervisor(EngineSettings(model=name), 4.0, (sys.executable, str(FAILING_ENGINE), *words))
+
+
 @dataclass
 class Front(Asked):
     """A front that serves."""
@@ -59,14 +65,19 @@ class Front(Asked):
 
 @contextmanager
 def front(
-    engines: dict[str, list[str]], *, wait: bool = True, spare: dict[str, list[str]] | None = None, **settings: Any
+    engines: dict[str, list[str]],
+    *,
+    wait: bool = True,
+    spare: dict[str, list[str]] | None = None,
+    supervise: Callable[..., Supervisor] = fake_supervisor,
+    **settings: Any,
 ) -> Iterator[Front]:
-    """Models by name, each with its fake engine's words; ready when `wait`. Those to `spare` may be loaded later."""
+    """Models by name, each with its engine's words; ready when `wait`. Those to `spare` may be loaded later."""
     config = ServerConfig(**settings)
 
     def make(name: str) -> ServedModel:
         words = (engines | (spare or {})).get(name, ())
-        return ServedModel(name, fake_supervisor(name, *words))
+        return ServedModel(name, supervise(name, *words))
 
     service, screen = Service([make(name) for name in engines], Metrics(), config.max_queue, make), Quiet()
     listener = socket.create_server(("127.0.0.1", 0))
