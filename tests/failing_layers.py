@@ -65,6 +65,12 @@ def _raise() -> float:
     raise ValueError("the layer can not compute this")
 
 
+def _lose_device() -> float:
+    """Let nothing be evaluated in this process any more, as after an illegal access on a GPU."""
+    mx.clear_streams()
+    return 0.0
+
+
 def _freeze() -> float:
     """Wait in native code for ever, with the interpreter's lock: no other thread of the process goes on."""
     while True:  # a signal, such as the one that asks for the stack, ends a pause
@@ -78,6 +84,7 @@ FAILURES: dict[str, Fail] = {
     "host memory": when_read(lambda: float(np.empty(MORE_THAN_ANY_MACHINE_HAS, np.uint8)[0])),
     # MLX does not look whether it got the memory on a CPU: the process ends by SIGSEGV. Elsewhere this is a RuntimeError.
     "device memory": when_read(lambda: mx.zeros((1 << 28, 1 << 28)).sum()),
+    "lost device": when_read(_lose_device),
     "abort": when_read(lambda: ctypes.CDLL(None).abort()),  # as C++ does with an exception that nobody catches
     "hang": when_read(lambda: slow_zero(1 << 40)),  # in the evaluation: the device is busy for an hour
     "freeze": when_read(_freeze),

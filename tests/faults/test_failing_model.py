@@ -15,7 +15,7 @@ from waiting import until
 
 # Pieces of identifiers such as "_price", which no story of this model has in it.
 ALWAYS = {"raise": 3011, "host memory": 3017, "evaluate": 3114, "evaluate late": 3125, "abort": 3152}
-ONCE = {"device memory": 3184, "hang": 3207, "freeze": 3219}
+ONCE = {"lost device": 3182, "device memory": 3184, "hang": 3207, "freeze": 3219}
 PROMPTS = [[200 + number, 300, 401, 502] for number in range(4)]
 LONG = [(7 * place) % 900 + 100 for place in range(150)]
 

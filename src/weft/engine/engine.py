@@ -300,11 +300,12 @@ class Engine:
 
     def _blame(self, sequence: Sequence, what: str, error: Exception) -> None:
         """End a sequence whose own work failed; retry it with the rows of the step in flight if the error may be that step's."""
-        step = self.order.pending
-        if step is not None and isinstance(error, RuntimeError):  # as MLX reports what failed on the device before
-            self._undo([*step.sequences, sequence], error)
-        else:
-            self._fail(sequence, what, error)
+        if isinstance(error, RuntimeError):  # as MLX reports what failed on the device
+            if (step := self.order.pending) is not None:
+                self._undo([*step.sequences, sequence], error)
+                return
+            self.runner.drain()
+        self._fail(sequence, what, error)
 
     def _undo(self, rows: list[Sequence], error: Exception) -> None:
         """After a failed step preempt all decoding rows and retry its rows in halves; end a row that fails a retry alone."""

@@ -20,7 +20,7 @@ from weft.engine.faults import Faults
 from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
-from weft.errors import WeftError
+from weft.errors import InternalError, WeftError
 from weft.memory.disk_files import Entry
 from weft.memory.slabs import Pool, Refusal, RowState
 from weft.memory.views import make_batches
@@ -88,9 +88,16 @@ class Runner:
         self.reset()
 
     def drain(self) -> None:
-        """Wait until the device is idle, and drop an error that it has yet to report, so that it meets no other row."""
+        """After a failure wait until the device is idle, and drop an error that it has yet to report: it would meet another row.
+
+        Raises InternalError if the device can not even add: then no row is to blame, and this process is of no use any more.
+        """
         with contextlib.suppress(RuntimeError):
-            mx.synchronize()  # sync: after a failed step
+            mx.synchronize()  # sync: after a failure
+        try:
+            mx.eval(mx.zeros(1) + 1)  # sync: after a failure
+        except RuntimeError as error:
+            raise InternalError(f"the device computes nothing any more: {error}") from error
 
     def reset(self) -> None:
         """Replace the pool by an empty one, because the contents of the old one are undefined after a failed forward."""
