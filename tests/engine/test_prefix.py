@@ -242,15 +242,28 @@ class TestDisk:
         assert row.timings.cached_tokens == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
 
-    def test_keys_and_values_of_another_rank_are_computed_again(
-        self, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize(
+        ("part", "complaint"),
+        [
+            ("block", "layer 2 has no keys and values of shape"),
+            ("checkpoint", "layer 0 of its checkpoint: state 1 is (1, 64, 32)"),
+        ],
+    )
+    def test_states_of_another_rank_are_computed_again(
+        self,
+        adapter: Adapter,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        part: str,
+        complaint: str,
     ) -> None:
-        """The file is whole and of this model; only what it holds has three axes instead of four."""
+        """The file is whole and of this model; only what it holds has fewer axes."""
 
         def flattened(saved: SavedState) -> Packed:
             packed = pack(saved)
-            if not any(isinstance(layer, tuple) for layer in saved.layers):
-                return packed  # a checkpoint
+            if any(isinstance(layer, tuple) for layer in saved.layers) == (part == "checkpoint"):
+                return packed
             planes = tuple(dataclasses.replace(one, shape=(1, math.prod(one.shape[:-1]), one.shape[-1])) for one in packed.planes)
             return dataclasses.replace(packed, planes=planes)
 
@@ -265,7 +278,7 @@ class TestDisk:
         run.finish()
         run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
 
-        assert "layer 2 has no keys and values of shape" in caplog.text
+        assert complaint in caplog.text
         assert row.timings.cached_tokens == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
 

@@ -21,8 +21,9 @@ from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Sequence
 from weft.errors import InternalError, WeftError
-from weft.memory.disk_files import Entry
+from weft.memory.disk_files import Damaged, Entry
 from weft.memory.slabs import Pool, Refusal, RowState
+from weft.memory.spec import Recurrent, mismatch
 from weft.memory.views import make_batches
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
@@ -197,9 +198,13 @@ class Runner:
         fork.num_computed = leader.num_computed
 
     def unpacked(self, loaded: Entry) -> tuple[SavedState, SavedState | None]:
-        """Convert a chunk loaded from disk into saved states: its block, and its checkpoint or None."""
+        """Convert a chunk loaded from disk into saved states: its block, and its checkpoint or None. Raises Damaged."""
         like = self.adapter.new_caches(1)
-        return unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
+        block, checkpoint = unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
+        for layer, (spec, state) in enumerate(zip(self.adapter.specs, checkpoint.layers if checkpoint else (), strict=False)):
+            if isinstance(spec, Recurrent) and (reason := mismatch(spec, tuple(state.cache), 0)):
+                raise Damaged(f"layer {layer} of its checkpoint: {reason}")
+        return block, checkpoint
 
     def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Free a sequence's memory and pool slot; the slot is zeroed if `poisoned` or if the sequence ended in an error."""
