@@ -413,3 +413,35 @@ def test_threads_come_from_the_environment_or_the_cores(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
     assert weft.kernels.blas.default_threads() == len(os.sched_getaffinity(0))
+
+
+def test_the_recurrence_is_right_on_every_machine_and_threads_do_not_matter(
+    library: ctypes.CDLL, random: np.random.Generator
+) -> None:
+    heads, rows, width, tokens = 12, 24, 40, 7
+    parts = [random.standard_normal((heads, count, 48), np.float32) * 0.3 for count in (rows, *[tokens] * 5)]
+    for part, used in zip(parts, (width, rows, width, width, width, width), strict=True):
+        part[:, :, used:] = 0  # the lanes behind are zeros
+    packed = np.ascontiguousarray(np.concatenate(parts, axis=1).reshape(-1, 48))
+    sizes = np.zeros((1, 48), np.float32)
+    sizes[0, :3] = rows, 48, tokens
+    state, value, key, query, gate, beta = (part.astype(np.float64) for part in parts)
+    right = []
+    for at in range(tokens):
+        state = state * gate[:, at, None]
+        change = beta[:, at, :1] * (value[:, at, :rows] - np.einsum("hvk,hk->hv", state, key[:, at]))
+        state = state + change[..., None] * key[:, at, None]
+        right.append(np.einsum("hvk,hk->hv", state, query[:, at]))
+    results = set()
+    for name in available(library):
+        library.weft_blas_kernels(name.encode())
+        for threads in (1, 2, 3):
+            library.weft_blas_threads(threads)
+            found = changed(library, 0x1B5C << 16 | 1, packed, np.zeros((len(packed), 1), np.float32), sizes)
+            by_head = found.reshape(heads, -1, 48)
+            np.testing.assert_allclose(by_head[:, :rows], state, atol=2e-6)
+            np.testing.assert_allclose(by_head[:, rows : rows + tokens, :rows], np.stack(right, axis=1), atol=4e-6)
+            if name != "plain":  # which has no fused multiply-add on some machines
+                results.add(found.tobytes())
+
+    assert len(results) <= 1
