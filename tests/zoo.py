@@ -762,8 +762,9 @@ PACKED = tuple(
     for number, scheme in enumerate(SCHEMES)
     if ALL or number == place % len(SCHEMES) or name == "qwen3_5"
 )
-# mlx-lm can not pack the one's fused layers, and the other's forward reads the shapes of its weights.
-UNPACKABLE = ("afm7", "kimi_k3")
+# mlx-lm can not pack the first one's fused layers, divides the packed head of the second by its length when it is loaded, and
+# reads the shapes of weights in the forward of the third.
+UNPACKABLE = ("afm7", "baichuan_m1", "kimi_k3")
 if ALL:
     PACKED += tuple(f"{name}:4bit-32" for name in ARCHITECTURES if name not in PACKED_FAMILIES + UNPACKABLE)
 HOUSED = (*ARCHITECTURES, *PACKED)

@@ -202,7 +202,7 @@ class Runner:
         like = self.adapter.new_caches(1)
         block, checkpoint = unpack(loaded.block, like), None if loaded.checkpoint is None else unpack(loaded.checkpoint, like)
         for layer, (spec, state) in enumerate(zip(self.adapter.specs, checkpoint.layers if checkpoint else (), strict=False)):
-            if isinstance(spec, Recurrent) and (reason := mismatch(spec, tuple(state.cache), 0)):
+            if isinstance(spec, Recurrent) and state is not None and (reason := mismatch(spec, tuple(state.cache), 0)):
                 raise Damaged(f"layer {layer} of its checkpoint: {reason}")
         return block, checkpoint
 
