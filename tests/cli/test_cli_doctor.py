@@ -120,6 +120,26 @@ def test_each_finding_has_its_verdict(found: Finding, grade: str, words: str) ->
     assert words in str(found)
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.2", "0.32.17"])
+def test_every_version_in_the_range_is_ok(version: str) -> None:
+    verdict = doctor._judge_versions("found", ["mlx-lm<0.33,>=0.32.0"], {"mlx_lm": version})
+
+    assert verdict.grade == "ok"
+
+
+@pytest.mark.parametrize("installed", [{}, {"mlx-lm": "0.31.3"}, {"mlx-lm": "0.33.0"}, {"mlx-lm": "0.33.0.dev1"}])
+def test_a_version_outside_the_range_is_wrong_and_the_range_is_named(installed: dict[str, str]) -> None:
+    verdict = doctor._judge_versions("found", ["mlx-lm<0.33,>=0.32.0"], installed)
+
+    assert verdict == Finding("wrong", "versions", "found", "weft needs mlx-lm<0.33,>=0.32.0: install it with pip")
+
+
+def test_what_only_other_platforms_and_extras_need_is_not_asked_for() -> None:
+    requirements = ["mlx>=9; sys_platform == 'os2'", 'pytest>=99; extra == "dev"', "rich>=14"]
+
+    assert doctor._judge_versions("found", requirements, {"rich": "15.0.0"}).grade == "ok"
+
+
 def test_a_bundle_that_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(WeftError, match=r"report.zip can not be written: No such file"):
         doctor.write_bundle(tmp_path / "not" / "report.zip", [], tmp_path / "log")

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from cyclopts import Parameter
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
@@ -95,15 +97,27 @@ def _check_versions() -> Finding:
     installed = _installed_versions()
     found = [f"{name} {installed.get(name, 'missing')}" for name in ("mlx", "mlx-lm", "llguidance")]
     words = ", ".join([f"weft {__version__}, Python {platform.python_version()}", *found])
-    needed = next((need for need in importlib.metadata.requires("weft") or () if need.startswith("mlx-lm==")), "")
-    if needed and needed != f"mlx-lm=={installed.get('mlx-lm')}":
-        return Finding("wrong", "versions", words, f"weft needs {needed}: install it with pip")
+    return _judge_versions(words, importlib.metadata.requires("weft") or [], installed)
+
+
+def _judge_versions(words: str, requirements: list[str], installed: dict[str, str]) -> Finding:
+    """Grade installed versions by the ranges that weft's own metadata names, for the packages that it needs on this platform."""
+    needed = [need for need in map(Requirement, requirements) if need.marker is None or need.marker.evaluate({"extra": ""})]
+    by_name = {canonicalize_name(name): version for name, version in installed.items()}
+    outside = [need for need in needed if not _is_within(need, by_name.get(canonicalize_name(need.name)))]
+    if outside:
+        ranges = " and ".join(f"{need.name}{need.specifier}" for need in outside)
+        return Finding("wrong", "versions", words, f"weft needs {ranges}: install it with pip")
     return Finding("ok", "versions", words)
+
+
+def _is_within(need: Requirement, version: str | None) -> bool:
+    return version is not None and need.specifier.contains(version, prereleases=True)
 
 
 def _installed_versions() -> dict[str, str]:
     packages = reversed([*importlib.metadata.distributions()])  # of two with one name the first is the one that is imported
-    return {package.metadata["Name"]: package.version for package in packages}
+    return {name: package.version for package in packages if (name := package.metadata["Name"])}  # None: half removed
 
 
 def _check_settings() -> Finding:
