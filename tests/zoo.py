@@ -697,10 +697,11 @@ ARCHITECTURES: dict[str, Config] = {
     ),
 }
 
-# The model files of mlx-lm that are not in the table, and why.
+# The model files of mlx-lm, in any of its versions that weft works with, that are not in the table, and why.
 ABSENT: dict[str, str] = {
     "bitnet": "its weights are packed ternary numbers",
     "muse_spark": "its kernels exist for Metal only",
+    "muse_spark_open": "mlx-lm 0.32.1's name of muse_spark",
     "olmo": "needs the package ai2-olmo",
     "phi3small": "its block-sparse layers add a boolean mask to the scores and so see the future",
     "plamo3": "its mask is one token wider than its cache, so its answer depends on where chunks end",
@@ -770,6 +771,15 @@ if ALL:
 HOUSED = (*ARCHITECTURES, *PACKED)
 # Whom the longer tests look at; `make conformance` lets them look at all.
 EXAMINED = HOUSED if ALL else PROMISED + ODD + PACKED
+
+
+def is_in_mlx_lm(name: str) -> bool:
+    """Whether the installed mlx-lm has the architecture `name`."""
+    try:
+        _get_classes(ARCHITECTURES[name.partition(":")[0]])
+    except ValueError:
+        return False
+    return True
 
 
 def make_checkpoint(name: str, folder: Path, seed: int = 0) -> Path:
