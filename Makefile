@@ -14,7 +14,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance check bench compare compare-quick soak tools exact-gpu bench-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest check bench compare compare-quick soak tools exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -39,9 +39,23 @@ pictures: browser $(READY)  ## the README's pictures of the page, made anew
 	$(BIN)/python -m bench.pictures
 
 conformance: $(READY)  ## every oracle on all architectures of the zoo, a downloaded model, longer searches and a soak of two minutes
-	WEFT_TEST_ALL=1 $(PYTEST) $(WORKERS) tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py \
-	  tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
-	  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_short_soak.py
+	WEFT_TEST_ALL=1 $(PYTEST) $(WORKERS) $(CONFORMANCE)
+
+CONFORMANCE := tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py tests/model/test_mlx_lm_contract.py \
+  tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
+  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_short_soak.py
+
+newest:  ## conformance with the newest mlx and mlx-lm there are, also beyond weft's range, in .venv-newest: before users meet them
+oldest:  ## conformance with the oldest mlx-lm of weft's range, in .venv-oldest
+newest: PACKAGES := mlx-lm 'mlx[cpu]'
+oldest: PACKAGES := mlx-lm==$(shell sed -n 's/.*"mlx-lm>=\([0-9.]*\).*/\1/p' pyproject.toml)
+# pip says that weft wants another version, and installs: whether it works is the question here.
+newest oldest:
+	$(MAKE) VENV=.venv-$@ .venv-$@/.ready
+	.venv-$@/bin/pip install --quiet --no-compile --upgrade $(PACKAGES)
+	@.venv-$@/bin/pip freeze | grep -i '^mlx'
+	PYTEST_ADDOPTS="-rs --deselect tests/model/test_mlx_lm_contract.py::test_mlx_lm_lies_in_the_range" \
+	  $(MAKE) VENV=.venv-$@ conformance
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .
@@ -78,4 +92,4 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/na
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build src/weft/kernels/*.so src/*.egg-info
+	rm -rf $(VENV) .venv-newest .venv-oldest build src/weft/kernels/*.so src/*.egg-info
