@@ -8,17 +8,20 @@ import math
 import os
 import sys
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from weft.errors import GrammarRejected
-from weft.grammar.constraint import Constraint, Matcher
+from weft.grammar.constraint import Constraint, Mask, Matcher
 from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
@@ -29,6 +32,9 @@ TICK_SECONDS = 0.002
 # llguidance recurses over chains of references; the usual stack ends at a thousand of them. Python sets stack sizes for the
 # whole process, so the engine's process sets this one before it starts its first thread.
 DEEP_STACK_BYTES = 256 << 20
+STEP_FUEL = 500_000  # of the lexer for one mask: 15 ms of a Zen 4 core. Under llguidance's 200,000 a key of ^.{1,500}$ fails
+MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 8, 64  # of an answer that is tried when a grammar is compiled
+TRIAL_SECONDS = 0.1  # of a core; after that a trial has no more than its fewest tokens
 MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
 
@@ -112,11 +118,10 @@ class Compiler:
             return GrammarRejected(f"the {spec.kind} can not be read: {error}")
         # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
         rows = 8_000 if spec.kind == "json_schema" else 1_000
-        limits = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows)
+        limits = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows, step_lexer_fuel=STEP_FUEL)
         matcher = Matcher(LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits), self.tokenizer)
-        if why := matcher.inner.get_error() or _error_of_first_steps(matcher.fork()):
-            lines = " ".join(line.strip() for line in why.strip().splitlines()[:4])
-            return GrammarRejected(f"the {spec.kind} can not be enforced: {lines[:500]}")
+        if why := matcher.error or _error_of_trials(matcher):
+            return GrammarRejected(f"the {spec.kind} can not be enforced: {why}")
         return matcher
 
 
@@ -151,16 +156,33 @@ def _tags(tag: dict[str, object]) -> str:
     return StructTag.to_grammar(tags, assume_special=False)
 
 
-def _error_of_first_steps(matcher: Matcher) -> str:
-    """Advance a matcher by up to eight tokens and return the error that this causes; an empty string if there is none."""
-    for _ in range(8):
+def _error_of_trials(matcher: Matcher) -> str:
+    """Try the beginnings of two answers and return the error that this causes; an empty string if there is none.
+
+    One ends strings and goes on to the next property wherever it may, to see much of a schema; the other takes any token.
+    """
+    chance = np.random.default_rng(0)
+    brief = [matcher.tokenizer.tokenize_str(text)[0] for text in ('"', ",")]
+
+    def take_brief(mask: Mask) -> int:
+        return next((token for token in brief if mask[token]), int(mask.argmax()))
+
+    def take_any(mask: Mask) -> int:
+        return int(chance.choice(np.flatnonzero(mask)))
+
+    return _error_of_trial(matcher.fork(), take_brief) or _error_of_trial(matcher.fork(), take_any)
+
+
+def _error_of_trial(matcher: Matcher, take: Callable[[Mask], int]) -> str:
+    until = time.thread_time() + TRIAL_SECONDS
+    for step in range(MAX_TRIAL_TOKENS):
         mask = matcher.mask()
-        if matcher.inner.is_error() or matcher.is_finished:
+        mask[matcher.tokenizer.eos_tokens] = False
+        is_over = step >= MIN_TRIAL_TOKENS and time.thread_time() > until
+        if is_over or matcher.error or matcher.is_finished or not mask.any():
             break
-        mask[matcher.tokenizer.eos_token] = False
-        if not mask.any() or not matcher.inner.consume_token(int(mask.argmax())):
-            break
-    return matcher.inner.get_error()
+        matcher.inner.consume_token(take(mask))
+    return matcher.error
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:

@@ -3,6 +3,7 @@
 A constraint belongs to its sequence and shares nothing mutable; it can be replayed over emitted ids.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -13,6 +14,11 @@ from numpy.typing import NDArray
 
 from weft.errors import RowFailed
 from weft.grammar.reasoning_budget import ReasoningBudget, ReasoningState
+
+Mask = NDArray[np.bool_]  # (V,) or (rows, V): which tokens are allowed
+
+LIMIT = re.compile(r"too (many|big|large)\b|fuel exhausted|_fuel\b|; max is ", re.IGNORECASE)  # of llguidance, in its words
+ADVICE = "it is too complex: use smaller counts ({m,n}, maxLength, maxItems), fewer patterns and fewer alternatives"
 
 
 class Matcher:
@@ -28,19 +34,25 @@ class Matcher:
     def accept(self, token: int) -> None:
         """Advance the grammar by a token. Raises RowFailed if the grammar does not allow that token next."""
         if not self.inner.consume_token(token):
-            raise RowFailed(f"the grammar can not go on: {self.inner.get_error()[:300]}")
+            raise RowFailed(f"the grammar can not go on: {self.error}")
 
     def rollback(self, count: int) -> None:
         if count and not self.inner.rollback(count):
-            raise RowFailed(f"the grammar can not go back: {self.inner.get_error()[:300]}")
+            raise RowFailed(f"the grammar can not go back: {self.error}")
 
     def allows(self, token: int) -> bool:
         return self.inner.validate_tokens([token]) == 1
 
-    def mask(self) -> NDArray[np.bool_]:
+    def mask(self) -> Mask:
         """Return the (V,) mask of tokens the grammar allows next, computed for this one sequence (not batched)."""
         bits = np.frombuffer(self.inner.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self.tokenizer.vocab_size].astype(bool)
+
+    @property
+    def error(self) -> str:
+        """The error that the grammar never leaves again, in one line, with advice if it is a limit; empty if there is none."""
+        line = " ".join(self.inner.get_error().replace("<non-verbose/>", "").split())[:500]
+        return f"{line}; {ADVICE}" if LIMIT.search(line) else line
 
     @property
     def is_finished(self) -> bool:
@@ -133,7 +145,7 @@ class Masks:
         self.vocab_size = vocab_size
         self._executor: LLExecutor | None = None
 
-    def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[NDArray[np.bool_] | None, dict[int, str]]:
+    def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[Mask | None, dict[int, str]]:
         """Return the (rows, vocab) mask of allowed tokens, None if no row has a demand, and grammar errors by row index."""
         if not any(demands):
             return None, {}
@@ -153,7 +165,7 @@ class Masks:
                 allowed[row, list(demand.late)] = False
         return allowed, errors
 
-    def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[NDArray[np.bool_], dict[int, str]]:
+    def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[Mask, dict[int, str]]:
         words = max([-(-self.vocab_size // 32), *(-(-one.tokenizer.vocab_size // 32) for one in matchers.values())])
         bits = np.full((rows, words), -1, np.int32)
         if len(matchers) == 1:
@@ -163,6 +175,6 @@ class Masks:
             self._executor = self._executor or LLExecutor()
             pairs = [(matcher.inner, row) for row, matcher in matchers.items()]
             self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, words * 4, rows)
-        errors = {row: matcher.inner.get_error()[:300] for row, matcher in matchers.items() if matcher.inner.is_error()}
+        errors = {row: matcher.error for row, matcher in matchers.items() if matcher.inner.is_error()}
         unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self.vocab_size]
         return unpacked.view(bool), errors
