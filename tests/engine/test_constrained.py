@@ -6,7 +6,7 @@ import concurrent.futures
 import dataclasses
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from weft.errors import RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import ConstraintSpec, EngineEvents, GrammarSpec, ReasoningSpec, Submit
+from weft.ipc.messages import ConstraintSpec, EngineEvents, GrammarSpec, ReasoningSpec, Submit, TokenEvent
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 from weft.text.tokenizer import Tokenizer
@@ -38,12 +38,17 @@ SCHEMA = {
     "additionalProperties": False,
 }
 STRICT = ConstraintSpec(GrammarSpec("json_schema", json.dumps(SCHEMA)))
+GREEDY = Sampling(temperature=0.0, max_tokens=60)
 STORIES = ["Once upon a time", "The dog was", "A little boy saw a big tree and", "Lily and Tom went to the park."]
 
 
 @pytest.fixture(scope="module")
 def adapter() -> Adapter:
     return adapter_for(FOLDER)
+
+
+def new_compiler() -> Compiler:
+    return Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))
 
 
 def prompt(text: str) -> list[int]:
@@ -207,7 +212,7 @@ class Wire:
         self.sent.append(message)
 
 
-def serve(host: Host, wire: Wire) -> None:
+def serve_all(host: Host, wire: Wire) -> None:
     """All of the front's messages, to the end."""
     for _ in range(1000):
         host.receive()
@@ -219,19 +224,30 @@ def serve(host: Host, wire: Wire) -> None:
             break
 
 
+def serve(run: Run, compiler: Compiler, *messages: Submit) -> dict[int, list[TokenEvent]]:
+    """Serve messages until all their sequences have ended; the events of each."""
+    wire = Wire(*messages)
+    serve_all(Host(run.engine, compiler, wire, has_canary=False), wire)  # type: ignore[arg-type]
+    events: dict[int, list[TokenEvent]] = {}
+    for event in [event for message in wire.sent if isinstance(message, EngineEvents) for event in message.tokens]:
+        events.setdefault(event.sequence, []).append(event)
+    return events
+
+
+def tokens_of(events: list[TokenEvent]) -> list[int]:
+    return [event.token for event in events if event.token is not None]
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_grammar_of_a_row_that_failed_is_compiled_anew(adapter: Adapter, fails: bool) -> None:
     """Forks of one grammar share its lexer: an error that one of them has left there would be met by every later request."""
-    compiler = Compiler(FOLDER / "tokenizer.json", 4096, (4080, 4082))
+    compiler = new_compiler()
     run = Run(adapter, clock=Clock())  # compiling takes no time
-    prompt = TOKENIZER.encode(STORIES[0], add_special_tokens=False)
-    run.engine.faults.rules = [Rule("accept", prompt[0] if fails else -1, after=1)]
-    wire = Wire(Submit((0,), prompt, (Sampling(temperature=0.0, max_tokens=12),), STRICT))
-    host = Host(run.engine, compiler, wire, has_canary=False)  # type: ignore[arg-type]
-    serve(host, wire)
+    ids = TOKENIZER.encode(STORIES[0], add_special_tokens=False)
+    run.engine.faults.rules = [Rule("accept", ids[0] if fails else -1, after=1)]
+    events = serve(run, compiler, Submit((0,), ids, (GREEDY,), STRICT))
 
-    events = [event for message in wire.sent if isinstance(message, EngineEvents) for event in message.tokens]
-    assert (events[-1].finish == "error") == fails
+    assert (events[0][-1].finish == "error") == fails
     assert len(compiler._cache) == (0 if fails else 1)
 
 
@@ -258,7 +274,7 @@ def test_one_thread_evaluates_arrays_while_others_compile_and_write(
     chosen = (Sampling(temperature=0.0, max_tokens=8, ignore_eos=True),)
     wire = Wire(*(Submit((number,), prompt(story * 9), chosen, STRICT) for number, story in enumerate(STORIES)))
     host = Host(run.engine, compiler, wire, has_canary=True)  # type: ignore[arg-type]
-    serve(host, wire)
+    serve_all(host, wire)
     while host.canary is not None and host.canary.check():
         pass
     disk.close(10)
@@ -267,3 +283,44 @@ def test_one_thread_evaluates_arrays_while_others_compile_and_write(
     assert compiling
     assert evaluating == {threading.get_ident()}
     assert threading.get_ident() not in compiling
+
+
+def test_a_resumed_answer_goes_on_as_if_it_had_not_been_interrupted(adapter: Adapter) -> None:
+    whole = tokens_of(serve(Run(adapter, clock=Clock()), new_compiler(), Submit((0,), prompt(STORIES[0]), (GREEDY,), STRICT))[0])
+
+    for count in (1, len(whole) // 2, len(whole) - 1):
+        resumed = Submit((0,), prompt(STORIES[0]), (GREEDY,), STRICT, emitted=(tuple(whole[:count]),))
+        events = serve(Run(adapter, clock=Clock()), new_compiler(), resumed)[0]
+
+        assert tokens_of(events) == whole[count:]
+        assert events[-1].finish == "stop"
+
+
+def test_emitted_tokens_are_replayed_outside_of_the_engines_thread(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay takes a mask for each token: thousands of them would hold up every row."""
+    threads: list[threading.Thread] = []
+    replay = Constraint.replay
+
+    def noted(constraint: Constraint, tokens: Iterable[int]) -> None:
+        threads.append(threading.current_thread())
+        replay(constraint, tokens)
+
+    monkeypatch.setattr(Constraint, "replay", noted)
+    emitted = tuple(COMPILER.tokenizer.tokenize_str('{"color"'))
+    serve(Run(adapter, clock=Clock()), new_compiler(), Submit((0,), prompt(STORIES[0]), (GREEDY,), STRICT, emitted=(emitted,)))
+
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_a_resumed_request_that_can_not_be_replayed_fails_alone(adapter: Adapter) -> None:
+    broken = Submit((0, 1), prompt(STORIES[0]), (GREEDY, GREEDY), STRICT, emitted=(tuple(prompt("never")), ()))
+    neighbour = Submit((2,), prompt(STORIES[1]), (GREEDY,), STRICT)
+    compiler = new_compiler()
+    events = serve(Run(adapter, clock=Clock()), compiler, neighbour, broken)
+
+    for number in (0, 1):
+        assert [event.finish for event in events[number]] == ["error"]
+        assert "the grammar can not go on" in (events[number][0].error or "")
+    assert jsonschema_rs.is_valid(SCHEMA, json.loads(TOKENIZER.decode(tokens_of(events[2]))))
+    assert len(compiler._cache) == 0  # what broke it may be in the lexer that later requests would share

@@ -49,9 +49,13 @@ def examined(attack: Attack) -> GrammarSpec:
             return schema.lark_grammar(made, PLACE)
 
 
+def whole(constraint: Constraint) -> Constraint:
+    return constraint
+
+
 def compiled(spec: GrammarSpec) -> Matcher:
     """Compiled where the engine compiles: in a thread of the compiler's, on its stack. Raises InvalidRequest."""
-    matcher = COMPILER.start(ConstraintSpec(spec)).result().matcher
+    matcher = COMPILER.start(ConstraintSpec(spec), whole).result().matcher
     assert matcher is not None
     return matcher
 
@@ -99,7 +103,7 @@ def test_a_hostile_grammar_is_refused_or_compiled_and_matched_within_the_limits(
 def test_depth_does_not_end_an_engine_whose_front_let_it_pass(attack: Attack) -> None:
     made = attack.make()
     spec = GrammarSpec(attack.kind, made if isinstance(made, str) else json.dumps(made))
-    future = COMPILER.start(ConstraintSpec(spec))
+    future = COMPILER.start(ConstraintSpec(spec), whole)
 
     refusal = future.exception()
     assert refusal is None or isinstance(refusal, InvalidRequest)
@@ -168,7 +172,7 @@ class Endless(Compiler):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such priority for a thread")
 def test_a_compile_that_takes_long_yields_to_the_engine() -> None:
-    future = Endless(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None))
+    future = Endless(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None), whole)
 
     assert future.result(timeout=HANG_SECONDS)
 
@@ -181,7 +185,7 @@ class Panicking(Compiler):
 
 
 def test_a_panic_while_compiling_is_a_refusal_and_nobody_waits_for_ever() -> None:
-    future = Panicking(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None))
+    future = Panicking(COMPILER.path, VOCABULARY, (END,)).start(ConstraintSpec(None), whole)
 
     with pytest.raises(GrammarRejected, match="a panic"):
         future.result(timeout=HANG_SECONDS)

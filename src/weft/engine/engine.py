@@ -105,9 +105,21 @@ class Engine:
         return self.submit_all(Submit((next(self._numbers),), prompt, (sampling,)), constraint)[0]
 
     def submit_all(self, request: Submit, constraint: Constraint | None = None) -> list[Sequence]:
-        """Check a request and queue one sequence per answer; they share one prefill if all have the same tokens to prefill."""
+        """Check a request and queue one sequence per answer; raises RequestError naming the bad parameter."""
+        sequences = self.prepare(request, constraint)
+        self.queue(sequences)
+        return sequences
+
+    def prepare(self, request: Submit, constraint: Constraint | None = None) -> list[Sequence]:
+        """Check a request and return one sequence per answer; any thread may call it. Raises RequestError or RowFailed.
+
+        Under a constraint the tokens emitted before are replayed, which for long answers takes longer than a step may.
+        """
         rooms = [self.limits.check(request.prompt, sampling) for sampling in request.samplings]
-        sequences = [self._sequence(request, index, room, constraint) for index, room in enumerate(rooms)]
+        return [self._sequence(request, index, room, constraint) for index, room in enumerate(rooms)]
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """Queue the sequences of one request; they share one prefill if all have the same tokens to prefill."""
         leader, *forks = sequences
         # Of one-token prompts or long resumed answers there is nothing to fork.
         is_forked = not leader.is_prefilled and all(sequence.prefill_ids == leader.prefill_ids for sequence in forks)
@@ -117,7 +129,6 @@ class Engine:
             self.scheduler.add(sequence)
             if sequence.is_prefilled:
                 self._finish_empty(sequence)
-        return sequences
 
     def _sequence(self, request: Submit, index: int, max_tokens: int, constraint: Constraint | None) -> Sequence:
         sequence = Sequence(request, index, max_tokens, self.adapter.eos_token_ids, self.clock())

@@ -8,17 +8,17 @@ import math
 import random
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 
 from weft.engine.engine import Engine
 from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
-from weft.errors import GrammarRejected, RequestError
+from weft.errors import GrammarRejected, RequestError, RowFailed
 from weft.grammar.compiler import Compiler
-from weft.grammar.constraint import Constraint
 from weft.ipc.channel import EngineEnd
-from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, EngineStatus, Shutdown, Submit, SubmitOutcome
+from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, EngineStatus, Shutdown, Submit, SubmitOutcome, TokenEvent
 from weft.memory.prefix_tree import Node, PrefixTree
 from weft.model.saved_state import LayerCaches, SavedState, save_block, save_checkpoint
 
@@ -33,11 +33,15 @@ TOLERANCE = 1e-3  # of a cached state's largest value; on CPU computing it again
 
 @dataclass(frozen=True)
 class Compiling:
-    """A request whose grammar constraint is being compiled, with the compilation's future and start time."""
+    """A request whose constraint is being compiled and replayed, with the future of its sequences and the start time."""
 
     submit: Submit
-    future: Future[Constraint]
+    future: Future[list[Sequence]]
     since: float
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is done or takes over 15 seconds; the replay of a long answer may take more."""
+        return self.future.done() or (now - self.since > MAX_COMPILE_SECONDS and not self.submit.emitted)
 
 
 class Host:
@@ -52,6 +56,7 @@ class Host:
         self.canary = Canary(engine.prefix, tree) if has_canary and tree is not None else None
         self.compiling: list[Compiling] = []
         self.outcomes: list[SubmitOutcome] = []
+        self.failures: list[TokenEvent] = []  # the ends of sequences that the engine has not got
         self.live: dict[int, Sequence] = {}
         self.is_running = True
         self._last_status: tuple[object, ...] = ()
@@ -71,9 +76,11 @@ class Host:
         for message in self.channel.receive(self._patience()):
             match message:
                 case Submit(constraint=None):
-                    self._submit(message, None)
+                    self._submit(message)
                 case Submit(constraint=spec) if spec is not None:
-                    self.compiling.append(Compiling(message, self.compiler.start(spec), self.clock()))
+                    prepare = partial(self.engine.prepare, message)
+                    future = self.compiler.start(spec, prepare, is_replay=bool(message.emitted))
+                    self.compiling.append(Compiling(message, future, self.clock()))
                 case Cancel():
                     self._cancel(message)
                 case AskPrefixes():
@@ -82,22 +89,25 @@ class Host:
                     self.is_running = False
 
     def take_compiled(self) -> None:
-        """Queue requests whose constraint is compiled; refuse those whose compilation failed or takes over 15 seconds."""
+        """Queue requests whose constraint is ready; refuse or end those whose compilation or replay failed or takes too long."""
         now = self.clock()
-        for waiting in [one for one in self.compiling if one.future.done() or now - one.since > MAX_COMPILE_SECONDS]:
+        for waiting in [one for one in self.compiling if one.is_due(now)]:
             self.compiling.remove(waiting)
             try:
-                constraint = waiting.future.result(timeout=0)
+                sequences = waiting.future.result(timeout=0)
             except TimeoutError:
                 message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
                 self._refuse(waiting.submit, GrammarRejected(message))
             except RequestError as error:
                 self._refuse(waiting.submit, error)
+            except RowFailed as error:
+                self._fail(waiting.submit, error)
             except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
                 log.exception("compiling a constraint failed")
                 self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
             else:
-                self._submit(waiting.submit, constraint)
+                self._queue(waiting.submit, sequences)
+                self.outcomes.append(SubmitOutcome(waiting.submit.numbers[0]))
 
     def send_events(self) -> None:
         """Send new tokens, prompt progress and submit outcomes to the front, with the status if it is due; nothing if empty."""
@@ -106,6 +116,7 @@ class Host:
             ended = self.live.pop(event.sequence, None) if event.finish is not None else None
             if ended is not None and event.finish == "error" and ended.request.constraint is not None:
                 self.compiler.forget(ended.request.constraint)
+        tokens, self.failures = self.failures + tokens, []
         outcomes, self.outcomes = self.outcomes, []
         status = self._status()
         if tokens or prompts or outcomes or status:
@@ -127,15 +138,21 @@ class Host:
             if (sequence := self.live.get(number)) is not None:
                 self.engine.cancel(sequence)
 
-    def _submit(self, message: Submit, constraint: Constraint | None) -> None:
+    def _submit(self, message: Submit) -> None:
         try:
-            sequences = self.engine.submit_all(message, constraint)
+            self._queue(message, self.engine.prepare(message))
         except RequestError as error:  # the front checks the same; should it ever differ, this request alone is refused
             self._refuse(message, error)
-            return
+
+    def _queue(self, message: Submit, sequences: list[Sequence]) -> None:
+        self.engine.queue(sequences)
         self.live.update(zip(message.numbers, sequences, strict=True))
-        if constraint is not None:
-            self.outcomes.append(SubmitOutcome(message.numbers[0]))
+
+    def _fail(self, message: Submit, error: RowFailed) -> None:
+        """End the sequences of a resumed request whose emitted tokens can not be replayed through its constraint."""
+        assert message.constraint is not None, "only constraints are replayed"
+        self.compiler.forget(message.constraint)
+        self.failures += [TokenEvent(number, None, finish="error", error=str(error)) for number in message.numbers]
 
     def _refuse(self, message: Submit, error: RequestError) -> None:
         self.outcomes.append(SubmitOutcome(message.numbers[0], str(error), error.param))

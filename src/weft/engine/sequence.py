@@ -188,11 +188,10 @@ class Sequence:
         self.timings.first_token = now
 
     def constrain(self, constraint: Constraint) -> None:
-        """Attach a fork of a constraint, its reasoning budget cut to fit max_tokens, and advance it over the output so far."""
+        """Attach a fork of a constraint, its reasoning budget cut to fit max_tokens, and replay the output so far through it."""
         self.constraint = constraint.fork()
         self.constraint.limit_to(self.max_tokens)
-        for token in self.output:
-            self.constraint.accept(token)
+        self.constraint.replay(self.output)
 
     def restart(self, emitted: Iterable[int], max_replayed_tokens: int) -> None:
         """Drop all computed states but keep the `emitted` tokens: a few are decoded again, many are prefilled like the prompt.

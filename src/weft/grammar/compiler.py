@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
@@ -24,6 +25,8 @@ from weft.errors import GrammarRejected
 from weft.grammar.constraint import Constraint, Mask, Matcher
 from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
+
+Made = TypeVar("Made")
 
 MAX_CACHED = 64
 WORKERS = 4  # compiles at the same time, so that a slow one does not hold up the others
@@ -49,6 +52,7 @@ class Compiler:
         self._forbidden: dict[str, ForbiddenText] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS, "compile")
+        self._replay_pool = ThreadPoolExecutor(WORKERS, "replay")  # so that new requests do not wait behind long replays
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -57,28 +61,10 @@ class Compiler:
         found = LLTokenizer(text, eos_token=eos)
         return found if found.vocab_size >= self.vocab_size else LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
 
-    def start(self, spec: ConstraintSpec) -> Future[Constraint]:
-        return self._pool.submit(self._compile_aside, spec)
-
-    def _compile_aside(self, spec: ConstraintSpec) -> Constraint:
-        """Compile in a new thread and block until it is done; a slow compile is set to idle scheduling priority."""
-        made: Future[Constraint] = Future()
-
-        def make() -> None:
-            try:
-                made.set_result(self.constraint(spec))
-            except Exception as error:  # raised where the result is read
-                made.set_exception(error)
-            except BaseException as error:  # a panic in llguidance: it must end neither the wait nor the engine
-                made.set_exception(GrammarRejected(f"the constraint could not be compiled: {error}"))
-
-        thread = threading.Thread(target=make, name="compiling", daemon=True)
-        thread.start()
-        while thread.is_alive() and _cpu_seconds(thread) < QUICK_SECONDS:
-            thread.join(TICK_SECONDS)
-        if thread.is_alive():
-            _lower_priority(thread)
-        return made.result()
+    def start(self, spec: ConstraintSpec, make: Callable[[Constraint], Made], *, is_replay: bool = False) -> Future[Made]:
+        """Compile a constraint and call `make` with it, in one thread; the future has what `make` returns, or the error."""
+        pool = self._replay_pool if is_replay else self._pool
+        return pool.submit(_run_aside, lambda: make(self.constraint(spec)))
 
     def constraint(self, spec: ConstraintSpec) -> Constraint:
         """Return a new constraint for one request, compiling its grammar unless cached; raise GrammarRejected if refused."""
@@ -123,6 +109,27 @@ class Compiler:
         if why := matcher.error or _error_of_trials(matcher):
             return GrammarRejected(f"the {spec.kind} can not be enforced: {why}")
         return matcher
+
+
+def _run_aside(make: Callable[[], Made]) -> Made:
+    """Call `make` in a new thread and block until it is done; a slow one is set to idle scheduling priority."""
+    made: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:  # raised where the result is read
+            made.set_exception(error)
+        except BaseException as error:  # a panic in llguidance: it must end neither the wait nor the engine
+            made.set_exception(GrammarRejected(f"the constraint could not be compiled: {error}"))
+
+    thread = threading.Thread(target=run, name="compiling", daemon=True)
+    thread.start()
+    while thread.is_alive() and _cpu_seconds(thread) < QUICK_SECONDS:
+        thread.join(TICK_SECONDS)
+    if thread.is_alive():
+        _lower_priority(thread)
+    return made.result()
 
 
 def _grammar(spec: GrammarSpec) -> str:

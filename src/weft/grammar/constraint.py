@@ -4,7 +4,7 @@ A constraint belongs to its sequence and shares nothing mutable; it can be repla
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -117,6 +117,18 @@ class Constraint:
             now = self.reasoning.after(now, token)
         self._history.append(now)
         self._fed.append(feeds)
+
+    def replay(self, tokens: Iterable[int]) -> None:
+        """Advance over tokens that were emitted before, by the calls that sampling them took. Raises RowFailed.
+
+        The masks are not used, but llguidance limits the work done since the last one: without them a long answer fails that
+        did not fail when it was generated.
+        """
+        for token in tokens:
+            demand = self.demand(())
+            if demand is not None and demand.matcher is not None:
+                demand.matcher.inner.compute_bitmask()
+            self.accept(token)
 
     def _is_answer(self, now: ReasoningState, token: int) -> bool:
         """Whether the grammar must accept this token: there is a grammar, and the token is not part of the reasoning."""
