@@ -26,6 +26,7 @@ from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, EngineEvents, GrammarSpec, ReasoningSpec, Submit, TokenEvent
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
+from weft.text.schema import json_schema_grammar
 from weft.text.tokenizer import Tokenizer
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
@@ -324,3 +325,35 @@ def test_a_resumed_request_that_can_not_be_replayed_fails_alone(adapter: Adapter
         assert "the grammar can not go on" in (events[number][0].error or "")
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(TOKENIZER.decode(tokens_of(events[2]))))
     assert len(compiler._cache) == 0  # what broke it may be in the lexer that later requests would share
+
+
+def branching(text: str) -> dict[str, object]:
+    """Two kinds of answers, of which the wild one exhausts the lexer behind a text that is longer than what compiling tries."""
+    keyed = {"type": "object", "patternProperties": {"^.{1,5000}$": {"type": "string"}}}
+    branches = [
+        {"kind": {"const": "calm"}, "text": {"const": text}, "more": {"type": "string", "minLength": 40, "maxLength": 50}},
+        {"kind": {"const": "wild"}, "text": {"const": text}, "keyed": keyed},
+    ]
+    shared = {"type": "object", "additionalProperties": False}
+    return {"anyOf": [{**shared, "properties": branch, "required": list(branch)} for branch in branches]}
+
+
+def leaning(letter: str) -> Sampling:
+    """Greedy, with a strong preference for words that begin with a letter, and for another key instead of an end."""
+    wanted = [token for token in range(4080) if TOKENIZER.decode([token]).startswith(letter)]
+    return Sampling(temperature=0.0, max_tokens=200, logit_bias=dict.fromkeys([*wanted, *prompt('"')[-1:]], 50.0))
+
+
+def test_a_grammar_that_is_exhausted_by_one_row_breaks_no_other_row(adapter: Adapter) -> None:
+    """Rows under the same grammar share its lexer, and a lexer that has reached its limit is broken for all of them."""
+    strict = ConstraintSpec(json_schema_grammar(branching("once upon a time there was a text; " * 8), True, "schema"))
+    calm = Submit((0,), prompt(STORIES[0]), (leaning("c"),), strict)
+    wild = Submit((1,), prompt(STORIES[1]), (leaning("w"),), strict)
+    alone = serve(Run(adapter, clock=Clock()), new_compiler(), calm)[0]
+    together = serve(Run(adapter, clock=Clock()), new_compiler(), calm, wild)
+
+    assert together[1][-1].finish == "error"
+    assert "use smaller counts" in (together[1][-1].error or "")
+    assert tokens_of(together[0]) == tokens_of(alone)
+    assert [event.finish for event in together[0]] == [event.finish for event in alone]
+    assert sum(event.timings is not None for event in together[0]) == 2  # of the first token and the last

@@ -164,7 +164,7 @@ def test_other_threads_run_while_a_grammar_compiles() -> None:
 class Endless(Compiler):
     """Compiles until its thread has the lowest priority there is."""
 
-    def constraint(self, spec: ConstraintSpec) -> Constraint:  # noqa: ARG002
+    def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
         while os.sched_getscheduler(0) != os.SCHED_IDLE:
             sum(range(1_000))
         return Constraint(None, None)
@@ -180,7 +180,7 @@ def test_a_compile_that_takes_long_yields_to_the_engine() -> None:
 class Panicking(Compiler):
     """llguidance is Rust: what panics there comes as an exception that is no Exception."""
 
-    def constraint(self, spec: ConstraintSpec) -> Constraint:
+    def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
         raise KeyboardInterrupt(f"a panic over {spec}")
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import mlx.core as mx
+import msgspec
 
 from weft.engine.engine import Engine
 from weft.engine.prefix import PrefixSharing
@@ -38,6 +39,8 @@ class Compiling:
     submit: Submit
     future: Future[list[Sequence]]
     since: float
+    is_private: bool = False  # its grammar is not shared
+    broken: Sequence | None = None  # the sequence whose answer it continues
 
     def is_due(self, now: float) -> bool:
         """Whether it is done or takes over 15 seconds; the replay of a long answer may take more."""
@@ -77,10 +80,8 @@ class Host:
             match message:
                 case Submit(constraint=None):
                     self._submit(message)
-                case Submit(constraint=spec) if spec is not None:
-                    prepare = partial(self.engine.prepare, message)
-                    future = self.compiler.start(spec, prepare, is_replay=bool(message.emitted))
-                    self.compiling.append(Compiling(message, future, self.clock()))
+                case Submit():
+                    self._compile(message)
                 case Cancel():
                     self._cancel(message)
                 case AskPrefixes():
@@ -101,21 +102,26 @@ class Host:
             except RequestError as error:
                 self._refuse(waiting.submit, error)
             except RowFailed as error:
-                self._fail(waiting.submit, error)
+                self._fail_replay(waiting, error)
             except Exception as error:  # a border: whatever a foreign compiler raises ends this request alone
                 log.exception("compiling a constraint failed")
                 self._refuse(waiting.submit, GrammarRejected(f"the constraint could not be compiled: {error}"))
             else:
+                if waiting.broken is not None:
+                    sequences[0].take_timings(waiting.broken)
                 self._queue(waiting.submit, sequences)
                 self.outcomes.append(SubmitOutcome(waiting.submit.numbers[0]))
 
     def send_events(self) -> None:
         """Send new tokens, prompt progress and submit outcomes to the front, with the status if it is due; nothing if empty."""
         tokens, prompts = self.engine.take_events(), self.engine.take_prompt_events()
-        for event in tokens:
-            ended = self.live.pop(event.sequence, None) if event.finish is not None else None
+        for event in [event for event in tokens if event.finish is not None]:
+            ended = self.live.pop(event.sequence, None)
             if ended is not None and event.finish == "error" and ended.request.constraint is not None:
                 self.compiler.forget(ended.request.constraint)
+                if ended.constraint is not None and ended.constraint.may_be_broken_by_others:
+                    self._restart(ended)
+                    tokens.remove(event)
         tokens, self.failures = self.failures + tokens, []
         outcomes, self.outcomes = self.outcomes, []
         status = self._status()
@@ -144,15 +150,35 @@ class Host:
         except RequestError as error:  # the front checks the same; should it ever differ, this request alone is refused
             self._refuse(message, error)
 
+    def _compile(self, message: Submit, *, is_private: bool = False, broken: Sequence | None = None) -> None:
+        assert message.constraint is not None, "there is something to compile"
+        prepare, is_replay = partial(self.engine.prepare, message), bool(message.emitted)
+        future = self.compiler.start(message.constraint, prepare, is_replay=is_replay, is_private=is_private)
+        self.compiling.append(Compiling(message, future, self.clock(), is_private, broken))
+
+    def _restart(self, broken: Sequence) -> None:
+        """Start a sequence again, after the tokens it has emitted, with a grammar of its own instead of the one that broke.
+
+        Rows under the same grammar share a lexer, and when one of them exhausts it, it is broken for all of them.
+        """
+        log.warning("sequence %d goes on with a grammar of its own: %s", broken.id, broken.error)
+        samplings = (msgspec.structs.replace(broken.sampling, prompt_logprobs=None),)  # they were sent
+        emitted = (tuple(broken.output),)
+        message = msgspec.structs.replace(broken.request, numbers=(broken.id,), samplings=samplings, emitted=emitted)
+        self._compile(message, is_private=True, broken=broken)
+
+    def _fail_replay(self, failed: Compiling, error: RowFailed) -> None:
+        """Replay a request's emitted tokens again, through a grammar of its own; if this has failed, end its sequences."""
+        assert failed.submit.constraint is not None, "only constraints are replayed"
+        self.compiler.forget(failed.submit.constraint)
+        if failed.is_private:
+            self.failures += [TokenEvent(number, None, finish="error", error=str(error)) for number in failed.submit.numbers]
+        else:
+            self._compile(failed.submit, is_private=True, broken=failed.broken)
+
     def _queue(self, message: Submit, sequences: list[Sequence]) -> None:
         self.engine.queue(sequences)
         self.live.update(zip(message.numbers, sequences, strict=True))
-
-    def _fail(self, message: Submit, error: RowFailed) -> None:
-        """End the sequences of a resumed request whose emitted tokens can not be replayed through its constraint."""
-        assert message.constraint is not None, "only constraints are replayed"
-        self.compiler.forget(message.constraint)
-        self.failures += [TokenEvent(number, None, finish="error", error=str(error)) for number in message.numbers]
 
     def _refuse(self, message: Submit, error: RequestError) -> None:
         self.outcomes.append(SubmitOutcome(message.numbers[0], str(error), error.param))

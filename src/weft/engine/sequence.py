@@ -165,17 +165,16 @@ class Sequence:
         if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
             self.ending = Ending("stop", stop_token=token)
             return
+        if self.constraint is not None:
+            self.constraint.accept(token)  # or else it is not emitted
         self.output.append(token)
         if logprob is not None:
             self.logprobs.append(logprob)
         if self.token_counts is not None:
             self.token_counts[token] += 1
-        if self.constraint is not None:
-            self.constraint.accept(token)
-            if self.constraint.is_finished:
-                self.ending = Ending("stop")
-                return
-        if len(self.output) >= self.max_tokens:
+        if self.constraint is not None and self.constraint.is_finished:
+            self.ending = Ending("stop")
+        elif len(self.output) >= self.max_tokens:
             self.ending = Ending("length")
 
     def end(self, reason: FinishReason, error: str | None, now: float) -> Ending:
@@ -212,6 +211,10 @@ class Sequence:
         """Mark the sequence as preempted and drop its computed states; its emitted tokens are kept."""
         self.is_preempted = True
         self.restart(self.output, max_replayed_tokens)
+
+    def take_timings(self, broken: Self) -> None:
+        """Take over the timings of the sequence whose answer this one continues, because its grammar broke."""
+        self.timings = broken.timings
 
     def lead(self, forks: list[Self]) -> None:
         self.forks = forks

@@ -61,14 +61,16 @@ class Compiler:
         found = LLTokenizer(text, eos_token=eos)
         return found if found.vocab_size >= self.vocab_size else LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
 
-    def start(self, spec: ConstraintSpec, make: Callable[[Constraint], Made], *, is_replay: bool = False) -> Future[Made]:
+    def start(
+        self, spec: ConstraintSpec, make: Callable[[Constraint], Made], *, is_replay: bool = False, is_private: bool = False
+    ) -> Future[Made]:
         """Compile a constraint and call `make` with it, in one thread; the future has what `make` returns, or the error."""
         pool = self._replay_pool if is_replay else self._pool
-        return pool.submit(_run_aside, lambda: make(self.constraint(spec)))
+        return pool.submit(_run_aside, lambda: make(self.constraint(spec, is_private=is_private)))
 
-    def constraint(self, spec: ConstraintSpec) -> Constraint:
-        """Return a new constraint for one request, compiling its grammar unless cached; raise GrammarRejected if refused."""
-        matcher = None if spec.grammar is None else self.compile(spec.grammar)
+    def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:
+        """Return a new constraint for one request; its grammar is cached and shared unless private. Raises GrammarRejected."""
+        matcher = None if spec.grammar is None else self.compile(spec.grammar, is_private=is_private)
         if spec.reasoning is None:
             return Constraint(matcher, None)
         text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
@@ -83,8 +85,14 @@ class Compiler:
             with self._lock:
                 self._cache.pop(spec.grammar, None)
 
-    def compile(self, spec: GrammarSpec) -> Matcher:
-        """Return a new matcher for a grammar, compiled or forked from the cache; raise GrammarRejected, also from the cache."""
+    def compile(self, spec: GrammarSpec, *, is_private: bool = False) -> Matcher:
+        """Return a new matcher for a grammar, forked from the cached one unless private. Raises GrammarRejected, also cached."""
+        found = self._compile(spec, is_private=True) if is_private else self._cached(spec)
+        if isinstance(found, GrammarRejected):
+            raise found
+        return found.fork()
+
+    def _cached(self, spec: GrammarSpec) -> Matcher | GrammarRejected:
         with self._lock:
             found, uses = self._cache.pop(spec, (None, 0))
         if found is None or uses >= MAX_USES:
@@ -93,11 +101,9 @@ class Compiler:
             self._cache[spec] = found, uses + 1
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
-        if isinstance(found, GrammarRejected):
-            raise found
-        return found.fork()
+        return found
 
-    def _compile(self, spec: GrammarSpec) -> Matcher | GrammarRejected:
+    def _compile(self, spec: GrammarSpec, *, is_private: bool = False) -> Matcher | GrammarRejected:
         try:
             grammar = _grammar(spec)
         except Exception as error:  # llguidance's converters raise bare ones; whatever they say is about this text alone
@@ -105,7 +111,8 @@ class Compiler:
         # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
         rows = 8_000 if spec.kind == "json_schema" else 1_000
         limits = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows, step_lexer_fuel=STEP_FUEL)
-        matcher = Matcher(LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits), self.tokenizer)
+        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
+        matcher = Matcher(inner, self.tokenizer, is_private=is_private)
         if why := matcher.error or _error_of_trials(matcher):
             return GrammarRejected(f"the {spec.kind} can not be enforced: {why}")
         return matcher

@@ -24,12 +24,13 @@ ADVICE = "it is too complex: use smaller counts ({m,n}, maxLength, maxItems), fe
 class Matcher:
     """The state of one sequence's grammar: which tokens it has accepted, and so which may come next."""
 
-    def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer) -> None:
+    def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, *, is_private: bool = False) -> None:
         self.inner = inner
         self.tokenizer = tokenizer
+        self.is_private = is_private  # no other sequence shares its lexer
 
     def fork(self) -> Self:
-        return type(self)(self.inner.deep_copy(), self.tokenizer)
+        return type(self)(self.inner.deep_copy(), self.tokenizer, is_private=self.is_private)
 
     def accept(self, token: int) -> None:
         """Advance the grammar by a token. Raises RowFailed if the grammar does not allow that token next."""
@@ -144,6 +145,11 @@ class Constraint:
                 self.matcher.rollback(sum(self._fed[-count:]))
             del self._history[-count:]
             del self._fed[-count:]
+
+    @property
+    def may_be_broken_by_others(self) -> bool:
+        """Whether the grammar has failed for good, and other sequences share the lexer in which it may have failed."""
+        return self.matcher is not None and not self.matcher.is_private and self.matcher.inner.is_error()
 
     @property
     def is_finished(self) -> bool:
