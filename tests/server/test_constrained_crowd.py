@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -158,58 +160,116 @@ def test_eight_at_once_get_their_json_in_whatever_words_it_was_asked_for(server:
         assert list(pool.map(ask, range(1, 9))) == [{"marker": number} for number in range(1, 9)]
 
 
+WORDY = {
+    "type": "object",
+    "properties": {"marker": {"const": "here"}, "note": {"type": "string", "minLength": 60, "maxLength": 90}},
+    "required": ["marker", "note"],
+    "additionalProperties": False,
+}
+BUDGET = 24
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["joined by", "joining"])
 def test_a_plain_request_amid_the_answer_switches_no_schema_off(server: Server, stream: bool, is_first: bool) -> None:
-    for turn in range(TURNS):
-        answer = amid(server, is_first, lambda turn=turn: _constrained(server, stream, turn))
-
-        assert jsonschema_rs.is_valid(marked("here"), json.loads(answer["content"]))
+    for answer in overlapping(server, is_first, lambda turn: _constrained(server, stream, turn)):
+        assert jsonschema_rs.is_valid(WORDY, json.loads(answer.content))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("is_first", [True, False], ids=["joined by", "joining"])
-def test_a_plain_request_amid_the_answer_switches_no_budget_off(server: Server, stream: bool, is_first: bool) -> None:
-    for turn in range(TURNS):
-        thought = amid(server, is_first, lambda turn=turn: _budgeted(server, stream, turn))
+def test_a_plain_request_amid_the_thinking_switches_no_budget_off(server: Server, stream: bool, is_first: bool) -> None:
+    """The close marker is as good as banned: only the budget ends the thinking, and it does so to the token."""
+    body = {"content": "</think>", "add_special_tokens": False}
+    (marker,) = server.post("/tokenize", body).json()["tokens"]
+    for answer in overlapping(server, is_first, lambda turn: _budgeted(server, stream, turn, marker)):
+        assert answer.reasoning_tokens == BUDGET + 1  # and the marker
+        assert answer.content
 
-        assert thought["reasoning_tokens"] <= 6 + 1  # and the marker
-        assert thought["content"]
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    content: str
+    completion_tokens: int
+    reasoning_tokens: int
 
 
-def amid(server: Server, is_first: bool, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The reply to a request that a plain one joins in mid-answer, or that joins a plain one."""
-    plain = {"prompt": STORY, "max_tokens": 400, "temperature": 1.0, "seed": 1, "ignore_eos": True, "stream": True}
+def overlapping(server: Server, is_first: bool, ask: Callable[[int], Answer]) -> Iterator[Answer]:
+    """Answers to requests that a plain one joins in mid-answer, or that join a plain one.
+
+    Goes on until enough of them were in the batch together: how fast client and server are decides nothing.
+    """
+    num_together = 0
+    for turn in range(20 * TURNS):
+        answer, is_together = (joined_by if is_first else joining)(server, lambda turn=turn: ask(turn))
+        num_together += is_together
+        yield answer
+        if num_together == TURNS:
+            return
+    pytest.fail(f"in {20 * TURNS} turns the two were together {num_together} times only")
+
+
+def joined_by(server: Server, ask: Callable[[], Answer]) -> tuple[Answer, bool]:
+    """A plain request comes while the other one is being answered, and gets tokens before that one has all of its own."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask) if is_first else None
-        until(lambda: asked is None or asked.done() or server.status()["rows_running"])
-        with server.stream("/v1/completions", plain) as reply:
-            lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
-            for _ in range(3):
-                next(lines)
-            return (asked or pool.submit(ask)).result()
+        asked = pool.submit(ask)
+        until(lambda: asked.done() or "asked" in decoding(server))
+        with a_plain_stream(server):
+            then = decoding(server)
+            answer = asked.result()
+            return answer, {"asked", "plain"} <= then.keys() and then["asked"] < min(answer.completion_tokens, BUDGET)
 
 
-def _constrained(server: Server, stream: bool, turn: int) -> dict[str, Any]:
-    body = {"response_format": strict(marked("here")), "temperature": 1.0, "seed": turn, "max_tokens": 120, **QUIET}
+def joining(server: Server, ask: Callable[[], Answer]) -> tuple[Answer, bool]:
+    """A request comes while a plain one is being answered, which goes on until it is over: a token for each of its own."""
+    with a_plain_stream(server):
+        before = decoding(server)
+        answer = ask()
+        after = decoding(server)
+    is_there = "plain" in before and "plain" in after
+    return answer, is_there and after["plain"] - before["plain"] >= answer.completion_tokens
+
+
+@contextlib.contextmanager
+def a_plain_stream(server: Server) -> Iterator[None]:
+    """A request that has its first tokens, and gets more of them for as long as it may."""
+    body = {"prompt": STORY, "max_tokens": 2000, "temperature": 1.0, "seed": 1, "ignore_eos": True, "stream": True}
+    with server.stream("/v1/completions", body, headers={"x-request-id": "plain"}) as reply:
+        lines = (line for line in reply.iter_lines() if line.startswith("data: {"))
+        for _ in range(3):
+            next(lines)
+        yield
+
+
+def decoding(server: Server) -> dict[str, int]:
+    """The tokens that each request has which is being answered just now, all counted at one moment."""
+    with server.watch("/v1/events") as reply:
+        news = json.loads(next(line for line in reply.iter_lines() if line.startswith("data: "))[6:])
+    return {row["id"]: row["tokens"] for row in news["requests"] if row["state"] == "decode"}
+
+
+def _constrained(server: Server, stream: bool, turn: int) -> Answer:
+    body = {"response_format": strict(WORDY), "temperature": 1.0, "seed": turn, "max_tokens": 200, **QUIET}
     return _chat(server, {**body, "messages": [{"role": "user", "content": "Write the note here."}]}, stream)
 
 
-def _budgeted(server: Server, stream: bool, turn: int) -> dict[str, Any]:
-    body = {"thinking_token_budget": 6, "temperature": 0.7, "seed": turn, "max_tokens": 60}
+def _budgeted(server: Server, stream: bool, turn: int, marker: int) -> Answer:
+    body = {"thinking_budget": BUDGET, "temperature": 0.7, "seed": turn, "max_tokens": 56, "ignore_eos": True}
+    body |= {"logit_bias": {str(marker): -100}}
     return _chat(server, {**body, "messages": [{"role": "user", "content": "Reply with JSON. The marker is 7."}]}, stream)
 
 
-def _chat(server: Server, body: dict[str, Any], stream: bool) -> dict[str, Any]:
-    if not stream:
-        reply = server.post("/v1/chat/completions", body).json()
-        details = reply["usage"]["completion_tokens_details"]
-        return {"content": reply["choices"][0]["message"]["content"], **details}
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    lines = server.post("/v1/chat/completions", {**body, **options}).text.split("\n")
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    content = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
-    return {"content": content, **events[-1]["usage"]["completion_tokens_details"]}
+def _chat(server: Server, body: dict[str, Any], stream: bool) -> Answer:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    reply = server.post("/v1/chat/completions", {**body, **options}, headers={"x-request-id": "asked"})
+    assert reply.status_code == 200, reply.text
+    if stream:
+        events = [json.loads(line[6:]) for line in reply.text.split("\n") if line.startswith("data: {")]
+        content = "".join(event["choices"][0]["delta"].get("content", "") for event in events if event["choices"])
+        usage = events[-1]["usage"]
+    else:
+        content, usage = reply.json()["choices"][0]["message"]["content"], reply.json()["usage"]
+    return Answer(content, usage["completion_tokens"], usage["completion_tokens_details"]["reasoning_tokens"])
 
 
 def test_a_schema_that_can_not_be_had_is_a_400_also_for_a_stream(server: Server) -> None:
