@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
 
+from lean_client import ask
 from servers import Server
 from waiting import HANG_SECONDS
 
@@ -21,15 +21,37 @@ def request(index: int, tokens: int) -> dict[str, Any]:
     return {"model": "tiny-hybrid", "prompt": text, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-def test_ten_requests_by_three_again_and_again_are_all_answered_by_one_engine(server: Server) -> None:
-    engine = server.status()["engine_pid"]
-    for _ in range(8):
-        with ThreadPoolExecutor(3) as pool:
-            bodies = [request(index, 4 + index) for index in range(10)]
-            replies = list(pool.map(lambda body: server.post("/v1/completions", body), bodies))
+async def _answer(port: int, index: int) -> str:
+    """What one of ten requests, every other one a chat, is answered with, not streamed."""
+    body, path = request(index, 6 + index), "/v1/completions"
+    if index % 2:
+        body["messages"], path = [{"role": "user", "content": body.pop("prompt")}], "/v1/chat/completions"
+    reply = await ask(port, path, body)
+    told = json.loads(await reply.text())
+    reply.close()
+    assert (reply.status, told["usage"]["completion_tokens"]) == (200, 6 + index), told
+    (choice,) = told["choices"]
+    return "".join(choice.get("message", choice).get(part) or "" for part in ("reasoning_content", "content", "text"))
 
-        assert [reply.status_code for reply in replies] == [200] * 10
-        assert [reply.json()["usage"]["completion_tokens"] for reply in replies] == [4 + index for index in range(10)]
+
+async def _answers(port: int, at_once: int) -> list[str]:
+    """The answers to all ten, so many of them at a time."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def wait_for(index: int) -> str:
+        async with gate:
+            return await _answer(port, index)
+
+    return await asyncio.gather(*map(wait_for, range(10)))
+
+
+def test_ten_requests_by_three_twenty_times_are_answered_as_alone_by_one_engine(server: Server) -> None:
+    engine = server.status()["engine_pid"]
+    alone = asyncio.run(_answers(server.port, at_once=1))
+    for _ in range(20):
+        assert asyncio.run(_answers(server.port, at_once=3)) == alone
+
+    assert len(set(alone)) == 10  # so that an answer in another's place would be seen
     status = server.status()
     assert status["engine_pid"] == engine
     assert status["engine_restarts"] == 0
