@@ -111,6 +111,19 @@ def test_a_second_prompt_that_parts_is_cut_there_for_the_third(adapter: Adapter)
     assert [row.output for row in rows] == answers(adapter, prompts, 3)
 
 
+def test_a_prompt_goes_on_from_the_boundary_before_the_place_where_it_parts(adapter: Adapter) -> None:
+    run = Run(adapter, LOOSE)
+    chosen = (Sampling(temperature=0.0, max_tokens=3, ignore_eos=True),)
+    prompts = [TRUNK + TAIL, TRUNK[:50] + OTHER]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        rows += run.engine.submit_all(Submit((number,), prompt, chosen, boundaries=(37, 110)))
+        run.finish()
+
+    assert [row.timings.cached_tokens for row in rows] == [0, 37]
+    assert [row.output for row in rows] == answers(adapter, prompts, 3)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text"])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_eight_short_prompts_that_differ_in_their_last_words_share_what_one_before_them_left(

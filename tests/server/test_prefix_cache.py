@@ -24,8 +24,8 @@ from bench.agent import title_request, turns
 SYSTEM = "You are a small helper who tells short stories about dogs, trees and boats. " * 6
 
 
-def chat(server: Server, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+def chat(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **fields}
     reply: dict[str, Any] = server.post(
         "/v1/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": False}}
     ).json()
@@ -47,6 +47,47 @@ def test_a_conversation_that_grows_computes_its_last_turns_only(server: Server) 
 
     assert new[0] > 100
     assert max(new[1:]) <= 60  # the answer before, the new question, and the opening of the next turn
+
+
+def turn_starts(server: Server, messages: list[dict[str, Any]]) -> list[int]:
+    """Where the turns of a conversation begin, in tokens; the last one is that of the answer."""
+    tokens = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    return [place for place, token in enumerate(tokens) if token == tokens[0]]
+
+
+class TestBoundaries:
+    """A later prompt that parts from an earlier one goes on where the turn began in which they part, and no token later."""
+
+    SAME = SYSTEM + "Whoever asks is told the truth."
+    QUESTIONS = ("Tell me about the red boat and the river.", "How old is that tree?", "Where did the little dog go?")
+
+    def begun(self, question: str) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.SAME}, {"role": "user", "content": question}]
+
+    def check(self, server: Server, messages: list[dict[str, Any]], expected: int) -> None:
+        reply = chat(server, messages)
+        cold = chat(server, messages, cache_salt=f"{len(messages)} {messages[-1]['content']}")
+
+        assert cached(reply) == expected
+        assert cached(cold) == 0
+        assert reply["choices"] == cold["choices"]
+
+    def test_another_conversation_under_the_same_instructions_computes_none_of_them(self, server: Server) -> None:
+        first, *others = map(self.begun, self.QUESTIONS)
+        assert cached(chat(server, first)) == 0
+        _, user, _ = turn_starts(server, first)
+        for messages in others:
+            self.check(server, messages, user)
+
+        assert user > 100
+
+    def test_another_question_at_the_same_junction_computes_nothing_before_the_answer(self, server: Server) -> None:
+        talk = [*self.begun("Is the house big?"), {"role": "assistant", "content": "Yes, and it is old."}]
+        first, second = ([*talk, {"role": "user", "content": question}] for question in self.QUESTIONS[:2])
+        chat(server, talk[:2])
+        _, _, answer, _, _ = turn_starts(server, first)
+        for messages in (first, second):
+            self.check(server, messages, answer)
 
 
 def test_the_same_prompt_again_computes_one_token(server: Server) -> None:
