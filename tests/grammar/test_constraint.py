@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,32 @@ def test_interleaved_constraints_have_exactly_the_masks_they_have_alone(kinds: l
     if live:
         assert (mask_of(*(together[row] for row in live)) == np.concatenate([mask_of(alone[row]) for row in live])).all()
     assert [one.is_finished for one in together] == [one.is_finished for one in alone]
+
+
+def test_threads_that_compile_and_advance_have_exactly_the_masks_of_one_after_the_other() -> None:
+    """Sixteen at once, three for each grammar: they share its cache entry, and forks of one grammar share its lexer."""
+    jobs = [(GRAMMARS[number % len(GRAMMARS)], number) for number in range(16)]
+
+    def masks_along(compiler: Compiler, grammar: GrammarSpec, seed: int) -> list[bytes]:
+        one, rng = compiler.constraint(ConstraintSpec(grammar)), np.random.default_rng(seed)
+        found = []
+        while len(found) < 25 and not one.is_finished:
+            mask = mask_of(one)[0]
+            found.append(mask.tobytes())
+            token = int(rng.choice(np.flatnonzero(mask)))
+            if token == END:
+                break
+            one.accept(token)
+        return found
+
+    serial = [masks_along(Compiler(COMPILER.path, VOCABULARY, ENDS), *job) for job in jobs]
+    shared, start = Compiler(COMPILER.path, VOCABULARY, ENDS), threading.Barrier(len(jobs))
+    assert shared.tokenizer  # built before the engine serves
+    with concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        together = list(pool.map(lambda job: (start.wait(), masks_along(shared, *job))[1], jobs))
+
+    assert together == serial
+    assert len({tuple(masks) for masks in serial}) > 10  # so that a mix-up would be seen
 
 
 @given(st.sampled_from(GRAMMARS), st.sampled_from([None, 0, 2, 5]), st.integers(0, 10_000), st.integers(1, 6))
