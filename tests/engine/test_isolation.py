@@ -12,7 +12,10 @@ import pytest
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.engine import MAX_FAILED_TURNS
 from weft.engine.faults import Faults, InjectedFault, Point, Rule
+from weft.engine.sequence import Sequence
 from weft.errors import InternalError
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 
 MARK = 77
@@ -139,6 +142,24 @@ def test_long_answers_are_gone_on_with_as_prompts(checkpoint: Callable[[str], Pa
 
     prompts = [[*prompt, MARK, 3] if place == 3 else prompt for place, prompt in enumerate(PROMPTS)]
     assert [row.output for row in rows] == answers(adapter, prompts, TOKENS)
+
+
+def test_those_on_trial_are_let_in_before_more_urgent_ones_that_wait_for_them(checkpoint: Callable[[str], Path]) -> None:
+    run = Run(adapter_for(checkpoint("llama")), replace(SMALL, max_rows=2))
+    run.engine.faults.rules = [Rule("decode", MARK, after=3, times=1)]
+    chosen = (Sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True),)
+    prompts = [[*PROMPTS[0], MARK], *PROMPTS[1:5]]
+
+    def submit(number: int, priority: int) -> Sequence:
+        return run.engine.submit_all(Submit((number,), prompts[number], chosen, priority=priority))[0]
+
+    rows = [submit(0, 0), submit(1, 0)]
+    while not rows[0].output:
+        run.turn()
+    rows += [submit(number, 5) for number in (2, 3, 4)]  # more than there are rows
+    run.finish()
+
+    assert [row.output for row in rows] == answers(run.adapter, prompts, TOKENS)
 
 
 def test_those_on_trial_are_let_in_before_prompts_that_wait_for_them(checkpoint: Callable[[str], Path]) -> None:
