@@ -14,6 +14,7 @@ import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from sequences import sequence_of
+from waiting import until
 from weft.engine.faults import Rule
 from weft.engine.host import Canary
 from weft.engine.prefix import PrefixSharing
@@ -82,6 +83,22 @@ def test_a_prompt_is_known_while_its_answer_is_still_being_written(checkpoint: C
     assert not first.is_finished
     assert [again.timings.cached_tokens, longer.timings.cached_tokens] == [len(TRUNK) - 1] * 2
     run.finish()
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_whoever_needs_another_chunk_inherits_nothing(adapter: Adapter, turns: int) -> None:
+    run = Run(adapter, CACHED)
+    run.submit(TRUNK[:5], 60)  # a decoding neighbour, so that chunks are cut into slices
+    for _ in range(4):
+        run.turn()
+    leader, other = run.submit(TAIL * 2, 4), run.submit(OTHER * 2, 4)
+    for _ in range(turns):
+        run.turn()
+    assert leader.is_amid_chunk
+    run.engine.cancel(leader)
+    run.finish()
+
+    assert other.output == answers(adapter, [OTHER * 2], 4)[0]
 
 
 @pytest.mark.parametrize("turns", [0, 1])
@@ -295,6 +312,48 @@ class TestDisk:
         assert row.timings.cached_tokens == 0
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
 
+    def test_salts_share_nothing_there_either(self, adapter: Adapter, tmp_path: Path) -> None:
+        chosen = (Sampling(temperature=0.0, max_tokens=1, ignore_eos=True),)
+        cached = []
+        for number, salt in enumerate(["mine", "", "yours", "mine"]):
+            run = Run(adapter, CACHED, disk=self.tier(tmp_path))
+            (row,) = run.engine.submit_all(Submit((number,), TRUNK, chosen, salt=salt))
+            run.finish()
+            run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
+            cached.append(row.timings.cached_tokens)
+
+        assert cached == [0, 0, 0, 99]
+
+    def test_no_token_is_left_to_be_computed_alone(self, adapter: Adapter, tmp_path: Path) -> None:
+        first = Run(adapter, CACHED, disk=self.tier(tmp_path))
+        first.submit(TRUNK, 1)
+        first.finish()
+        first.engine.prefix.disk.close(10)  # type: ignore[union-attr]
+        cached = []
+        for length in (65, 66, 67):
+            run = Run(adapter, CACHED, disk=self.tier(tmp_path))
+            counts = counted(run)
+            row = run.submit(TRUNK[:length], 3)
+            run.finish()
+            cached.append(row.timings.cached_tokens)
+            assert 1 not in counts
+            assert row.output == answers(adapter, [TRUNK[:length]], 3)[0]
+
+        assert cached == [64, 0, 64]  # of 66 tokens the last but one would be left
+
+    def test_what_a_failed_row_computed_leaves_the_disk_too(self, adapter: Adapter, tmp_path: Path) -> None:
+        run = Run(adapter, CACHED, disk=self.tier(tmp_path))
+        run.engine.faults.rules = [Rule("logits", TAIL[0], after=2)]
+        failing = run.submit(TRUNK + TAIL, 9)
+        while not failing.output:
+            run.turn()
+        until(lambda: list(tmp_path.rglob("*.safetensors")))
+        run.finish()
+        run.engine.prefix.disk.close(10)  # type: ignore[union-attr]
+
+        assert failing.finish == "error"
+        assert not list(tmp_path.rglob("*.safetensors"))
+
     def test_a_folder_that_vanishes_costs_nothing_else(self, adapter: Adapter, tmp_path: Path) -> None:
         run = Run(adapter, CACHED, disk=self.tier(tmp_path / "cache"))
         run.submit(TRUNK, 1)
@@ -450,6 +509,8 @@ def test_nobody_goes_on_with_the_caches_of_what_was_thrown_out(adapter: Adapter)
     counts = restored(run)
     run.engine.prefix.invalidate(first)
     second = run.submit(TRUNK + TAIL, 4)
+    run.turn()
+    assert run.engine.prefix.retained.held_bytes == 0
     run.finish()
 
     assert second.timings.cached_tokens == 0

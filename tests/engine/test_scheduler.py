@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +44,18 @@ def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_
 
     assert ends == [10, 20, 26]
     assert list(plan_of(scheduler).steps) == [one]
+
+
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_no_chunk_has_one_token_unless_the_prompt_has_no_more(has_checkpoints: bool) -> None:
+    scheduler = Scheduler(CONFIG, MemoryBudget(lambda tokens: tokens, 0), Bisection(), has_checkpoints=has_checkpoints)
+    for length, boundary in itertools.product(range(2, 70), range(70)):
+        one = sequence(0, length)
+        one.boundaries = (boundary,) if 0 < boundary < length - 1 else ()
+        sizes = [end - start for start, end in itertools.pairwise([0, *scheduler.chunk_ends(one)])]
+
+        assert sum(sizes) == length - 1
+        assert min(sizes) > 1 or length == 2, (length, boundary)
 
 
 def test_prompts_take_turns_chunk_by_chunk() -> None:

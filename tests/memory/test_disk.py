@@ -711,6 +711,29 @@ def test_a_load_that_was_asked_for_before_a_clear_gives_nothing(house: House) ->
     assert house.reports == []
 
 
+def test_a_load_that_has_read_what_is_forgotten_meanwhile_gives_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    trunk, branch = make_entry(1), make_entry(2)
+    house.keep(trunk, branch)
+    tier = house.open()
+    until(lambda: not tier._unverified)
+    read_entry, has_read, go_on = disk_files.read_entry, threading.Event(), threading.Event()
+
+    def slowly(path: Path, identity: str, key: bytes) -> Entry:
+        entry = read_entry(path, identity, key)
+        has_read.set()
+        assert go_on.wait(SECONDS)
+        return entry
+
+    monkeypatch.setattr(disk_files, "read_entry", slowly)
+    future = tier.load([trunk.key])
+    assert has_read.wait(SECONDS)
+    tier.forget([trunk.key])
+    go_on.set()
+
+    assert future.result(SECONDS) == []
+    assert load(tier, [branch]) == [contents(branch)]
+
+
 def test_a_file_that_vanished_is_a_miss(house: House) -> None:
     entries = [make_entry(number) for number in range(3)]
     tier = house.open()

@@ -105,6 +105,22 @@ def test_what_nobody_can_go_on_from_is_not_kept() -> None:
     assert len(tree) == 4  # the fifth went with the sixth: no prompt could have begun there
 
 
+def test_what_a_sequence_goes_on_from_stays_with_its_checkpoint() -> None:
+    tree = tree_of()
+    node = tree.enter(tree.root(), (1, 2), BLOCK, CHECKPOINT)
+    for _ in range(2):
+        tree.pin(node)
+    tree.enter(node, (3, 4), BLOCK, CHECKPOINT)  # with one child, its checkpoint is worth nothing to later prompts
+    tree.unpin(node)
+    tree.shrink(0)
+
+    assert node.checkpoint is CHECKPOINT
+    assert list(tree.nodes()) == [node]
+    tree.unpin(node)
+    tree.shrink(0)
+    assert len(tree) == 0
+
+
 def test_salts_do_not_share_and_leave_nothing_behind() -> None:
     tree = tree_of()
     grown(tree, (1, 2), salt="mine")

@@ -95,6 +95,9 @@ def test_all_at_once(build: Callable[[str], Adapter], cold: Callable[[str], list
     check(run, sequences, cold(name))
     if build(name).can_be_saved:  # the trunk once, and each tail once
         assert sum(counts) <= 48 + sum(len(prompt) - 1 - 48 for prompt in PROMPTS[:5]) + 16
+    assert sum(counts) == sum(
+        len(prompt) - 1 - sequence.timings.cached_tokens for prompt, sequence in zip(PROMPTS, sequences, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", HOUSED)
@@ -109,6 +112,19 @@ def test_cut_where_they_part(build: Callable[[str], Adapter], cold: Callable[[st
     if build(name).can_be_saved and build(name).cuts_freely:
         # One prompt ends a token behind the cut: the last tokens before it are computed again, for none is computed alone.
         assert sum(counts) <= len(TRUNK) + sum(len(tail) for tail in TAILS) + 20
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama"])
+def test_after_a_prompt_of_two_tokens(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
+    """Its first token was computed alone, which some models do in another way: no longer prompt begins with that."""
+    run = Run(build(name), CACHED, keep_logits=True)
+    run.submit(TRUNK[:2], 1)
+    run.finish()
+    sequence = run.submit(TRUNK, TOKENS)
+    run.finish()
+
+    assert sequence.timings.cached_tokens == 0
+    check(run, [sequence], cold(name)[:1])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gear", "llama"])

@@ -98,6 +98,14 @@ def test_the_same_prompt_again_computes_one_token(server: Server) -> None:
     assert again["choices"] == first["choices"]
 
 
+def test_of_several_answers_to_a_prompt_the_cached_tokens_are_counted_once(server: Server) -> None:
+    text = prefix_node("several answers")
+    first, again = (complete(server, text, n=3) for _ in range(2))
+
+    assert cached(first) == 0
+    assert computed(again) == 1
+
+
 def test_an_answer_cut_at_a_stop_string_tells_what_was_cached_too(server: Server) -> None:
     body = {"prompt": SYSTEM + "Once upon a time", "temperature": 0, "max_tokens": 30, "ignore_eos": True}
     whole = server.post("/v1/completions", body).json()["choices"][0]["text"]
