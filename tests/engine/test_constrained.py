@@ -199,6 +199,17 @@ def test_a_budget_beside_plain_rows_holds_to_the_token(adapter: Adapter) -> None
     assert [sequence.output for sequence in plain] == free
 
 
+def test_thinking_without_a_budget_leaves_room_for_the_answer(adapter: Adapter) -> None:
+    (close,) = COMPILER.tokenizer.tokenize_str("</think>", parse_special=True)
+    spec = ConstraintSpec(GrammarSpec("choice", '["yes"]'), ReasoningSpec("<think>", "</think>", True, False))
+    run = Run(adapter)
+    sequence = submit(run, STORIES[0], COMPILER.constraint(spec), max_tokens=20, logit_bias={close: -100.0})
+    run.finish()
+
+    assert sequence.finish == "stop"
+    assert TOKENIZER.decode(sequence.output[sequence.output.index(close) + 1 :]) == "yes"
+
+
 class Wire:
     """The channel of an engine whose front sends these messages, one a turn."""
 

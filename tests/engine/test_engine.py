@@ -215,8 +215,9 @@ def test_the_next_tenant_of_a_poisoned_slot_is_not_poisoned(adapter: Adapter) ->
         run.turn()
     run.turn()
     tenant = run.submit(PROMPTS[2], 10)
-    while not tenant.output:
+    while not (tenant.output or tenant.is_finished):
         run.turn()
+    assert tenant.error is None
     placed = (tenant.memory.state.slab, tenant.memory.state.slot)
     run.finish()
 

@@ -59,6 +59,16 @@ def test_draws_follow_the_distribution() -> None:
         assert abs(counts[token] / 4000 - share) < 0.03
 
 
+def test_draws_at_the_positions_of_one_answer_follow_it_too() -> None:
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    rows = [row(output=[9] * position, temperature=1.0, seed=7) for position in range(1000)]
+
+    counts = Counter(pick(np.tile(logits, (len(rows), 1)), rows))
+
+    for token, share in enumerate((0.5, 0.3, 0.15, 0.05)):
+        assert abs(counts[token] / 1000 - share) < 0.05
+
+
 def test_temperature_flattens_the_distribution() -> None:
     logits = np.log(np.array([0.8, 0.2], np.float32))
 

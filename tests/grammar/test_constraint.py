@@ -95,6 +95,16 @@ def test_interleaved_constraints_have_exactly_the_masks_they_have_alone(kinds: l
     assert [one.is_finished for one in together] == [one.is_finished for one in alone]
 
 
+def test_rows_among_free_ones_have_exactly_the_masks_they_have_alone() -> None:
+    rows = [None, constraint(GRAMMARS[0]), None, constraint(None, thinking(budget=0)), constraint(GRAMMARS[2]), None]
+    allowed, errors = Masks(VOCABULARY).fill([None if one is None else one.demand(ENDS) for one in rows])
+
+    assert not errors
+    assert allowed is not None
+    for mask, one in zip(allowed, rows, strict=True):
+        assert (mask == (True if one is None else mask_of(one)[0])).all()
+
+
 def test_threads_that_compile_and_advance_have_exactly_the_masks_of_one_after_the_other() -> None:
     """Sixteen at once, three for each grammar: they share its cache entry, and forks of one grammar share its lexer."""
     jobs = [(GRAMMARS[number % len(GRAMMARS)], number) for number in range(16)]

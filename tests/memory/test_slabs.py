@@ -182,8 +182,11 @@ def test_the_table_follows_its_rows_through_any_order() -> None:
     assert lay(0) == [0]
     assert lay(0, 3, 1) == [0, 3, 1]
     assert lay(1, 0, 3, None) == [1, 0, 3, 0]
-    assert lay(3, 2, None) == [3, 2, 0]
+    table.states[2][0] += 10  # a step
+    assert lay(3, 2, None) == [13, 2, 0]
+    assert lay(None, 3, 2) == [0, 13, 2]  # as many, but others in each place
     assert lay(None, 2, None, 4) == [0, 2, 0, 4]
+    assert lay(0, 3, 1) == [10, 13, 11]  # those who sat out have what they had
     assert np.array(table.extract(rows[2])[2][0]).flat[0] == 2
 
 
