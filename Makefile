@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
+NAMES  ?=
 CORES  := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
 # Tests that mostly wait, for servers that come and go: one more worker than there are cores. All others compute: a worker a core.
 WAITING := tests/agents tests/cli tests/faults tests/page tests/server tests/serving
@@ -14,7 +15,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest check bench compare compare-quick soak tools exact-gpu bench-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak tools exact-gpu bench-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -56,6 +57,9 @@ newest oldest:
 	@.venv-$@/bin/pip freeze | grep -i '^mlx'
 	PYTEST_ADDOPTS="-rs --deselect tests/model/test_mlx_lm_contract.py::test_mlx_lm_lies_in_the_range" \
 	  $(MAKE) VENV=.venv-$@ conformance
+
+mutants: $(READY)  ## break every guard of tests/guards.py, or NAMES=…, in a copy of the source: the test named for it must fail
+	$(BIN)/python tests/mutants.py $(NAMES)
 
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .
