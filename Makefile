@@ -64,7 +64,7 @@ mutants: $(READY)  ## break every guard of tests/guards.py, or NAMES=…, in a c
 check: test  ## what CI does, and the formatting
 	$(BIN)/ruff format --check .
 
-bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 9 minutes on two cores)
+bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 12 minutes on two cores)
 	$(BIN)/python -m bench
 
 compare: $(READY)  ## weft and other servers on the same work in one run (within an hour, installing them included); writes docs/log.md

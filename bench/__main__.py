@@ -11,7 +11,7 @@ from weft.llm import BLAS, LLM  # binds the BLAS before mlx is imported
 import mlx.core as mx  # isort: skip
 import numpy as np
 
-from bench import blas, front, gated_delta, grammar, overload, prefixes
+from bench import blas, front, gated_delta, grammar, overload, prefixes, speculation
 from bench.shapes import bare_step, dense_caches, engine_at, median_ms
 from weft.engine.engine import Engine
 from weft.ipc.limits import Sampling
@@ -37,6 +37,7 @@ def main() -> None:
     front.main()
     prefixes.main()
     overload.main()
+    speculation.main()
 
 
 def say(what: str, ratio: float, bar: str, detail: str = "") -> None:

@@ -19,7 +19,7 @@ from weft.config import EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowFailure, Step
-from weft.engine.sequence import Sequence
+from weft.engine.sequence import Line, Sequence
 from weft.ipc.limits import Sampling
 from weft.kernels import cpu
 from weft.memory.disk import DiskTier
@@ -54,14 +54,16 @@ class Run:
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.adapter, self.config, self.clock, self.disk)
-        self.logits: dict[int, list[np.ndarray]] = {}
+        self.logits: dict[tuple[int, int], np.ndarray] = {}  # by sequence and tokens up to the one they decide
         self._sample = self.engine.sample
         if self.keep_logits:
             self.engine.sample = self._keep_and_sample  # type: ignore[method-assign]
 
     def _keep_and_sample(self, step: Step) -> None:
-        for sequence, row in zip(step.sequences, np.array(step.logits.astype(mx.float32)), strict=True):
-            self.logits.setdefault(sequence.id, []).append(row)
+        for line, row in zip(step.lines, np.array(step.logits.astype(mx.float32)), strict=True):
+            sequence = line.sequence if isinstance(line, Line) else line
+            if sequence in step.new:  # one behind a draft token that is not accepted is decided again later
+                self.logits[sequence.id, line.num_tokens] = row
         self._sample(step)
 
     def submit(self, prompt: list[int], tokens: int, **sampling: object) -> Sequence:
@@ -88,9 +90,10 @@ class Run:
         assert self.engine.runner.pool.slabs == []
         assert self.engine.runner.pool.tables == {}
 
-    def logits_of(self, sequence: Sequence) -> np.ndarray:
-        """(tokens, V) the logits that decided each token of an answer."""
-        return np.stack(self.logits[sequence.id][: len(sequence.output)])
+    def logits_of(self, sequence: Sequence, start: int = 0) -> np.ndarray:
+        """(tokens, V) the logits that decided each token of an answer, from the token `start` on."""
+        places = range(start, len(sequence.output))
+        return np.stack([self.logits[sequence.id, len(sequence.prompt) + 1 + place] for place in places])
 
 
 def adapter_for(folder: Path, way: Way | None = None) -> Adapter:

@@ -2,7 +2,8 @@
 
 It answers a prompt with the prompt's own ids, over and over up to max_tokens, one token for each sequence in a message, as
 fast as messages can be made; what an earlier one has given it does not say again. Words on its command line make it slow
-to load, or make it die or hang. Under each salt it knows the last prompt.
+to load, or make it die or hang. Under each salt it knows the last prompt. With --drafts it says that it verified drafts: four
+tokens of a lookup for every answer, three of them accepted, and the prediction, whose tokens are accepted if the prompt has them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import os
 import time
 from pathlib import Path
 
+from msgspec import structs
+
 import weft.model
 from weft.engine.process import heartbeat
 from weft.ipc.channel import EngineEnd
@@ -20,6 +23,7 @@ from weft.ipc.limits import Limits
 from weft.ipc.messages import (
     AskPrefixes,
     Cancel,
+    DraftCounts,
     EngineEvents,
     EngineStatus,
     Failed,
@@ -53,6 +57,7 @@ def main() -> None:
     parser.add_argument("--prompt-until", type=Path, help="no prompt is read before this file exists")
     parser.add_argument("--folder", default=str(FOLDER))
     parser.add_argument("--context", type=int, default=100_000)
+    parser.add_argument("--drafts", action="store_true", help="say that drafts were verified")
     parser.add_argument("--memory-tokens", type=int, help="no row may be longer; a token takes 100 bytes")
     asked = parser.parse_args()
     if asked.diary:
@@ -72,7 +77,10 @@ def main() -> None:
         channel.close()
         return
     limits = Limits(4096, asked.context, asked.memory_tokens, 100 * (asked.memory_tokens or 0))
-    channel.send(Ready(asked.model, asked.folder, limits, max_rows=64, device="fake", versions="fake"))
+    ready = Ready(asked.model, asked.folder, limits, max_rows=64, device="fake", versions="fake")
+    if asked.drafts:
+        ready = structs.replace(ready, speculation=("lookup",), no_speculation={"mtp": "it agrees with 3 % of the text"})
+    channel.send(ready)
     with heartbeat(channel):
         run(channel, asked)
     channel.close()
@@ -80,7 +88,7 @@ def main() -> None:
 
 def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
     live: dict[int, tuple[list[int], int, int]] = {}  # number → ids to say, said, limit
-    known = Known()
+    known, verified = Known(), Verified() if asked.drafts else None
     told = itertools.count(1)
     status: EngineStatus | None = None
     while True:
@@ -91,6 +99,8 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                     while asked.prompt_until and not asked.prompt_until.exists():
                         time.sleep(0.01)
                     known.take(message)
+                    if verified is not None:
+                        verified.take(message)
                     given = message.emitted or ((),) * len(message.numbers)
                     for number, sampling, before in zip(message.numbers, message.samplings, given, strict=True):
                         limit = len(message.prompt) if sampling.max_tokens is None else sampling.max_tokens
@@ -111,6 +121,8 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                 time.sleep(3600)
             finish = "length" if said + 1 >= limit else None
             timings = known.timings(number) if said == 0 or finish else None
+            if timings is not None and finish and verified is not None:
+                timings.drafts = verified.end(number)
             events.append(TokenEvent(number, ids[said % len(ids)], finish=finish, timings=timings))  # type: ignore[arg-type]
             live[number] = (ids, said + 1, limit)
             if finish:
@@ -119,10 +131,37 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                 os._exit(3)
         if status is None or status.running != len(live):
             status = EngineStatus(running=len(live), prefixes={"kept": known.num_kept}, alone={"short": 3})
+            status = status if verified is None else verified.added_to(status)
             channel.send(EngineEvents(prompts=prompts, tokens=events, status=status))
         else:
             channel.send(EngineEvents(prompts=prompts, tokens=events))
         time.sleep(asked.token_seconds)
+
+
+class Verified:
+    """Drafts that were verified for answers that have ended: one draft each."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, DraftCounts] = {}  # by sequence
+        self.total = DraftCounts()
+        self.num_drafts = 0
+
+    def take(self, message: Submit) -> None:
+        accepted = sum(token in message.prompt for token in message.prediction)
+        counts = DraftCounts({"lookup": 4}, {"lookup": 3})
+        if message.prediction:
+            counts += DraftCounts({"prediction": len(message.prediction)}, {"prediction": accepted})
+        self.counts |= dict.fromkeys(message.numbers if message.speculate else (), counts)
+
+    def end(self, number: int) -> DraftCounts | None:
+        counts = self.counts.pop(number, None)
+        self.total += counts or DraftCounts()
+        self.num_drafts += counts is not None
+        return counts
+
+    def added_to(self, status: EngineStatus) -> EngineStatus:
+        accepted_at = (self.num_drafts,) * 3
+        return structs.replace(status, drafts=self.total, num_drafts=self.num_drafts, accepted_at=accepted_at)
 
 
 class Known:

@@ -49,6 +49,8 @@ WITHOUT_MLX = [
     "weft.cli.models",
     "weft.cli.run",
     "weft.cli.serve",
+    "weft.engine.draft_policy",
+    "weft.engine.lookup",
     "weft.engine.process",
     "weft.engine.scheduler",
     "weft.engine.sequence",

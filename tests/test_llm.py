@@ -164,3 +164,9 @@ def test_text_goes_in_and_comes_out_of_every_promised_family(tmp_path: Path, mon
         replace(llm.generate([ids(llm, text)], sampling)[0], timings=one.timings)
         for text, one in zip(ASKED, together, strict=True)
     ]
+
+
+def test_drafts_are_chosen_as_for_a_server() -> None:
+    assert LLM("tiny-hybrid", speculate="lookup").config.speculate == ("lookup",)
+    with pytest.raises(WeftError, match="must be auto, off, or some of forced, lookup, mtp"):
+        LLM("tiny-hybrid", speculate="all")

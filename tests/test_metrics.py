@@ -163,3 +163,19 @@ def test_only_our_names_and_vllms_are_shown_and_no_series_of_creation_times() ->
 
 def test_the_content_type_is_prometheus_text() -> None:
     assert CONTENT_TYPE.startswith("text/plain")
+
+
+def test_drafts_are_counted_by_source_and_place_under_both_names() -> None:
+    metrics = Metrics()
+    for _ in range(2):
+        metrics.drafts("tiny", 3, (3, 2, 0))
+        metrics.draft_tokens("tiny", {"lookup": 7, "mtp": 2}, {"lookup": 5})
+
+    spec = "spec_decode_num"
+    assert value(metrics, f"weft_{spec}_drafts_total", model="tiny") == 6
+    assert value(metrics, f"vllm:{spec}_drafts_total", model_name="tiny") == 6
+    assert value(metrics, f"weft_{spec}_draft_tokens_total", model="tiny", source="lookup") == 14
+    assert value(metrics, f"weft_{spec}_draft_tokens_total", model="tiny", source="mtp") == 4
+    assert value(metrics, f"vllm:{spec}_accepted_tokens_total", model_name="tiny", source="lookup") == 10
+    assert value(metrics, f"weft_{spec}_accepted_tokens_per_pos_total", model="tiny", position="1") == 4
+    assert value(metrics, f"vllm:{spec}_accepted_tokens_per_pos_total", model_name="tiny", position="2") == 0

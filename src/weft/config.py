@@ -8,13 +8,15 @@ import sys
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import msgspec
 
 from weft.errors import WeftError
 
 Device = Literal["cpu", "cuda", "metal"]
+DraftSource = Literal["forced", "lookup", "mtp"]  # of draft tokens, which a step verifies: engine/speculation.py
+DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 
 SAFE_SHARE = 0.8  # of the memory there is, for one engine
 RESERVE_SHARE = 0.1  # of an engine's budget, for what a forward needs beside weights and rows
@@ -32,6 +34,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_folder: str | None = None
     cache_folder_bytes: int = 10 << 30
     cache_canary: bool = False
+    speculate: tuple[DraftSource, ...] = DRAFT_SOURCES  # from where draft tokens may come; (): none are verified
     log_format: Literal["text", "json"] = "text"
 
 
@@ -51,6 +54,7 @@ class EngineConfig:
     memory_bytes: int | None = None  # for weights, rows and cached prefixes; None: unlimited
     cache_bytes: int = 0  # for cached prefixes; 0: none are kept
     pipelined: bool = True  # build a step while the last one runs; the plain order is the oracle
+    speculate: tuple[DraftSource, ...] = ()  # from where draft tokens may come; (): every step computes one token per row
     settle_first: bool = False  # settle the last step before the next is started: where starting takes as long as a step
 
     def __post_init__(self) -> None:
@@ -70,6 +74,7 @@ class EngineConfig:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         rows = settings.max_rows or config.max_rows
         config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)
+        config = replace(config, speculate=settings.speculate)
         if is_row_invariant:
             return replace(config, exact=True)
         return replace(config, exact=True, width=rows) if settings.exact else config
@@ -104,6 +109,8 @@ class ServerConfig:
     """On a GPU: answers are bit-equal whoever runs beside or ran before them, at the cost of speed. On a CPU they always are."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
+    speculate: str = "auto"
+    """Draft tokens, which change the speed and never the answer: auto (all sources), off, or some of forced,lookup,mtp."""
     cache_megabytes: int = 1024
     """Memory of each engine for prompts computed before, so that they are not computed again; 0 keeps none."""
     cache_dir: str | None = None
@@ -144,6 +151,7 @@ class ServerConfig:
             cache_folder=None if self.cache_dir is None else str(Path(self.cache_dir).expanduser()),
             cache_folder_bytes=self.cache_dir_megabytes * 2**20,
             cache_canary=self.cache_canary,
+            speculate=read_draft_sources(self.speculate),
             log_format=self.log_format,
         )
 
@@ -167,11 +175,22 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise WeftError(f"{name} {value} must be at least {low}")
+        read_draft_sources(self.speculate)
         if self.cache_dir == "":
             raise WeftError("cache_dir is empty; name a folder, or leave it out")
         for name in ("cache_dir", "cache_canary"):
             if getattr(self, name) and not self.cache_megabytes:
                 raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")
+
+
+def read_draft_sources(speculate: str) -> tuple[DraftSource, ...]:
+    """Return the draft sources that a `speculate` setting names: auto (all), off (none), or a list with commas."""
+    if speculate in ("auto", "off"):
+        return DRAFT_SOURCES if speculate == "auto" else ()
+    named = {name.strip() for name in speculate.split(",")}
+    if not named <= {*DRAFT_SOURCES}:
+        raise WeftError(f"speculate {speculate!r} must be auto, off, or some of {', '.join(DRAFT_SOURCES)}, separated by commas")
+    return tuple(source for source in DRAFT_SOURCES if source in named)
 
 
 def cache_folder() -> Path:

@@ -12,7 +12,7 @@ from weft.kernels import blas
 
 BLAS = blas.bind()
 
-from weft.config import EngineConfig, EngineSettings  # noqa: E402 - after the binding
+from weft.config import EngineConfig, EngineSettings, read_draft_sources  # noqa: E402 - after the binding
 from weft.engine.process import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
 from weft.errors import RequestError, WeftError  # noqa: E402
@@ -51,11 +51,19 @@ class LLM:
     """A model loaded into this process with its own engine; may only be used in the thread that created it."""
 
     def __init__(
-        self, model: str = "smollm2", *, exact: bool = False, config: EngineConfig | None = None, progress: bool = False
+        self,
+        model: str = "smollm2",
+        *,
+        exact: bool = False,
+        speculate: str = "auto",
+        config: EngineConfig | None = None,
+        progress: bool = False,
     ) -> None:
+        """Load a model; `speculate` is auto, off or draft sources, as for `weft serve`. A `config` overrides both settings."""
+        settings = EngineSettings(model=model, exact=exact, speculate=read_draft_sources(speculate))
         self.device = device_in_use()
         with shown(progress) as report:
-            self.engine, self.loaded = bring_up(EngineSettings(model=model, exact=exact), BLAS, report, config)
+            self.engine, self.loaded = bring_up(settings, BLAS, report, config)
         self.config = self.engine.config
         self.tokenizer = Tokenizer(self.loaded.folder)
         self.template = ChatTemplate.of(self.loaded.folder)

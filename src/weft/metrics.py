@@ -1,6 +1,6 @@
 """The server's Prometheus metrics; those that vLLM has too are also exported under its names, so that its dashboards work."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -52,6 +52,15 @@ class Metrics(Collector):
         reused = "Answers by what ended the known part."
         self._reused = add(Counter, "weft_prefix_cache_requests_total", reused, labels=("model", "cause"))
         self._prefixes = add(Gauge, "weft_prefix_cache_events", "What happened to kept prompts.", labels=("model", "kind"))
+        spec = "weft_spec_decode_num"
+        drafts = ("Drafts that were verified, of one or more tokens each.", "spec_decode_num_drafts")
+        self._drafts = add(Counter, f"{spec}_drafts_total", *drafts)
+        drafted = ("Draft tokens that were verified.", "spec_decode_num_draft_tokens")
+        self._drafted = add(Counter, f"{spec}_draft_tokens_total", *drafted, labels=("model", "source"))
+        accepted = ("Draft tokens that were accepted.", "spec_decode_num_accepted_tokens")
+        self._accepted = add(Counter, f"{spec}_accepted_tokens_total", *accepted, labels=("model", "source"))
+        placed = ("Draft tokens that were accepted, by place in the draft.", "spec_decode_num_accepted_tokens_per_pos")
+        self._accepted_at = add(Counter, f"{spec}_accepted_tokens_per_pos_total", *placed, labels=("model", "position"))
         self._http = add(Counter, "weft_http_requests_total", "HTTP responses by status.", labels=("status",))
 
     def finished(self, record: RequestRecord) -> None:
@@ -98,6 +107,18 @@ class Metrics(Collector):
     def prefixes(self, model: str, counts: Mapping[str, int]) -> None:
         for kind, value in counts.items():
             self._prefixes.labels(model, kind).set(value)
+
+    def drafts(self, model: str, num_drafts: int, accepted_at: Sequence[int]) -> None:
+        """Count further drafts that were verified, and by place in the draft their tokens that were accepted."""
+        self._drafts.labels(model).inc(num_drafts)
+        for position, number in enumerate(accepted_at):
+            self._accepted_at.labels(model, str(position)).inc(number)
+
+    def draft_tokens(self, model: str, drafted: Mapping[str, int], accepted: Mapping[str, int]) -> None:
+        """Count further draft tokens that were verified, and those of them that were accepted, both by source."""
+        for counter, numbers in ((self._drafted, drafted), (self._accepted, accepted)):
+            for source, number in numbers.items():
+                counter.labels(model, source).inc(number)
 
     def engine(self, model: str, up: bool, restarts: int) -> None:
         """Set whether a model's engine answers and its restart count; the first call also creates the model's token counters."""

@@ -33,7 +33,7 @@ from weft.api.openai import completions
 from weft.api.openai.chat import ChatRequest, translate
 from weft.api.openai.request import RULES
 from weft.errors import EngineDied, UnsupportedParameter
-from weft.ipc.messages import GrammarSpec
+from weft.ipc.messages import DraftCounts, GrammarSpec
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -483,7 +483,6 @@ REFUSED = {
     "include_reasoning": False,
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
-    "prediction": {"type": "content", "content": "x"},
     "web_search_options": {},
     "suffix": "x",
     "best_of": 2,
@@ -793,6 +792,112 @@ def test_who_says_that_he_comes_again_is_known_by_what_he_says(fields: dict[str,
     for request in (asked(**fields), completed(**fields)):
         assert request.generation.session == session
         assert request.ignored == ()
+
+
+# --- drafts
+
+
+def test_drafts_can_be_switched_off_for_a_request() -> None:
+    for ask in (asked, completed):
+        assert [ask(speculate=value).generation.speculate for value in (None, True, False)] == [True, True, False]
+        assert ask(speculate=False).ignored == ()
+
+
+@pytest.mark.parametrize("value", ["false", 0, "off", {}])
+def test_only_a_boolean_switches_drafts(value: Any) -> None:
+    assert [refused(ask, speculate=value).param for ask in (asked, completed)] == ["speculate"] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("def f():", "def f():"),
+        ("", ""),
+        ([{"type": "text", "text": "def "}, {"type": "text", "text": "f():"}], "def f():"),
+        ([], ""),
+    ],
+)
+def test_a_prediction_is_text_or_parts_of_text(content: Any, text: str) -> None:
+    request = asked(prediction={"type": "content", "content": content})
+
+    assert request.generation.prediction == text
+    assert request.ignored == ()
+    assert asked(prediction=None).generation.prediction is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": None}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0].text"),
+        ({"type": "content", "content": ["a"]}, "prediction.content[0]"),
+    ],
+)
+def test_a_prediction_of_another_form_is_refused_by_its_place(prediction: Any, param: str) -> None:
+    assert refused(asked, prediction=prediction).param == param
+
+
+def test_a_prediction_is_refused_where_openai_has_none() -> None:
+    error = refused(completed, prediction={"type": "content", "content": "a"})
+
+    assert isinstance(error, UnsupportedParameter)
+    assert error.param == "prediction"
+    assert "Chat Completions only" in str(error)
+
+
+def test_a_draft_model_is_refused_with_what_is_done_instead() -> None:
+    assert str(refused(asked, draft_model="tiny")).startswith(
+        "draft_model is not supported here: weft drafts without a second model"
+    )
+
+
+DRAFTED = replace(USAGE, drafts=DraftCounts({"lookup": 8, "prediction": 6}, {"lookup": 5, "prediction": 2}))
+
+
+def test_drafts_are_told_in_the_timings_of_streams_and_bodies_alike() -> None:
+    parts: Parts = [(0, [Text("a"), Finish("stop", None, DRAFTED)])]
+    timings = whole(asked(), parts)["timings"]
+
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (14, 7)
+    assert timings["drafts"] == {"lookup": {"drafted": 8, "accepted": 5}, "prediction": {"drafted": 6, "accepted": 2}}
+    assert chunks_of(streamed(asked(), parts))[-1]["timings"] == timings
+
+
+def test_drafts_of_all_choices_are_added_up() -> None:
+    parts: Parts = [(choice, [Text("a"), Finish("stop", None, DRAFTED)]) for choice in range(2)]
+    timings = whole(asked(n=2), parts)["timings"]
+
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (28, 14)
+    assert timings["drafts"]["prediction"] == {"drafted": 12, "accepted": 4}
+
+
+def test_without_drafts_the_timings_say_nothing_of_them() -> None:
+    timings = whole(asked(), [(0, [Text("a"), Finish("stop", None, USAGE)])])["timings"]
+
+    assert not {"draft_n", "draft_n_accepted", "drafts"} & timings.keys()
+
+
+@pytest.mark.parametrize(("usage", "accepted", "rejected"), [(DRAFTED, 2, 4), (USAGE, 0, 0)])
+def test_the_usage_says_what_became_of_a_prediction(usage: Usage, accepted: int, rejected: int) -> None:
+    request = asked(prediction={"type": "content", "content": "a"}, stream_options={"include_usage": True})
+    parts: Parts = [(0, [Text("a"), Finish("stop", None, usage)])]
+    body = whole(request, parts)
+    details = {"reasoning_tokens": 2, "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+
+    assert body["usage"]["completion_tokens_details"] == details
+    assert chunks_of(streamed(request, parts))[-1]["usage"] == body["usage"]
+    assert ChatCompletion.model_validate(body).usage is not None
+
+
+def test_without_a_prediction_the_usage_says_nothing_of_one() -> None:
+    body = whole(asked(), [(0, [Text("a"), Finish("stop", None, DRAFTED)])])
+
+    assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
 # --- who goes first

@@ -510,3 +510,9 @@ def test_a_shape_may_not_be_asked_for_twice() -> None:
     shape = {"type": "json_schema", "schema": {}}
 
     assert "output_format" in str(refused(asked, output_config={"format": shape}, output_format=shape))
+
+
+def test_drafts_can_be_switched_off() -> None:
+    assert [asked(speculate=value).generation.speculate for value in (None, True, False)] == [True, True, False]
+    assert asked(speculate=False).ignored == ()
+    assert refused(asked, speculate=0).param == "speculate"

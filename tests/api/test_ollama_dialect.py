@@ -163,6 +163,11 @@ def test_options_become_sampling() -> None:
     assert generate(options={"num_predict": -2, "top_k": -1}).generation.sampling == {"top_k": 0}
 
 
+def test_drafts_can_be_switched_off_among_the_options() -> None:
+    assert [chat(options={"speculate": value}).generation.speculate for value in (None, True, False)] == [True, True, False]
+    assert generate(options={"speculate": False}).ignored == ()
+
+
 @pytest.mark.parametrize("name", BUDGET_NAMES)
 def test_a_thinking_budget_goes_by_many_names_also_among_the_options(name: str) -> None:
     for fields in ({name: 6}, {"options": {name: 6}}):
@@ -201,6 +206,7 @@ def test_what_would_act_and_is_not_done_is_refused_by_name(fields: dict[str, Any
     ("fields", "param"),
     [
         ({"options": {"temperature": "hot"}}, "options.temperature"),
+        ({"options": {"speculate": "no"}}, "options.speculate"),
         ({"options": 5}, "options"),
         ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),

@@ -32,6 +32,7 @@ from weft.errors import (
     WeftError,
 )
 from weft.ipc.limits import Sampling
+from weft.ipc.messages import DraftCounts
 from weft.text.tools import wrap_custom_input
 from weft.text.types import (
     CallArguments,
@@ -405,6 +406,14 @@ def test_usage_is_in_the_words_of_this_dialect() -> None:
     assert whole(asked(), [Finish("stop", usage=off)])["usage"]["input_tokens_details"]["cache_write_tokens"] == 0
 
 
+def test_drafts_are_told_in_the_timings() -> None:
+    drafted = Usage(9, 4, drafts=DraftCounts({"forced": 3, "mtp": 2}, {"forced": 3}))
+    timings = whole(asked(), [Finish("stop", usage=drafted)])["timings"]
+
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (5, 3)
+    assert timings["drafts"] == {"forced": {"drafted": 3, "accepted": 3}, "mtp": {"drafted": 2, "accepted": 0}}
+
+
 def test_a_loose_schema_and_a_stop_string_are_told() -> None:
     body = whole(asked(), [Text("a"), Finish("stop", "x", USAGE, ("$: wrong",))])
 
@@ -711,6 +720,7 @@ def test_fields_act_as_in_chat_completions() -> None:
         "seed": 7,
         "stop": ["x"],
         "cache_salt": "s",
+        "speculate": False,
     }
     same |= {"repetition_penalty": 1.1, "presence_penalty": 0.5, "service_tier": "priority", "prompt_cache_key": "k"}
     same |= {"chat_template_kwargs": {"a": 1}, "thinking_token_budget": 9, "guided_regex": "a+", "logit_bias": {"5": 1}}
@@ -762,6 +772,8 @@ def test_a_format_is_held_as_in_chat_completions(form: dict[str, Any], theirs: d
         ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text"),
         ({"previous_response_id": 5}, "previous_response_id"),
         ({"store": "yes"}, "store"),
+        ({"speculate": "no"}, "speculate"),
+        ({"prediction": {"type": "content", "content": "a"}}, "prediction"),
     ],
 )
 def test_what_can_not_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

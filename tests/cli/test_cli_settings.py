@@ -148,6 +148,35 @@ def test_the_memory_reaches_the_engine_in_bytes_and_only_when_it_is_given() -> N
     assert engine_settings().memory_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("given", "sources"),
+    [
+        ("auto", ("forced", "lookup", "mtp")),
+        ("off", ()),
+        ("lookup", ("lookup",)),
+        ("mtp, forced", ("forced", "mtp")),
+    ],
+)
+def test_the_sources_of_drafts_reach_the_engine(given: str, sources: tuple[str, ...]) -> None:
+    assert engine_settings(speculate=given).speculate == sources
+    assert engine_settings().speculate == ("forced", "lookup", "mtp")
+
+
+@pytest.mark.parametrize("given", ["", "on", "lookup,", "prediction", "off,lookup", "AUTO"])
+def test_a_source_of_drafts_that_is_none_is_named_with_the_choices(given: str) -> None:
+    with pytest.raises(WeftError, match="must be auto, off, or some of forced, lookup, mtp, separated by commas"):
+        ServerConfig(speculate=given).check()
+
+
+def test_the_sources_of_drafts_come_from_a_flag_a_variable_or_a_file(tmp_path: Path) -> None:
+    write(tmp_path / "weft.toml", 'speculate = "off"')
+
+    assert settings(tmp_path)["speculate"] == "off"
+    assert settings(tmp_path, WEFT_SPECULATE="lookup,mtp")["speculate"] == "lookup,mtp"
+    assert settings(tmp_path, "--speculate", "forced", WEFT_SPECULATE="lookup,mtp")["speculate"] == "forced"
+    assert "some of forced, lookup, mtp" in weft(tmp_path, "serve", "--dump-config", "--speculate", "draft").stderr
+
+
 def test_the_log_format_reaches_the_engine() -> None:
     assert engine_settings(log_format="json").log_format == "json"
 

@@ -49,6 +49,17 @@ def test_models_memory_and_requests_are_shown() -> None:
     assert two.split() == ["two", "-", "queued", "0", "0", "0", "-"]
 
 
+def test_how_many_draft_tokens_are_accepted_is_shown_while_there_are_any() -> None:
+    board, plain = Board(), Board()
+    board.update(news(100.0, drafts={"verified": 10, "tokens": 40, "accepted": 19}))
+    plain.update(news(100.0, drafts=None))
+    _, heads, model, *_ = drawn(board)
+
+    assert heads.split()[-1] == "accepted"
+    assert model.split()[-2:] == ["48%", "2.9/step"]
+    assert "accepted" not in "".join(drawn(plain))
+
+
 def test_a_request_that_ended_is_shown_for_a_while() -> None:
     board = Board()
     board.update(news(100.0, ROW))
@@ -66,7 +77,7 @@ def test_a_request_that_ended_is_shown_for_a_while() -> None:
 def test_it_fits_into_eighty_columns() -> None:
     board = Board()
     row = ROW | {"id": "0123456789abcdef", "wire": "completions", "constrained": False, "choices": 1, "resumed": 0}
-    board.update(news(100.0, row, gaps=None))
+    board.update(news(100.0, row, gaps=None, drafts={"verified": 10, "tokens": 40, "accepted": 19}))
 
     assert max(map(len, drawn(board, 80))) <= 80
     assert not any("…" in line.replace("0123456789a…", "") for line in drawn(board, 80))
@@ -88,7 +99,7 @@ def test_without_a_terminal_one_picture_of_a_real_server_is_printed(
 
     assert f"weft at {served.url}" in told
     assert "tiny-hybrid" in told
-    assert "weights 43.4 MB" in told
+    assert "weights 49.0 MB" in told
 
 
 @pytest.mark.xdist_group("served")

@@ -14,6 +14,7 @@ import jsonschema_rs
 import mlx.core as mx
 import pytest
 
+import scripted
 import weft.model
 from driver import SMALL, Clock, Run, adapter_for, answers
 from weft.engine.faults import Rule
@@ -368,3 +369,19 @@ def test_a_grammar_that_is_exhausted_by_one_row_breaks_no_other_row(adapter: Ada
     assert tokens_of(together[0]) == tokens_of(alone)
     assert [event.finish for event in together[0]] == [event.finish for event in alone]
     assert sum(event.timings is not None for event in together[0]) == 2  # of the first token and the last
+
+
+def test_a_grammar_that_is_exhausted_by_a_draft_breaks_no_answer(adapter: Adapter) -> None:
+    """A line behind a draft token shares the lexer of its row, and may be where the answer never goes."""
+    keyed = {"type": "object", "patternProperties": {"^.{1,5000}$": {"type": "string"}}}
+    text = {"const": "once upon a time there was a text; " * 8}
+    properties = {"text": text, "body": {"anyOf": [{"type": "integer", "minimum": 10, "maximum": 99}, keyed]}}
+    schema = {"type": "object", "additionalProperties": False, "properties": properties, "required": list(properties)}
+    request = Submit((0,), prompt(STORIES[0]), (leaning("7"),), ConstraintSpec(json_schema_grammar(schema, True, "schema")))
+    expected = serve(Run(adapter, clock=Clock()), new_compiler(), request)[0]
+    run, wild = Run(adapter, clock=Clock()), COMPILER.tokenizer.tokenize_str('{"a":"b"')
+    scripted.add_drafts(run, [wild], [lambda *_: tuple(wild)])
+    events = serve(run, new_compiler(), request)[0]
+
+    assert tokens_of(events) == tokens_of(expected)
+    assert events[-1].finish == expected[-1].finish == "stop"

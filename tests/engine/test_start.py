@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft.config import EngineSettings
+from weft.config import DRAFT_SOURCES, EngineSettings
 from weft.errors import ModelError, UnsupportedModel
 from weft.kernels import blas
 
@@ -109,6 +109,23 @@ def test_a_model_that_failed_is_freed_before_the_fallback_is_loaded(
     assert alive_at_load == [[], [False]]
     weights_bytes = (checkpoint("qwen3_5") / "model.safetensors").stat().st_size
     assert bytes_at_load[1] - bytes_at_load[0] < weights_bytes / 10  # constants of our kernels stay
+
+
+def test_prefixes_on_disk_are_others_with_an_mtp_head_than_without(tmp_path: Path) -> None:
+    """A row has more layers with it."""
+    from weft.engine.process import bring_up
+    from weft.model.resolve import TINY_HYBRID
+
+    identities = set()
+    for sources in ((), DRAFT_SOURCES):
+        settings = EngineSettings(model=str(TINY_HYBRID), cache_folder=str(tmp_path), cache_bytes=1 << 20, speculate=sources)
+        engine, _ = bring_up(settings, blas.bind(), ignore)
+        assert (engine.adapter.head is not None) == bool(sources)
+        assert engine.prefix.disk is not None
+        identities.add(engine.prefix.disk.identity)
+        engine.prefix.disk.close(10)
+
+    assert len(identities) == 2
 
 
 def test_without_a_fallback_the_failure_is_the_models_own(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_whole_answers_are_the_same_though_the_engine_died_twice(server: Server,
     with concurrent.futures.ThreadPoolExecutor(len(ASKED)) as pool:
         asking = [pool.submit(server.post, *asked) for asked in ASKED]
         for _ in range(2):
-            until(lambda: server.status()["rows_running"] == 17)
+            until(lambda: server.status()["rows_running"] >= 12)  # with drafts some are done before the last one has begun
             kill(server)
             server.wait_dead()
         replies = [future.result(HANG_SECONDS) for future in asking]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.models import bailing_hybrid, ssm
 
 from weft.kernels import cpu, recurrent
+from weft.memory.positions import taking_notes
 
 pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own BLAS")
 
@@ -46,7 +47,22 @@ def as_written(given: Inputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def run(given: Inputs) -> tuple[mx.array, mx.array]:
-    return cpu.recurrence(*map(mx.array, given))
+    return cpu.recurrence(*map(mx.array, given))[:2]
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+@pytest.mark.parametrize(("height", "width"), [(1, 1), (20, 33), (64, 128)])
+def test_the_states_kept_of_each_token_are_those_of_a_recurrence_that_ends_there(height: int, width: int, is_delta: bool) -> None:
+    given = inputs(2, 3, height, width, 5, is_delta, width)
+    with taking_notes(5):
+        output, last, states = cpu.recurrence(*map(mx.array, given))
+    assert states is not None
+
+    assert mx.array_equal(output, run(given)[0])
+    assert mx.array_equal(states[:, -1], last)
+    for end in range(1, 6):
+        _, state = run([given[0], *(array[:, :, :end] for array in given[1:])])
+        assert mx.array_equal(states[:, end - 1], state), end
 
 
 @pytest.mark.parametrize("is_delta", [False, True])

@@ -53,6 +53,7 @@ def marked(text: str) -> str:
     text = re.sub(r'"system_fingerprint":"[^"]*"', '"system_fingerprint":"VERSIONS"', text)
     text = re.sub(r'("\w+_(?:ms|per_second)"):[\d.e-]+', r"\1:0", text)
     text = re.sub(r'("(?:cache_n|prompt_n|cached_tokens)"):\d+', r"\1:0", text)  # what others asked before is no part of it
+    text = re.sub(r'"draft_n":.*?"drafts":\{.*?\}\},', "", text)  # how many depends on the clock
     text = re.sub(r'"cache":\{"matched":.*?"why":"[^"\\]*(?:\\.[^"\\]*)*"\}', '"cache":"WHY"', text)
     return re.sub(r"(-?\d+\.\d+(?:e-\d+)?)", lambda number: f"{float(number[1]):.2f}".replace("-0.00", "0.00"), text)
 

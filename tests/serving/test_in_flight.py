@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import PromptEvent, Submit, Timings, TokenEvent, TokenLogprob
+from weft.ipc.messages import DraftCounts, PromptEvent, Submit, Timings, TokenEvent, TokenLogprob
 from weft.serving.in_flight import PROOF_TOKENS, InFlight, Subscription
 
 ROWS = 16
@@ -53,6 +55,7 @@ def test_a_sequence_goes_on_with_what_it_was_given() -> None:
 def test_all_but_answers_and_samplings_is_asked_for_as_before() -> None:
     in_flight = InFlight()
     asked = Submit((7,), [1, 2, 3], (Sampling(temperature=0.0, seed=1),), boundaries=(2,), salt="salt", is_retained=True)
+    asked = structs.replace(asked, prediction=(5, 6), speculate=False)
     add(in_flight, asked)
     in_flight.take_due(ROWS)
     in_flight.take_dead()
@@ -85,6 +88,17 @@ def test_what_a_later_engine_says_of_prompt_and_times_is_no_news() -> None:
     assert first.timings is not None
     assert (later.token, later.finish, later.timings) == (6, "length", None)
     assert not in_flight.inside[0].take_prompt(PromptEvent(0, 3))
+
+
+def test_of_a_later_engine_s_times_only_the_drafts_are_news() -> None:
+    in_flight, drafts = in_flight_of(1), DraftCounts({"lookup": 4}, {"lookup": 3})
+    in_flight.take_due(ROWS)
+    in_flight.inside[0].take_token(TokenEvent(0, 5, timings=Timings(submitted=9.0, first_token=9.5, cached_tokens=2)))
+    in_flight.take_dead()
+    in_flight.take_due(ROWS)
+    last = in_flight.inside[0].take_token(TokenEvent(0, 6, finish="length", timings=Timings(submitted=1.0, drafts=drafts)))
+
+    assert last.timings == Timings(submitted=9.0, first_token=9.5, cached_tokens=2, drafts=drafts)
 
 
 def test_after_one_death_all_enter_together_and_after_two_one_at_a_time() -> None:

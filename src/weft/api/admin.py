@@ -143,6 +143,7 @@ class Admin:
             metrics.rows_alone(model.name, status.alone)
             metrics.memory(model.name, model.memory)
             metrics.prefixes(model.name, status.prefixes)
+            model.count_drafts(metrics)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def cancel(self, request: Request) -> Response:
@@ -215,6 +216,7 @@ class Admin:
             row["meta"] = {"context_length": context, "size_bytes": model.memory.get("weights", 0)}
             found = {} if codec is None else {"tools": codec.calls, "thinking": codec.markers}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
+            row["speculation"] = {"sources": ready.speculation, "unused": model.unused_sources}
         return row if model.notice is None else row | {"notice": model.notice}
 
     def _model_status(self, model: ServedModel) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -116,6 +116,7 @@ class FieldRules:
     refused: dict[str, tuple[Any, ...]]  # known but not supported; null and the listed values are accepted
     harmless: frozenset[str]  # known, and without effect on the answer
     wrappers: tuple[str, ...] = ()  # objects whose fields count as fields of the body
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why some of the refused are not supported
 
     def read(self, body: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         """Validate a body; return its struct and the unknown fields' names. Raises InvalidRequest or UnsupportedParameter."""
@@ -130,7 +131,8 @@ class FieldRules:
             # JSON's true is not 1, though Python's is.
             if name in rest and not any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in idle):
                 values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in idle)
-                raise UnsupportedParameter(f"{name} is not supported here; leave it out{values}", name)
+                why = f": {self.reasons[name]}" if name in self.reasons else ""
+                raise UnsupportedParameter(f"{name} is not supported here{why}; leave it out{values}", name)
         unknown = sorted(rest.keys() - self.refused.keys() - self.harmless)
         for name in unknown:
             words = re.split("[^a-z]+", re.sub("([A-Z])", r"_\1", name).lower())

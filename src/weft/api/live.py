@@ -14,6 +14,7 @@ from weft.api.dialect import EVENTS
 from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
 from weft.serving.active_request import ActiveRequest
+from weft.serving.engine_process import DraftTotals
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
 
@@ -150,7 +151,15 @@ class LiveView:
             "tokens_per_second": round(tokens / seconds, 1) if seconds else 0,
             "prompt_tokens_per_second": round(prefilled / seconds, 1) if seconds else 0,
             "gaps": percentiles(before, gaps),
+            "drafts": _show_drafts(model.supervisor.drafts),
         }
+
+
+def _show_drafts(drafts: DraftTotals) -> dict[str, int] | None:
+    """Return how many drafts and draft tokens were verified so far, and how many tokens accepted; None before the first."""
+    counts = drafts.counts
+    numbers = {"verified": drafts.num_drafts, "tokens": counts.num_drafted, "accepted": counts.num_accepted}
+    return numbers if drafts.num_drafts else None
 
 
 def percentiles(before: GapCounts, after: GapCounts) -> dict[str, float] | None:

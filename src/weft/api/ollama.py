@@ -41,7 +41,7 @@ OPTION_RULES = FieldRules({"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """Sampling options of an Ollama request. Further value ranges are checked by `Sampling`."""
+    """Options of an Ollama request, nearly all for sampling. Further value ranges are checked by `Sampling`."""
 
     temperature: float | None = None
     top_k: Annotated[int, Meta(ge=-1)] | None = None  # -1 and 0: all tokens
@@ -53,6 +53,7 @@ class Options(msgspec.Struct, kw_only=True):
     seed: int | None = None
     num_predict: int | None = None  # 0 and less: the rest of the context
     stop: dialect.Texts | None = None
+    speculate: bool | None = None  # false: no draft tokens are verified
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
@@ -172,6 +173,7 @@ def _parsed(
         grammar=grammar,
         thinking_budget=request.thinking_token_budget,
         effort="max" if think is True else "none" if think is False else think,
+        speculate=options.speculate is not False,
         **more,
     )
     reply = partial(OllamaReply, is_chat=is_chat)

@@ -151,7 +151,7 @@ class InProcessModel:
         generation = GenerationRequest(model=None, prompts=(content,), sampling=self.options.sampling)
         encoded = self.codec.encode(content)
         reader, num_read = self.codec.reader(generation, encoded), 0
-        sequence = self.llm.submit(encoded.ids, self.codec.sampling(generation.sampling))
+        sequence = self.llm.submit(encoded.ids, self.codec.sampling(generation))
         # A KeyboardInterrupt inside a step would leave the engine between two states.
         with interrupts() as interrupted:
             while not sequence.is_finished:

@@ -41,6 +41,18 @@ class TopRequest(msgspec.Struct):
     finish: str | None = None
 
 
+class TopDrafts(msgspec.Struct):
+    """Drafts and draft tokens that a model's engines have verified so far, and how many of the tokens were accepted."""
+
+    verified: int
+    tokens: int
+    accepted: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.accepted / self.tokens:.0%} {1 + self.accepted / self.verified:.1f}/step"
+
+
 class TopModel(msgspec.Struct):
     """State, rows, memory and speed of one model in an event of GET /v1/events."""
 
@@ -54,6 +66,7 @@ class TopModel(msgspec.Struct):
     tokens_per_second: float = 0.0
     prompt_tokens_per_second: float = 0.0
     gaps: dict[str, float] | None = None
+    drafts: TopDrafts | None = None
 
 
 class TopEvent(msgspec.Struct):
@@ -116,12 +129,15 @@ class Board:
         return Group(head, self._model_table(), *map(_memory_bar, self.models), self._request_table())
 
     def _model_table(self) -> Table:
-        table = _empty_table("model", "state", "rows", "waiting", "tok/s", "prefill", "gap p50/p95", "restarts")
+        heads = ("model", "state", "rows", "waiting", "tok/s", "prefill", "gap p50/p95", "restarts")
+        has_drafts = any(model.drafts for model in self.models)
+        table = _empty_table(*heads, *(["accepted"] if has_drafts else []))
         for model in self.models:
             gaps = f"{model.gaps['p50'] * 1000:.0f}/{model.gaps['p95'] * 1000:.0f} ms" if model.gaps else "-"
             rows = (f"{model.rows_running}/{model.max_rows}", str(model.rows_waiting))
             speeds = (f"{model.tokens_per_second:.0f}", f"{model.prompt_tokens_per_second:.0f}")
-            table.add_row(escape(model.name), model.status, *rows, *speeds, gaps, str(model.restarts))
+            accepted = [model.drafts.words if model.drafts else "-"] if has_drafts else []
+            table.add_row(escape(model.name), model.status, *rows, *speeds, gaps, str(model.restarts), *accepted)
         return table
 
     def _request_table(self) -> Table:

@@ -18,20 +18,24 @@ from weft.engine.faults import Faults
 from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
 from weft.engine.runner import RowFailure, Runner, Step
-from weft.engine.sampler import Logprobs
+from weft.engine.sampler import NOT_FINITE, Logprobs
 from weft.engine.scheduler import OUTPUT_WEIGHT, Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
+from weft.engine.speculation import Speculation
 from weft.errors import InternalError, RowFailed
 from weft.grammar.constraint import Constraint, Masks, TokenDemand
 from weft.ipc.limits import Limits, Sampling
 from weft.ipc.messages import FinishReason, PromptEvent, Submit, TokenEvent, TokenLogprob
 from weft.memory.disk import DiskTier
 from weft.memory.prefix_tree import PrefixTree
+from weft.memory.spec import MAX_STEP_TOKENS
 from weft.model.adapter import Adapter
 
 log = logging.getLogger("weft.engine")
 
 Emitted = tuple[int | None, TokenLogprob | None]  # a token and its log-probability
+
+REPLAYED_TOKENS = 4  # of a row in a step beside rows that have one: what each costs those
 
 MAX_FAILED_TURNS = 10  # in a row; then the process ends, and another one resumes its requests
 
@@ -65,6 +69,7 @@ class Engine:
             self.max_replayed_tokens = 0 if adapter.decodes_like_prefill else sys.maxsize
         self.order = make_order(config, self)
         self.masks = Masks(adapter.vocab_size)
+        self.speculation = Speculation(self.runner, config)
         self.limits = self._limits()
         self.num_failed_turns = 0  # in a row
         self.last_failure: Exception | None = None
@@ -83,6 +88,7 @@ class Engine:
         try:
             if plan.steps and plan.chunk is not None and plan.slice_seconds is None:  # so short that its row may join the step
                 plan = self._prefill_before_step(plan.chunk)
+            plan = self._with_drafts(plan)
             self.runner.allocate(plan)
             self.order.run(plan)
             if self.bisection.groups:
@@ -91,14 +97,18 @@ class Engine:
             self._fail(failure.sequence, "restoring its states", failure)
             return
         except Exception as error:  # a border: whatever the model or the device raise, one row may not cost the others
+            for sequence in plan.drafts:
+                sequence.give_up_drafts()  # a draft may be what failed, and is never worth an answer
             self._undo([*plan.steps, *(() if last is None else last.sequences)], error)
             return
         for sequence in plan.steps:
             self.prefix.release_allocated(sequence)
         if plan.chunk is not None:
             self.prefill(plan.chunk, plan.slice_seconds)
-        elif is_quiet and last is not None and self.order.pending is not None:
-            self.scheduler.measure_step(self.clock() - started)
+        elif is_quiet and plan.steps and (plan.step_tokens > 1 if last is None else self.order.pending is not None):
+            seconds = self.clock() - started
+            self.scheduler.measure_step(seconds)
+            self.speculation.measure(len(plan.steps), plan.step_tokens, seconds)
 
     def submit(self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None) -> Sequence:
         """Check one prompt with its sampling parameters and queue it; raises RequestError naming the bad parameter."""
@@ -196,6 +206,20 @@ class Engine:
         self.prefill(chunk, None)
         return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None)
 
+    def _with_drafts(self, plan: Plan) -> Plan:
+        """Return the plan with draft tokens to verify, or known ones to replay; before that the pending step is settled."""
+        if not self.speculation.may_draft(plan.steps):
+            return plan
+        self.order.flush()
+        steps = tuple(one for one in plan.steps if one.wants_token)
+        self.runner.allocate(replace(plan, steps=steps))
+        drafts = self.speculation.drafts(steps)
+        tokens = max([1 + len(draft) for draft in drafts.values()], default=1)
+        if any(one.is_replaying for one in steps):
+            most = REPLAYED_TOKENS if any(not one.is_replaying for one in steps) else MAX_STEP_TOKENS
+            tokens = max(tokens, min([most, *(one.num_known for one in steps if one.is_replaying)]))
+        return replace(plan, steps=steps, step_tokens=min(tokens, self.adapter.step_tokens), drafts=drafts)
+
     def prefill(self, row: Row, seconds: float | None) -> None:
         """Compute a prompt chunk for about `seconds` (None: to its end); a finished chunk is added to the prefix tree."""
         if row.sequence.is_abandoned:
@@ -225,36 +249,60 @@ class Engine:
 
     def sample(self, step: Step) -> None:
         """Start sampling a step's tokens under the rows' grammars; a row whose grammar fails is ended with an error."""
-        demands = [self._demand(sequence) if sequence in step.new else None for sequence in step.sequences]
+        demands: list[TokenDemand | None] = []
+        for sequence, places in step.places():
+            demands += self._demands(sequence, step.drafts.get(sequence, ())) if sequence in step.new else [None] * len(places)
         allowed, errors = self.masks.fill(demands)
-        for row, why in errors.items():
-            self._finish(step.sequences[row], "error", f"the grammar can not go on: {why}")
+        step.errors = {line: f"the grammar can not go on: {why}" for line, why in errors.items()}
+        for sequence, places in step.places():
+            if (why := step.errors.get(places[0])) is not None:
+                self._finish(sequence, "error", why)
         self.runner.sample(step, allowed)
 
-    def _demand(self, sequence: Sequence) -> TokenDemand | None:
+    def _demands(self, sequence: Sequence, draft: tuple[int, ...]) -> list[TokenDemand | None]:
         try:
             self.faults.at("mask", sequence)
-            return sequence.demand
+            return sequence.demands(draft)
         except Exception as error:  # a border: a constraint belongs to its own row
             self._fail(sequence, "its constraint", error)
-            return None
+            return [None] * (1 + len(draft))
 
     def settle(self, step: Step) -> None:
         """Wait for a step's sampled tokens, append them to their sequences, emit events, and finish sequences that ended."""
         assert step.sampled is not None
         tokens, problems = step.sampled.read()  # sync: the device is waited for here and nowhere else
-        logprobs = step.sampled.logprobs
+        problems = step.errors | problems
         self.num_failed_turns = 0
-        for index, sequence in enumerate(step.sequences):
-            if sequence.is_finished:
-                continue
-            if index in problems:
-                self.prefix.invalidate(sequence)
-                self._finish(sequence, "error", problems[index])
-            elif sequence in step.new:
-                self._settle_row(sequence, tokens[index], logprobs.get(index))
+        accepted: dict[Sequence, int] = {}
+        for sequence, places in step.places():
+            if not sequence.is_finished:
+                accepted[sequence] = self._settle_lines(step, sequence, [(tokens[at], problems.get(at), at) for at in places])
+        if step.forwards:
+            self.runner.keep(step, accepted)
+        self.speculation.note(accepted)
 
-    def _settle_row(self, sequence: Sequence, token: int, logprobs: Logprobs | None) -> None:
+    def _settle_lines(self, step: Step, sequence: Sequence, lines: list[tuple[int, str | None, int]]) -> int:
+        """Append a sequence's token, and further ones as long as each draft token is the one sampled; returns how many were."""
+        assert step.sampled is not None
+        draft = step.drafts.get(sequence, ())
+        for accepted, (token, problem, line) in enumerate(lines):
+            if problem == NOT_FINITE and accepted < len(draft):
+                self._compute_without_drafts(sequence)
+                return accepted
+            if problem is not None:
+                self.prefix.invalidate(sequence)
+                self._finish(sequence, "error", problem)
+                return accepted
+            if sequence not in step.new:
+                return 0
+            if accepted:
+                sequence.accept_draft_token()
+            self._settle_row(sequence, token, step.sampled.logprobs.get(line), has_draft=bool(draft))
+            if sequence.is_finished or accepted == len(draft) or token != draft[accepted]:
+                return accepted
+        raise InternalError("a sequence has a line behind each draft token")
+
+    def _settle_row(self, sequence: Sequence, token: int, logprobs: Logprobs | None, *, has_draft: bool) -> None:
         is_first = sequence.timings.first_token is None
         try:
             if logprobs is not None:
@@ -272,7 +320,8 @@ class Engine:
         if is_first:
             sequence.note_first_token(self.clock())
         if sequence.ending is None:
-            self.events.append(TokenEvent(sequence.id, token, logprob, timings=sequence.timings if is_first else None))
+            timings = sequence.timings if is_first or has_draft else None  # the front may cut the answer here
+            self.events.append(TokenEvent(sequence.id, token, logprob, timings=timings))
         else:
             is_emitted = sequence.ending.stop_token is None
             self._finish(sequence, "stop", last=(token if is_emitted else None, logprob))
@@ -308,6 +357,13 @@ class Engine:
         self.prefix.release(sequence)
         self.scheduler.preempt(sequence)
         sequence.preempt(self.max_replayed_tokens)
+
+    def _compute_without_drafts(self, sequence: Sequence) -> None:
+        """Compute a sequence's states anew: numbers that are not finite may be a draft token's, for 0 · NaN is NaN."""
+        log.warning("sequence %d goes on without drafts: a step with one gave numbers that are not finite", sequence.id)
+        sequence.give_up_drafts()
+        self.runner.release(sequence, poisoned=True)
+        self._preempt(sequence)
 
     def _blame(self, sequence: Sequence, what: str, error: Exception) -> None:
         """End a sequence whose own work failed; retry it with the rows of the step in flight if the error may be that step's."""

@@ -16,7 +16,9 @@ from weft.errors import WeftError
 
 VARIABLE = "WEFT_TEST_FAULTS"
 
-Point = Literal["prefill", "decode", "mask", "accept", "sampler", "logprobs", "snapshot", "restore", "logits", "turn"]
+Point = Literal[
+    "prefill", "decode", "mask", "accept", "sampler", "logprobs", "snapshot", "restore", "logits", "turn", "draft", "guess"
+]
 
 
 class InjectedFault(WeftError):

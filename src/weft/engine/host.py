@@ -165,6 +165,7 @@ class Host:
         samplings = (msgspec.structs.replace(broken.sampling, prompt_logprobs=None),)  # they were sent
         emitted = (tuple(broken.output),)
         message = msgspec.structs.replace(broken.request, numbers=(broken.id,), samplings=samplings, emitted=emitted)
+        message = msgspec.structs.replace(message, speculate=False)  # the answer may never go where a draft exhausted the lexer
         self._compile(message, is_private=True, broken=broken)
 
     def _fail_replay(self, failed: Compiling, error: RowFailed) -> None:
@@ -196,7 +197,9 @@ class Host:
         self._last_status, self._last_status_at = (counts, following), now
         prefilling = tuple(one.id for one in scheduler.prompts if one.id not in following)
         caches = memory_in_use(self.engine), self._prefix_counters()
-        return EngineStatus(*counts, *caches, prefilling, following, self.engine.runner.num_alone)
+        alone, drafts = self.engine.runner.num_alone, self.engine.speculation
+        accepted_at = tuple(drafts.accepted_at)
+        return EngineStatus(*counts, *caches, prefilling, following, alone, drafts.counts, drafts.num_drafts, accepted_at)
 
     def _prefix_counters(self) -> dict[str, int]:
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary

@@ -1,6 +1,7 @@
 """Execution orders of decode steps (build, start, sample, settle), from fully synchronous to overlapped with the device.
 
-All three classes give the same tokens; `PlainOrder` is the oracle for the other two. The engine's settings choose one.
+All three classes give the same tokens; `PlainOrder` is the oracle for the other two. The engine's settings choose one. Of a step
+with several tokens per row it is known only when it is read how many of them count, so every order runs it in the plain one.
 
 MLX reports an error of the device once, to whoever asks for anything next. So when `run` raises, the step before may be the one
 that failed, and the engine computes both again: neither is settled.
@@ -25,11 +26,13 @@ class PlainOrder:
         self.pending: Step | None = None  # started and not settled
 
     def run(self, plan: Plan) -> None:
+        """Run a plan's decode step; `pending` must be settled where the step has several tokens per row."""
         step = self.engine.runner.forward(plan, None)
         if step is not None:
             self.engine.runner.start(step)
             self.engine.sample(step)
             self.engine.settle(step)
+            self.engine.on_events()
 
     def flush(self) -> None:
         """Settle the pending step, if any, and send its tokens."""
@@ -48,6 +51,9 @@ class OverlappedOrder(PlainOrder):
     """For GPUs: starts a step before the previous one's tokens are read, so that the device never waits for the host."""
 
     def run(self, plan: Plan) -> None:
+        if plan.step_tokens > 1:
+            super().run(plan)
+            return
         last, self.pending = self.pending, None
         self.pending = self.engine.runner.forward(plan, last)
         if self.pending is not None:
@@ -65,6 +71,9 @@ class SettleFirstOrder(PlainOrder):
     """
 
     def run(self, plan: Plan) -> None:
+        if plan.step_tokens > 1:
+            super().run(plan)
+            return
         last, self.pending = self.pending, None
         self.pending = self.engine.runner.forward(plan, last)  # built while the last one ends
         if last is not None:

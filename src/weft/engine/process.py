@@ -92,6 +92,8 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         versions="-".join(f"{part}{importlib.metadata.version(part)}" for part in ("weft", "mlx")),
         memory=memory_in_use(engine),
         notice="; ".join(notices) or None,
+        speculation=engine.speculation.names,
+        no_speculation=engine.speculation.unused,
     )
     channel.send(ready)
     Host(engine, compiler, channel, has_canary=settings.cache_canary).run()
@@ -162,15 +164,17 @@ def bring_up(
     device = device_in_use()
     loaded = load(resolve(settings.model, quantized=device != "cpu", progress=progress), progress=progress)
     config = config or EngineConfig.resolve(settings, device, is_row_invariant=report.skinny)
+    adapter = Adapter(loaded, with_head="mtp" in config.speculate and config.width is None)
     disk = None
     if settings.cache_folder is not None and config.cache_bytes:
         progress("reading cached prefixes on disk", 0, None)
         versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
-        facts = (*versions, device, report.name, f"{config.chunk_tokens} {config.width} {config.exact}")
+        shape = f"{len(adapter.specs)} {config.chunk_tokens} {config.width} {config.exact}"
+        facts = (*versions, device, report.name, shape)
         folder = Path(settings.cache_folder)
         disk = DiskTier(folder, identity_of(loaded.folder, facts, folder / "weights.json"), settings.cache_folder_bytes)
         disk.open()
-    return Engine(Adapter(loaded), config, disk=disk, faults=Faults.of_environment()), loaded
+    return Engine(adapter, config, disk=disk, faults=Faults.of_environment()), loaded
 
 
 def bring_up_or_fallback(

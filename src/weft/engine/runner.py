@@ -7,7 +7,7 @@ row that can not join decodes alone on its own caches: slower, never wrong.
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -19,13 +19,13 @@ from weft.config import EngineConfig
 from weft.engine.faults import Faults
 from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
-from weft.engine.sequence import Sequence
+from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.slabs import Pool, Refusal, RowState
 from weft.memory.spec import Recurrent, mismatch
-from weft.memory.views import make_batches
-from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
+from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches, make_room
+from weft.model.adapter import HIDDEN_STATES, SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
 log = logging.getLogger("weft.engine")
@@ -57,14 +57,44 @@ class RowMemory:
         return self.chunk is not None
 
 
+@dataclass(frozen=True)
+class Forward:
+    """One batch of a step with several tokens per row, until it is known how many of each row's count."""
+
+    batch: Batch
+    rows: list[Sequence | None]
+    known: list[int]  # by row: tokens that count for certain; draft tokens come behind them
+    is_finite: mx.array  # (B, T) of the logits
+
+
 @dataclass
 class Step:
-    """A decode step in progress: its sequences in batch order, their lazy logits, and later their lazy sampled tokens."""
+    """A decode step in progress: its sequences in batch order, the lines it samples with lazy logits, later their tokens."""
 
     sequences: list[Sequence]
-    logits: mx.array  # (rows, V)
-    new: set[Sequence]  # those whose token is a new one; the others replay a token they emitted before, or were preempted
+    lines: list[Sequence | Line]  # what is sampled: of each sequence in turn one token, and one more behind each draft token
+    logits: mx.array  # (lines, V)
+    new: set[Sequence]  # those whose token is a new one; the others replay tokens they emitted before, or were preempted
+    drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
+    forwards: list[Forward] = field(default_factory=list)  # of a step with several tokens per row
     sampled: SampledTokens | None = None
+    errors: dict[int, str] = field(default_factory=dict)  # by line: why its grammar can not go on, should the line count
+
+    def add(self, sequence: Sequence, num_known: int) -> None:
+        """Add a sequence whose next tokens it computes: so many known ones, then those of its draft."""
+        draft = self.drafts.get(sequence, ())
+        self.sequences.append(sequence)
+        self.lines += [sequence, *(Line(sequence, draft[: place + 1]) for place in range(len(draft)))]
+        if sequence.begin_step(num_known):
+            self.new.add(sequence)
+
+    def places(self) -> Iterator[tuple[Sequence, range]]:
+        """Iterate over the sequences and the places of their lines."""
+        start = 0
+        for sequence in self.sequences:
+            count = 1 + len(self.drafts.get(sequence, ()))
+            yield sequence, range(start, start + count)
+            start += count
 
 
 class RowFailure(WeftError):
@@ -86,6 +116,7 @@ class Runner:
         self.seconds_per_token = 0.0  # of prefill, a running mean
         self.num_alone: dict[str, int] = dict.fromkeys(get_args(AloneCause), 0)  # rows that decoded alone, by cause
         self._refused_layers: set[int] = set()  # those in the log
+        self._has_read = False  # the MTP head, since the last step began
         self.reset()
 
     def drain(self) -> None:
@@ -123,25 +154,64 @@ class Runner:
         if not plan.steps:
             return None
         self.faults.at("decode", *plan.steps)
+        self._read_unread(plan.steps, plan.step_tokens)
+        step = self._forward_tokens(plan) if plan.step_tokens > 1 else self._forward_token(plan, last)
+        if lines := self.faults.struck("logits", [_sequence(line) for line in step.lines]):
+            step.logits[mx.array(lines)] = mx.nan
+        return step
+
+    def _forward_token(self, plan: Plan, last: Step | None) -> Step:
+        """Build a step of one token per row."""
         parts = [*self._decode_together(plan.steps, last), *self._decode_alone(plan.steps, last)]
         order = [sequence for sequences, _ in parts for sequence in sequences]
-        step = Step(order, mx.concatenate([logits for _, logits in parts]), {one for one in order if not one.is_replaying})
-        for sequence in order:
-            sequence.num_computed += 1
-            sequence.num_in_flight += sequence in step.new
-        if rows := self.faults.struck("logits", order):
-            step.logits[mx.array(rows)] = mx.nan
+        new = {sequence for sequence in order if sequence.begin_step(1)}
+        return Step(order, list(order), mx.concatenate([logits for _, logits in parts]), new)
+
+    def _forward_tokens(self, plan: Plan) -> Step:
+        """Build a step of several tokens per row: those known, draft tokens to verify, and any token to fill the rest."""
+        step = Step([], [], mx.zeros(0), set(), plan.drafts)
+        logits = []
+        for batch, rows in self._batches(plan.steps, StepSpan(plan.step_tokens)):
+            known = [0 if row is None else min(row.num_known, plan.step_tokens) for row in rows]
+            drafts = [() if row is None else plan.drafts.get(row, ()) for row in rows]
+            tokens = [_step_tokens(*row, plan.step_tokens) for row in zip(rows, known, drafts, strict=True)]
+            found = self.adapter.decode(mx.array(tokens, mx.int32), batch)
+            step.forwards.append(Forward(batch, rows, known, mx.isfinite(mx.max(found, axis=-1))))
+            places: list[int] = []
+            for index, (row, count, draft) in enumerate(zip(rows, known, drafts, strict=True)):
+                if row is not None:
+                    first = index * plan.step_tokens + count - 1
+                    places += range(first, first + len(draft) + 1)
+                    step.add(row, count)
+            logits.append(found.flatten(0, 1)[mx.array(places)])
+        for sequences, own_logits in self._decode_alone(plan.steps, None):
+            step.add(sequences[0], 1)
+            logits.append(own_logits)
+        step.logits = mx.concatenate(logits)
         return step
+
+    def keep(self, step: Step, accepted: Mapping[Sequence, int]) -> None:
+        """After a step with several tokens per row, keep the known tokens and as many draft tokens as were accepted."""
+        for forward in step.forwards:
+            rows = zip(forward.rows, forward.known, strict=True)
+            counts = [1 if row is None else known + accepted.get(row, 0) for row, known in rows]
+            finite = np.array(forward.is_finite)
+            for index, (state, count) in enumerate(zip(forward.batch.rows, counts, strict=True)):
+                # A masked NaN still poisons: 0 · NaN.
+                if state is not None and state.slab is not None and not finite[index, count:].all():
+                    state.slab.scrub_tokens(state.slot, state.length + count, state.length + forward.batch.tokens)
+            forward.batch.keep(counts)
 
     def start(self, step: Step) -> None:
         """Start computing a built step; returns at once on a GPU, while on a CPU this may take nearly as long as the step."""
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
-        mx.async_eval(step.logits, *self.pool.states())  # type: ignore[no-untyped-call]
+        flags = [forward.is_finite for forward in step.forwards]
+        mx.async_eval(step.logits, *flags, *self.pool.states(), *self._head_slabs())  # type: ignore[no-untyped-call]
 
     def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
-        """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (rows, V) if given; does not read them."""
+        """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (lines, V) if given; does not read them."""
         self.faults.at("sampler", *step.sequences)
-        step.sampled = sample(step.logits, step.sequences, None if allowed is None else mx.array(allowed))
+        step.sampled = sample(step.logits, step.lines, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
 
     def prefill(self, row: Row, seconds: float | None) -> bool:
@@ -251,19 +321,98 @@ class Runner:
         self.faults.at("restore", sequence)
         return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
-    def _decode_together(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
-        """Decode the pool's rows in one batch with slab attention, else one batch per slab; yield (sequences, logits) of each."""
+    def draft(self, sequences: tuple[Sequence, ...], count: int) -> dict[Sequence, tuple[int, ...]]:
+        """Let the model's MTP head guess the next `count` tokens of each row in the pool, whose last token is known.
+
+        Guesses are drawn as the row's tokens are, with the same random number: at any temperature both often agree.
+        """
+        states = [_memory(one).state for one in sequences if _memory(one).own is None]
+        unread = max((state.unread for state in states), default=0)
+        for state in states:  # so that no row moves between the batches
+            make_room(self.pool, state, max(count, unread + 2), seam=self.adapter.way == "seam")
+        spans = [StepSpan(unread + 1, is_unread=True), *(StepSpan(1, ahead) for ahead in range(1, count))]
+        batches = {span: list(self._batches(sequences, span)) for span in spans}
+        guesses = [self._guess([batches[span][part] for span in spans]) for part in range(len(batches[spans[0]]))]
+        mx.eval([tokens for _, tokens in guesses])  # sync: the next step is made of them
+        found: dict[Sequence, tuple[int, ...]] = {}
+        for rows, tokens in guesses:
+            found |= {row: tuple(guessed) for row, guessed in zip(rows, np.array(tokens).tolist(), strict=True)}
+        return found
+
+    def _guess(self, chain: list[tuple[Batch, list[Sequence | None]]]) -> tuple[list[Sequence], mx.array]:
+        """Read what is unread of one batch's rows, and guess on from there; returns the live rows and their guesses (rows, T)."""
+        (batch, rows), live = chain[0], [index for index, row in enumerate(chain[0][1]) if row is not None]
+        ends = [0 if state is None else state.unread for state in batch.rows]
+        states = self._read(batch, rows, [end + 1 for end in ends])
+        state = mx.take_along_axis(states, mx.array(ends)[:, None, None], axis=1)[:, 0]
+        guessed: list[mx.array] = []
+        for ahead, (batch_ahead, _) in enumerate(chain):
+            if guessed:
+                tokens = guessed[-1]
+                if len(live) < len(rows):
+                    tokens = mx.zeros(len(rows), mx.int32)
+                    tokens[mx.array(live)] = guessed[-1]
+                state = self.adapter.guess(tokens, state, batch_ahead)
+            lines = [Line(row, (), 1 + ahead) for row in rows if row is not None]
+            logits = self.adapter.guessed_logits(state)
+            guessed.append(sample(logits if len(live) == len(rows) else logits[mx.array(live)], lines).tokens)
+        for one in batch.rows:
+            if one is not None:
+                one.unread = -1
+        return [row for row in rows if row is not None], mx.stack(guessed, axis=1)
+
+    def _read_unread(self, sequences: tuple[Sequence, ...], tokens: int) -> None:
+        """Let the MTP head read before a step of so many tokens per row, if more would be unread then than states are kept."""
+        states = [_memory(one).state for one in sequences if _memory(one).own is None]
+        if self.adapter.head is None or max((state.unread for state in states), default=0) + tokens < HIDDEN_STATES:
+            return
+        span = StepSpan(max(state.unread for state in states), is_unread=True)
+        for batch, rows in self._batches(sequences, span):
+            # What is in flight is not known yet.
+            known = [0 if row is None else len(row.prompt) + len(row.output) for row in rows]
+            counts = [
+                0 if state is None else min(state.unread, count - state.length + state.unread)
+                for state, count in zip(batch.rows, known, strict=True)
+            ]
+            self._read(batch, rows, counts)
+            for state, count in zip(batch.rows, counts, strict=True):
+                if state is not None:
+                    state.unread -= count
+
+    def _read(self, batch: Batch, rows: list[Sequence | None], counts: list[int]) -> mx.array:
+        """Let the MTP head read so many tokens of each row from the first that it has not read; returns its states (B, T, H)."""
+        tokens, starts = [], []
+        for row, state, count in zip(rows, batch.rows, counts, strict=True):
+            first = 0 if state is None else state.length - state.unread
+            own = [0] if row is None or not count else [row.token_at(first + place) for place in range(count)]
+            tokens.append(own + own[-1:] * (batch.tokens - len(own)))
+            starts.append(HIDDEN_STATES - 1 - (0 if state is None else max(0, state.unread)))
+        self._has_read = True
+        return self.adapter.read(mx.array(tokens, mx.int32), starts, batch)
+
+    def _head_slabs(self) -> list[mx.array]:
+        """Return the keys and values of an MTP head's layer if it has read: they are on no logits' way."""
+        if not self._has_read:
+            return []
+        self._has_read = False
+        layer = len(self.adapter.specs) - 2
+        return [array for slab in self.pool.slabs for array in (slab.layers[layer].keys, slab.layers[layer].values)]
+
+    def _batches(self, sequences: tuple[Sequence, ...], span: StepSpan) -> Iterator[tuple[Batch, list[Sequence | None]]]:
+        """Group the pool's rows into batches: one with slab attention, else one per slab. Idle rows are None."""
         owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
         if not owner:
             return
         states = [_memory(sequence).state for sequence in owner.values()]
-        for batch in make_batches(self.pool, states, seam=self.adapter.way == "seam", width=self.config.width):
-            rows = [None if state is None else owner[id(state)] for state in batch.rows]
-            logits = self.adapter.decode(self._inputs(rows, last)[:, None], batch)
+        for batch in make_batches(self.pool, states, seam=self.adapter.way == "seam", width=self.config.width, span=span):
+            yield batch, [None if state is None else owner[id(state)] for state in batch.rows]
+
+    def _decode_together(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
+        """Decode one token of each of the pool's rows; yield (sequences, logits) of each batch."""
+        for batch, rows in self._batches(sequences, ONE_TOKEN):
+            logits = self.adapter.decode(self._inputs(rows, last)[:, None], batch)[:, -1]
             live = [index for index, row in enumerate(rows) if row is not None]
-            for state in batch.rows:
-                if state is not None:
-                    state.length += 1
+            batch.keep([1] * len(rows))
             yield [row for row in rows if row is not None], logits if len(live) == len(rows) else logits[mx.array(live)]
 
     def _decode_alone(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
@@ -307,6 +456,19 @@ def _memory(sequence: Sequence) -> RowMemory:
         sequence.memory = RowMemory()
     assert isinstance(sequence.memory, RowMemory)
     return sequence.memory
+
+
+def _sequence(line: Sequence | Line) -> Sequence:
+    return line.sequence if isinstance(line, Line) else line
+
+
+def _step_tokens(sequence: Sequence | None, num_known: int, draft: tuple[int, ...], count: int) -> list[int]:
+    """Return the `count` tokens of a row in a step: known ones, its draft, and its last token over again to fill the rest."""
+    if sequence is None:
+        return [0] * count
+    known = [sequence.token_at(position) for position in range(sequence.num_computed, sequence.num_computed + num_known)]
+    tokens = [*known, *draft]
+    return tokens + tokens[-1:] * (count - len(tokens))
 
 
 def _next_tokens(row: Row) -> list[int]:

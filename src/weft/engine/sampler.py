@@ -1,4 +1,4 @@
-"""Samples one token per row from a step's logits, in float32, in a few operations over the whole batch.
+"""Samples one token per line from a step's logits, in float32, in a few operations over the whole batch.
 
 Every row has its own parameters and its own random number, made from seed and position alone (`Sequence.uniform`), so a
 neighbour can not change a draw.
@@ -10,14 +10,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from weft.engine.sequence import Sequence
+from weft.engine.sequence import Line, Sequence
 from weft.ipc.messages import TokenLogprob
 
-PROBLEMS = (
-    "",
-    "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens",
-    "the model's logits are not finite for this sequence",
-)
+NOT_FINITE = "the model's logits are not finite for this sequence"
+PROBLEMS = ("", "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens", NOT_FINITE)
 CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partition instead of a full sort
 
 
@@ -71,7 +68,7 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
-def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = None) -> SampledTokens:
+def sample(logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None = None) -> SampledTokens:
     """Sample one token per row of `logits` (B, V) by the row's own parameters, restricted to `allowed` (B, V) if given."""
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
@@ -86,7 +83,7 @@ def sample(logits: mx.array, rows: Rows[Sequence], allowed: mx.array | None = No
     return SampledTokens(tokens, problems, logprobs)
 
 
-def _draw(logits: mx.array, rows: Rows[Sequence], greedy: mx.array) -> mx.array:
+def _draw(logits: mx.array, rows: Rows[Sequence | Line], greedy: mx.array) -> mx.array:
     kinds: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         if row.sampling.temperature > 0.0:
@@ -105,7 +102,7 @@ def _draw(logits: mx.array, rows: Rows[Sequence], greedy: mx.array) -> mx.array:
     return tokens
 
 
-def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.array:
+def _draw_ranked(logits: mx.array, group: Rows[Sequence | Line], *, few: bool) -> mx.array:
     """Draw tokens for rows with top_k or top_p, from candidates ordered by falling logit, ties by token id."""
     if few:
         candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
@@ -126,7 +123,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence], *, few: bool) -> mx.ar
     return mx.take_along_axis(order, picked[:, None], axis=-1)[:, 0].astype(mx.int32)
 
 
-def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
+def _weights(logits: mx.array, group: Rows[Sequence | Line]) -> mx.array:
     """Return unnormalised probabilities, exp((logit − highest logit) / temperature), with those below min_p set to zero."""
     temperature = mx.array([row.sampling.temperature for row in group], mx.float32)[:, None]
     min_p = mx.array([row.sampling.min_p for row in group], mx.float32)[:, None]
@@ -134,7 +131,7 @@ def _weights(logits: mx.array, group: Rows[Sequence]) -> mx.array:
     return mx.where(weights >= min_p, weights, 0.0)  # the highest weighs 1, so this is the share of its probability
 
 
-def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
+def _pick(weights: mx.array, group: Rows[Sequence | Line]) -> mx.array:
     """Return, per row, the first index at which the cumulative weights exceed the row's random number times their sum."""
     uniform = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)[:, None]
     cumulative = mx.cumsum(weights, axis=-1)
@@ -145,7 +142,7 @@ def _pick(weights: mx.array, group: Rows[Sequence]) -> mx.array:
     return mx.where(mx.any(beyond, axis=-1), mx.argmax(beyond, axis=-1), last).astype(mx.int32)
 
 
-def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
+def _adjust(logits: mx.array, rows: Rows[Sequence | Line]) -> mx.array:
     """Apply penalties, logit_bias and min_tokens (stop tokens to −infinity) to the rows' logits as one sparse update."""
     changes = [((index, token), change) for index, row in enumerate(rows) for token, change in adjustments(row).items()]
     if not changes:
@@ -158,7 +155,7 @@ def _adjust(logits: mx.array, rows: Rows[Sequence]) -> mx.array:
     return adjusted
 
 
-def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
+def adjustments(row: Sequence | Line) -> dict[int, tuple[float, float]]:
     """Return the changes to one row's logits, by token: (repetition penalty factor, additive shift)."""
     sampling = row.sampling
     result: dict[int, tuple[float, float]] = {}
@@ -171,7 +168,7 @@ def adjustments(row: Sequence) -> dict[int, tuple[float, float]]:
     for token, bias in sampling.logit_bias.items():
         by, shift = result.get(token, (1.0, 0.0))
         result[token] = (by, shift + bias)
-    if len(row.output) < sampling.min_tokens:
+    if row.num_output < sampling.min_tokens:
         for token in row.stop_ids:
             result[token] = (1.0, -float("inf"))
     return result

@@ -5,8 +5,8 @@ token decode together; one prompt chunk at a time runs beside them.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
@@ -33,12 +33,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """The scheduler's decision for one turn: sequences that decode one token each, and a prompt chunk to work on."""
+    """The scheduler's decision for one turn: sequences that decode, and a prompt chunk to work on."""
 
     steps: tuple[Sequence, ...]
     chunk: Row | None
     slice_seconds: float | None  # how long to work on the chunk; None: until it is done
     upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
+    step_tokens: int = 1  # of every row in the decode step
+    drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)  # tokens that the step verifies, by sequence
 
 
 class Fairness:
@@ -178,7 +180,7 @@ class Scheduler:
         No chunk has one token, unless the prompt has no more: some models compute a single token differently (MLA).
         """
         tail = (len(sequence.prefill_ids) - 1) // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
-        is_needed = self.has_checkpoints and (sequence.cut_at is None or sequence.cut_at <= tail)
+        is_needed = self.has_checkpoints and (sequence.prefix.cut_at is None or sequence.prefix.cut_at <= tail)
         return self._chunk_ends(sequence, tail if is_needed else 0)
 
     def _chunk_ends(self, sequence: Sequence, tail: int = 0) -> Iterator[int]:
@@ -219,7 +221,7 @@ class Scheduler:
         first = self._first(ready)
         if not first.has_caches:
             first = next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
-        if best_cut is not None and not first.is_amid_chunk and first.num_computed != first.cut_at:  # at most once per position
+        if best_cut is not None and not first.is_amid_chunk and first.num_computed != first.prefix.cut_at:  # once per place
             beside = [one for one in self.prompts if one is not first and one.prefix.node is first.prefix.node]
             if (position := best_cut(first, next(self._chunk_ends(first)), beside)) is not None:
                 first.cut(position)  # where other prompts diverge, so that what they share is computed once

@@ -7,14 +7,16 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from msgspec import structs
 
+from weft.engine.draft_policy import RowDrafts
+from weft.engine.lookup import LookUp
 from weft.grammar.constraint import Constraint, TokenDemand
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import FinishReason, Submit, Timings, TokenLogprob
+from weft.ipc.messages import DraftCounts, FinishReason, Submit, Timings, TokenLogprob
 from weft.memory.prefix_tree import Node
 
 
@@ -37,7 +39,23 @@ class PrefixCursor:
     is_private: bool = False  # what it computes is not entered into the tree
     is_loading: bool = False  # it waits for the disk tier
     has_asked_disk: bool = False
+    cut_at: int | None = None  # the boundary at which it was last cut because other prompts diverge there
     looked_up: tuple[Node | None, int] | None = None  # the node it last looked for more from, and how much was cached then
+
+
+@dataclass
+class Drafting:
+    """What a sequence's drafts are looked up in, and what they were worth so far."""
+
+    record: RowDrafts = field(default_factory=RowDrafts)
+    lookup: LookUp | None = None
+    drafted: Counter[str] = field(default_factory=Counter)  # tokens verified, by source
+    accepted: Counter[str] = field(default_factory=Counter)
+    is_given_up: bool = False  # computing a draft of it failed
+
+    @property
+    def counts(self) -> DraftCounts:
+        return DraftCounts(dict(self.drafted), dict(self.accepted))
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,6 @@ class Sequence:
         self.output: list[int] = []
         self.prefill_ids = request.prompt  # what is computed in chunks: the prompt, after a restart maybe the answer too
         self.boundaries = tuple(sorted({at for at in request.boundaries if 0 < at < len(request.prompt) - 1}))
-        self.cut_at: int | None = None  # the boundary at which it was last cut because other prompts diverge there
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.forks: list[Self] = []  # answers to the same prompt: they wait for its states, outside of the queues
@@ -74,6 +91,7 @@ class Sequence:
         self.token_counts: Counter[int] | None = Counter() if sampling.has_penalties else None  # of the answer
         self.constraint: Constraint | None = None
         self.prefix = PrefixCursor()
+        self.drafting = Drafting()
         self.memory: LayerStates | None = None
         self.is_preempted = False  # it ran before and had to make room
 
@@ -108,9 +126,18 @@ class Sequence:
         return len(self.prompt) + len(self.output) + self.num_in_flight
 
     @property
+    def num_output(self) -> int:
+        return len(self.output)
+
+    @property
+    def num_known(self) -> int:
+        """Number of tokens whose states are not computed yet: one, or more while tokens emitted before are replayed."""
+        return self.num_tokens - self.num_computed
+
+    @property
     def is_replaying(self) -> bool:
-        """Whether the next step recomputes the state of a token emitted before, instead of sampling a new one."""
-        return self.num_computed + 1 < self.num_tokens
+        """Whether the next token to compute is one emitted before, after which others are known."""
+        return self.num_known > 1
 
     @property
     def is_prefilled(self) -> bool:
@@ -121,6 +148,11 @@ class Sequence:
     def wants_token(self) -> bool:
         """Whether the sequence is unfinished and has fewer than max_tokens output tokens, counting those in flight."""
         return not self.is_finished and len(self.output) + self.num_in_flight < self.max_tokens
+
+    @property
+    def may_have_drafts(self) -> bool:
+        """Whether draft tokens may be verified for it."""
+        return self.request.speculate and not self.drafting.is_given_up
 
     @property
     def must_read_prompt(self) -> bool:
@@ -136,12 +168,13 @@ class Sequence:
     def is_amid_chunk(self) -> bool:
         return self.memory is not None and self.memory.is_amid_chunk
 
-    @property
-    def demand(self) -> TokenDemand | None:
-        """The conditions on the next token from grammar and reasoning budget; None if any token may come or it has finished."""
+    def demands(self, draft: tuple[int, ...] = ()) -> list[TokenDemand | None]:
+        """Return the conditions on the next token and on the one behind each draft token; None where any token may come."""
         if self.constraint is None or self.is_finished:
-            return None
-        return self.constraint.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos)
+            return [None] * (1 + len(draft))
+        states = [self.constraint, *self.constraint.ahead(draft)]
+        found = [one.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos) for one in states]
+        return found + [None] * (1 + len(draft) - len(found))  # behind a token that the constraint refuses nothing counts
 
     def token_at(self, position: int) -> int:
         return self.prompt[position] if position < len(self.prompt) else self.output[position - len(self.prompt)]
@@ -156,8 +189,20 @@ class Sequence:
 
     def cut(self, position: int) -> None:
         """Add a chunk boundary at this position, where other prompts diverge from this one."""
-        self.cut_at = position
+        self.prefix.cut_at = position
         self.boundaries = tuple(sorted((*self.boundaries, position)))
+
+    def begin_step(self, num_known: int) -> bool:
+        """Count tokens that a step computes, the known ones for certain; returns whether it samples a new token."""
+        is_new = num_known == self.num_known
+        self.num_computed += num_known
+        self.num_in_flight += is_new
+        return is_new
+
+    def accept_draft_token(self) -> None:
+        """Count a draft token that the sampler chose: its state is computed, and one more token was sampled."""
+        self.num_computed += 1
+        self.num_in_flight += 1
 
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
         """Append a sampled token (a stop token is not appended) and set `ending` if it is the last; may raise RowFailed."""
@@ -205,12 +250,17 @@ class Sequence:
             self.token_counts = Counter(self.output)
         self.num_computed = self.num_in_flight = 0
         self.memory = None
-        self.prefix = PrefixCursor(first_own_node=self.prefix.first_own_node)  # if it fails later, what it computed goes too
+        # If it fails later, what it computed goes too; the cut stays among its boundaries.
+        self.prefix = PrefixCursor(first_own_node=self.prefix.first_own_node, cut_at=self.prefix.cut_at)
 
     def preempt(self, max_replayed_tokens: int) -> None:
         """Mark the sequence as preempted and drop its computed states; its emitted tokens are kept."""
         self.is_preempted = True
         self.restart(self.output, max_replayed_tokens)
+
+    def give_up_drafts(self) -> None:
+        """Have no drafts from now on, because a step that computed one failed or gave numbers that are not finite."""
+        self.drafting.is_given_up = True
 
     def take_timings(self, broken: Self) -> None:
         """Take over the timings of the sequence whose answer this one continues, because its grammar broke."""
@@ -234,3 +284,43 @@ class Sequence:
         successor.prefix, self.prefix = replace(self.prefix, is_loading=False, has_asked_disk=False), PrefixCursor()
         successor.timings, successor.prompt_logprobs = structs.replace(self.timings, finished=None), self.prompt_logprobs
         return successor
+
+
+@dataclass(frozen=True)
+class Line:
+    """One of the tokens that a step samples for a sequence: the sequence as it is if the draft tokens `ahead` are accepted.
+
+    To the sampler it is a sequence like others.
+    """
+
+    sequence: Sequence
+    ahead: tuple[int, ...]
+    beyond: int = 0  # further tokens that are not known, for one that guesses on from guesses
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.sequence.sampling
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.sequence.prompt
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return self.sequence.stop_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequence.num_tokens + len(self.ahead) + self.beyond
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - 1 - len(self.prompt)
+
+    @property
+    def token_counts(self) -> Counter[int] | None:
+        counts = self.sequence.token_counts
+        return None if counts is None else counts + Counter(self.ahead)
+
+    def uniform(self, position: int) -> float:
+        return self.sequence.uniform(position)

@@ -4,7 +4,7 @@ A constraint belongs to its sequence and shares nothing mutable; it can be repla
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -118,6 +118,31 @@ class Constraint:
             now = self.reasoning.after(now, token)
         self._history.append(now)
         self._fed.append(feeds)
+
+    def ahead(self, tokens: Iterable[int]) -> Iterator[Self]:
+        """Yield the constraint as it will be after each of these tokens, up to the first that it refuses."""
+        now = self
+        for token in tokens:
+            now = now._light_fork()
+            try:
+                now.accept(token)
+            except RowFailed:
+                return
+            yield now
+
+    def forced(self) -> tuple[int, ...]:
+        """Return the tokens that must come next, because nothing else may; () where there is a choice or the answer may end."""
+        now = self._history[-1]
+        is_answering = now.phase == "answer" or self.reasoning is None
+        if now.forced or not is_answering or self.matcher is None or self.matcher.is_finished:
+            return now.forced
+        return tuple(self.matcher.fork().inner.compute_ff_tokens())
+
+    def _light_fork(self) -> Self:
+        """Return a fork that can not go back behind this state."""
+        other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning)
+        other._history = self._history[-1:]
+        return other
 
     def replay(self, tokens: Iterable[int]) -> None:
         """Advance over tokens that were emitted before, by the calls that sampling them took. Raises RowFailed.

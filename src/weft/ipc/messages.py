@@ -73,6 +73,31 @@ class PrefixReuse(msgspec.Struct, frozen=True, array_like=True):
     instead: int | None = None  # the token that the nearest cached prompt has there
 
 
+class DraftCounts(msgspec.Struct, frozen=True):
+    """How many draft tokens were verified and how many of them accepted, by source: forced, lookup, prediction, mtp."""
+
+    drafted: dict[str, int] = {}
+    accepted: dict[str, int] = {}
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(_sum(self.drafted, other.drafted), _sum(self.accepted, other.accepted))
+
+    def __sub__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(_sum(self.drafted, other.drafted, -1), _sum(self.accepted, other.accepted, -1))
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(self.drafted.values())
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted.values())
+
+
+def _sum(one: dict[str, int], other: dict[str, int], sign: int = 1) -> dict[str, int]:
+    return {name: one.get(name, 0) + sign * other.get(name, 0) for name in {**one, **other}}
+
+
 class Timings(msgspec.Struct, kw_only=True):
     """When one sequence was submitted, admitted, emitted its first token and finished, in seconds of the engine's clock."""
 
@@ -82,6 +107,7 @@ class Timings(msgspec.Struct, kw_only=True):
     finished: float | None = None
     cached_tokens: int = 0  # of the prompt, not computed for this sequence
     reuse: PrefixReuse | None = None
+    drafts: DraftCounts | None = None  # None: no draft token was verified
 
 
 class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +148,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefilling: tuple[int, ...] = ()  # sequences whose prompt is being computed
     following: tuple[int, ...] = ()  # sequences that wait for a chunk which another computes
     alone: dict[str, int] = {}  # rows so far that decoded alone, not in a batch, by cause: model, short, geometry
+    drafts: DraftCounts = DraftCounts()  # of all sequences so far
+    num_drafts: int = 0  # drafts verified so far, of one or more tokens each
+    accepted_at: tuple[int, ...] = ()  # by place in a draft: tokens accepted so far
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +166,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0  # higher ones go first
     is_retained: bool = False  # the client will come back: its prefixes are worth more
     emitted: tuple[tuple[int, ...], ...] = ()  # by sampling: tokens that earlier engines emitted; the answer goes on after them
+    prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer: drafts are looked up there too
+    speculate: bool = True  # whether draft tokens may be verified for it
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -175,6 +206,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     versions: str
     memory: dict[str, int] = {}
     notice: str | None = None  # what the operator should know
+    speculation: tuple[str, ...] = ()  # the sources of draft tokens in use
+    no_speculation: dict[str, str] = {}  # by source that was asked for and is not in use: why
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -35,7 +35,7 @@ def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks: mx.array | None = None) -> mx.array:
-    """Compute attention of one token per row over the rows' slabs: (B, heads, 1, dim) → (B, heads, 1, value dim)."""
+    """Compute attention of a step's tokens over the rows' slabs: (B, heads, T, dim) → (B, heads, T, value dim)."""
     if not (mask is None or isinstance(mask, StepMask)):
         raise InternalError("this model makes its own mask, which the seam does not take")
     window = None if mask is None else mask.window

@@ -10,7 +10,7 @@ import math
 import struct
 from collections import deque
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from weft.kernels import modules_behind
+from weft.memory.positions import current_notes
 
 SOFTMAX, SILU, RMS_NORM, ROTATE, RECUR = 0x1B58, 0x1B59, 0x1B5A, 0x1B5B, 0x1B5C  # upper halves of alphas: native/sgemm.c
 MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
@@ -48,14 +49,23 @@ def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
     return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
 
 
+class Recurred(NamedTuple):
+    """What a recurrence over T tokens gives: outputs (B, H, T, V), the last state (B, H, V, K), all states (B, T, H, V, K)."""
+
+    output: mx.array
+    last: mx.array
+    states: mx.array | None  # after each token, where they are asked for
+
+
 def recurrence(
     state: mx.array, value: mx.array, key: mx.array, query: mx.array, gate: mx.array, beta: mx.array | None = None
-) -> tuple[mx.array, mx.array]:
-    """Run a linear recurrence over tokens as one operation; returns the outputs (B, H, T, V) and the last state (B, H, V, K).
+) -> Recurred:
+    """Run a linear recurrence over tokens as one operation, also with the delta rule.
 
     state (B, H, V, K); of every token value (B, H, T, V), key and query (B, H, T, K), gate (B, H, T, K or 1), beta
     (B, H, T, 1). Per token: S ← S · gate; u = value, with `beta` under the delta rule beta · (value − S key); S ← S + u keyᵀ;
-    output = S query. Tokens are taken one by one, so no bit depends on where a prompt is cut into chunks.
+    output = S query. Tokens are taken one by one, so no bit depends on where a prompt is cut into chunks. The states after
+    each token are kept while notes are taken (memory/positions.py).
     """
     (rows, heads, height, width), tokens = state.shape, key.shape[2]
     lanes, padded_height = _whole_lanes(max(width, height)), -(-height // STATE_ROWS) * STATE_ROWS
@@ -64,13 +74,21 @@ def recurrence(
     inputs += [
         mx.broadcast_to(one, shape) if one.shape[-1] == 1 else _padded(one, shape) for one in (gate, beta) if one is not None
     ]
+    keeps_states = current_notes() is not None
+    if keeps_states:
+        inputs.append(mx.broadcast_to(_full((1, 1, 1, 1), 0.0), (rows, heads, padded_height * tokens, lanes)))
     packed = mx.concatenate(inputs, axis=2).reshape(-1, lanes)
     sizes = _sizes(padded_height, _whole_lanes(width), tokens, lanes)
     nothing = _full((packed.shape[0], 1), 0.0)
-    found = mx.addmm(packed, nothing, sizes, alpha=_alpha(RECUR, int(beta is not None)), beta=1.0).reshape(rows, heads, -1, lanes)
-    last = found[:, :, :height, :width]
-    # A slice holds on to all of it: the tokens of a chunk are not kept with the state.
-    return found[:, :, padded_height : padded_height + tokens, :height], last if tokens == 1 else mx.contiguous(last)
+    alpha = _alpha(RECUR, int(beta is not None) | keeps_states << 1)
+    found = mx.addmm(packed, nothing, sizes, alpha=alpha, beta=1.0).reshape(rows, heads, -1, lanes)
+    output, last = found[:, :, padded_height : padded_height + tokens, :height], found[:, :, :height, :width]
+    if tokens > 1:  # a slice holds on to all of it: the tokens of a chunk are not kept with the state
+        last = mx.contiguous(last)
+    if not keeps_states:
+        return Recurred(output, last, None)
+    kept = found[:, :, -padded_height * tokens :].reshape(rows, heads, tokens, padded_height, lanes)
+    return Recurred(output, last, kept[..., :height, :width].swapaxes(1, 2))
 
 
 class RotaryAngles:
@@ -104,7 +122,7 @@ def is_bound(dtype: mx.Dtype) -> bool:
     queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4).swapaxes(-1, -2) / 20
     causal = mx.where(mx.arange(5)[None] <= mx.arange(2, 5)[:, None], 0.0, -1e30)
     gates, state = mx.full((1, 1, 3, 1), 0.5), mx.zeros((1, 1, 4, 4))
-    written, _ = recurrence(state, queries[None], queries[None], queries[None], gates)
+    written = recurrence(state, queries[None], queries[None], queries[None], gates)
     overlaps = mx.tril(queries @ queries.swapaxes(-1, -2)) * mx.array([[1, 0, 0], [0.5, 1, 0], [0.25, 0.5, 1]])
     rotated = rotate(queries[None], RotaryAngles().at(7, 3, 4, 100.0, 1.0, None), is_traditional=False)
     pairs = [
@@ -113,7 +131,7 @@ def is_bound(dtype: mx.Dtype) -> bool:
         (attention_weights(queries, keys, causal, 3), mx.softmax(queries @ keys + causal, axis=-1)),
         (fused_silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
         (rms_norm(queries, queries[0, 0], 0.1), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
-        (written, (overlaps @ queries)[None]),
+        (written.output, (overlaps @ queries)[None]),
         (rotated, mx.fast.rope(queries[None], 4, traditional=False, base=100.0, scale=1.0, offset=7)),
     ]
     return all(bool(mx.allclose(found, right, atol=1e-5)) for found, right in pairs)

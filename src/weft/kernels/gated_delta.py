@@ -1,6 +1,6 @@
 """The gated delta rule for prompts: token by token in weft's own BLAS on a CPU, elsewhere in chunks, as large matrix products.
 
-mlx-lm has a kernel for it on Metal and a Python loop elsewhere; `bind` puts this one into a loaded model where Metal is absent.
+mlx-lm has a kernel for it on Metal, which is left to its work, and a Python loop elsewhere; `bind` puts this one into a model.
 Token by token no bit depends on where a prompt is cut, and a decode step has the bits of a prompt's token; in chunks both do.
 
 The rule, per row and value head, with a state S of shape (V, K), a key k and a query q of K numbers, a value v of V:
@@ -16,24 +16,24 @@ is the state after it: S' = S · carry + gain. Only this last line goes chunk by
 Letters: B rows, T tokens, N chunks, C tokens of a chunk, H key heads, G value heads per key head, K and V as above.
 """
 
-from functools import cache
-from typing import NamedTuple, Self
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gated_delta as stock
 
-from weft.kernels import cpu, modules_behind
+from weft.kernels import cpu, cuda, modules_behind
+from weft.memory.positions import current_notes, note_states
 
 # Up to so many tokens single steps cost less than a chunk's fifty operations (two EPYC cores; H200).
 MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
 
 
 def bind(model: nn.Module) -> list[str]:
-    """Replace mlx-lm's `gated_delta_update` by the chunked one in a model's modules, except on Metal; returns their names."""
-    if mx.metal.is_available():  # mlx-lm has kernels there
-        return []
+    """Replace mlx-lm's `gated_delta_update` by this one in a model's modules; returns their names."""
     known = (stock.gated_delta_update, gated_delta_update)
     holders = [module for module in modules_behind(model) if getattr(module, "gated_delta_update", None) in known]
     for module in holders:
@@ -57,10 +57,16 @@ def gated_delta_update(
     allow_neg_eigval: bool = False,
 ) -> tuple[mx.array, mx.array]:
     """Drop-in for mlx-lm's function: compute gates and betas from their projections, then apply the gated delta rule."""
-    if not _on_cpu() and key.shape[1] <= MAX_STEPS_ON_GPU:  # mlx-lm's steps are compiled there: fewer launches
-        arguments = (query, key, value, fading, writing, log_rate, bias, state, mask)
+    is_plain = mask is None and lower_bound is None and not allow_neg_eigval
+    if _on_cuda() and key.shape[1] <= MAX_STEPS_ON_GPU and is_plain and cuda.can_step(query, value, fading, state):
+        by_token, keeps_states = (query, key, value, fading, writing), current_notes() is not None
+        output, last, states = cuda.gated_delta_steps(by_token, log_rate, bias, state, keeps_states=keeps_states)
+        note_states(last, states)
+        return output, last
+    if not _on_cpu() and (mx.metal.is_available() or key.shape[1] <= MAX_STEPS_ON_GPU):  # mlx-lm's steps: fewer launches
         options = {"use_kernel": use_kernel, "lower_bound": lower_bound, "allow_neg_eigval": allow_neg_eigval}
-        return stock.gated_delta_update(*arguments, **options)  # type: ignore[no-any-return]
+        rule = partial(stock.gated_delta_update, A_log=log_rate, dt_bias=bias, mask=mask, **options)
+        return _stock_steps(rule, (query, key, value, fading, writing), state)
     beta = mx.sigmoid(writing)
     if allow_neg_eigval:
         beta = beta * 2.0
@@ -94,11 +100,34 @@ def gated_delta_rule(
         state = mx.zeros((rows, heads * groups, width, key.shape[-1]))
     tokens = DeltaTokens(*(array.astype(mx.float32) for array in (query, key, value, gate, beta)))
     first = state.astype(mx.float32).reshape(rows, heads, groups, width, -1)
-    if length > 1 and _goes_by_token():
-        output, last = _recurrence(tokens, first)
+    takes_notes, states = current_notes() is not None, None
+    if length > (MAX_STEPS_ON_CPU if takes_notes else 1) and _goes_by_token():
+        output, last, states = _recurrence(tokens, first)  # with notes it copies the state for each token: dear for a few
+    elif length <= MAX_STEPS_ON_CPU or takes_notes:
+        output, steps = _single_steps(tokens, first)
+        by_token = [one.reshape(state.shape) for one in steps]
+        note_states(by_token[-1], by_token)
+        return output.astype(query.dtype), by_token[-1]
     else:
-        output, last = _single_steps(tokens, first) if length <= MAX_STEPS_ON_CPU else _chunks(tokens, first)
-    return output.astype(query.dtype), last.reshape(state.shape)
+        output, last = _chunks(tokens, first)
+    last = last.reshape(state.shape)
+    note_states(last, states)
+    return output.astype(query.dtype), last
+
+
+def _stock_steps(rule: Callable[..., Any], by_token: tuple[mx.array, ...], state: mx.array | None) -> tuple[mx.array, mx.array]:
+    """Apply mlx-lm's own function: at once, or token by token where the states after each token are noted."""
+    length = by_token[0].shape[1]
+    if current_notes() is None or length == 1:
+        return rule(*by_token, state=state)  # type: ignore[no-any-return]
+    outputs, states = [], []
+    for at in range(length):
+        output, state = rule(*(array[:, at : at + 1] for array in by_token), state=state)
+        outputs.append(output)
+        states.append(state)
+    assert state is not None
+    note_states(state, states)
+    return mx.concatenate(outputs, axis=1), state
 
 
 class DeltaTokens(NamedTuple):
@@ -125,20 +154,20 @@ class DeltaTokens(NamedTuple):
         return type(self)(query, key, value, chunks(self.gate, groups, 1.0), chunks(self.beta, groups))
 
 
-def _recurrence(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Apply the gated delta rule to a state (B, H, G, V, K) in weft's own BLAS; returns the outputs and the last state."""
+def _recurrence(tokens: DeltaTokens, state: mx.array) -> cpu.Recurred:
+    """Apply the gated delta rule to a state (B, H, G, V, K) in weft's own BLAS."""
     groups = state.shape[2]
     query, key = (array if groups == 1 else mx.repeat(array, groups, axis=2) for array in (tokens.query, tokens.key))
     gate = tokens.gate if tokens.gate.ndim == 4 else tokens.gate[..., None]
     by_head = [array.swapaxes(1, 2) for array in (tokens.value, key, query, gate, tokens.beta[..., None])]
-    output, last = cpu.recurrence(state.flatten(1, 2), *by_head)
-    return output.swapaxes(1, 2), last
+    found = cpu.recurrence(state.flatten(1, 2), *by_head)
+    return found._replace(output=found.output.swapaxes(1, 2))
 
 
-def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
-    """Apply the gated delta rule token by token to a state (B, H, G, V, K); returns the outputs and the last state."""
+def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, list[mx.array]]:
+    """Apply the gated delta rule token by token to a state (B, H, G, V, K); returns outputs, and the state after each token."""
     rows, heads, groups, width, _ = state.shape
-    outputs, length = [], tokens.key.shape[1]
+    outputs, states, length = [], [], tokens.key.shape[1]
     for at in range(length):  # five slices are a fifth of a decode step on a CPU: one token is not sliced
         token = tokens if length == 1 else DeltaTokens(*(array[:, at : at + 1] for array in tokens))
         key = token.key.reshape(rows, heads, 1, 1, -1)
@@ -147,7 +176,8 @@ def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.ar
         state = state + missing * token.beta.reshape(rows, heads, groups, 1, 1) * key
         output = state @ token.query.reshape(rows, heads, 1, -1, 1)
         outputs.append(output.reshape(rows, 1, heads * groups, width))
-    return mx.concatenate(outputs, axis=1), state
+        states.append(state)
+    return mx.concatenate(outputs, axis=1), states
 
 
 def _chunks(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, mx.array]:
@@ -260,3 +290,7 @@ def _goes_by_token() -> bool:
 
 def _on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
+
+
+def _on_cuda() -> bool:
+    return bool(mx.default_device() == mx.gpu) and not mx.metal.is_available()

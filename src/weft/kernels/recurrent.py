@@ -12,10 +12,17 @@ import mlx.nn as nn
 from mlx_lm.models import ssm as stock
 
 from weft.kernels import cpu, modules_behind
+from weft.memory.positions import current_notes, note_states
 
 
 def bind(model: nn.Module) -> list[str]:
-    """Replace mlx-lm's recurrent functions in a model's modules; returns the modules' names, [] without weft's BLAS."""
+    """Replace mlx-lm's recurrent functions in a model's modules; returns the modules' names, [] without weft's BLAS.
+
+    Its convolutions note their input on every device, for steps that go back to an earlier token.
+    """
+    for layer in model.modules():
+        if type(layer) is nn.Conv1d:
+            layer.__class__ = NotingConv1d
     if not cpu.is_bound(mx.float32):
         return []
     changed = []
@@ -28,6 +35,15 @@ def bind(model: nn.Module) -> list[str]:
             names["recurrent_gla"] = lightning_over(original)
             changed.append(module.__name__)
     return changed
+
+
+class NotingConv1d(nn.Conv1d):  # type: ignore[misc]
+    """An `nn.Conv1d` whose input is noted while notes are taken: in a recurrent layer it begins with the layer's state."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if (notes := current_notes()) is not None:
+            notes.note_convolution(x)
+        return super().__call__(x)  # type: ignore[no-any-return]
 
 
 def ssm_update(
@@ -55,9 +71,10 @@ def ssm_update(
     gate = mx.exp(seconds * -mx.exp(log_rate.astype(mx.float32)))
     key, query = (mx.repeat(array.astype(mx.float32), heads // groups, axis=2) for array in (key, query))
     by_head = [array.swapaxes(1, 2) for array in (x * seconds[..., None], key, query, gate[..., None])]
-    output, last = cpu.recurrence(state.astype(mx.float32), *by_head)
-    output = output.swapaxes(1, 2) + x * skip[:, None]
-    return output.astype(hidden_states.dtype), last
+    found = cpu.recurrence(state.astype(mx.float32), *by_head)
+    note_states(found.last, found.states)
+    output = found.output.swapaxes(1, 2) + x * skip[:, None]
+    return output.astype(hidden_states.dtype), found.last
 
 
 def lightning_over(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,8 +98,10 @@ def lightning_over(original: Callable[..., Any]) -> Callable[..., Any]:
         state = mx.zeros((rows, heads, height, width)) if h is None else h.astype(mx.float32).swapaxes(-1, -2)
         gate = mx.broadcast_to(mx.exp(g.astype(mx.float32))[None, :, None, None], (rows, heads, tokens, 1))
         value, key, query = (array.astype(mx.float32) for array in (v, k, q * scale))
-        output, last = cpu.recurrence(state, value, key, query, gate)
-        return output.astype(q.dtype), last.swapaxes(-1, -2)
+        found = cpu.recurrence(state, value, key, query, gate)
+        last = found.last.swapaxes(-1, -2)
+        note_states(last, None if found.states is None else found.states.swapaxes(-1, -2))
+        return found.output.astype(q.dtype), last
 
     recurrent_gla.weft_original = original  # type: ignore[attr-defined]
     return recurrent_gla

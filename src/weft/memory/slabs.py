@@ -29,6 +29,7 @@ class RowState:
 
     def __init__(self) -> None:
         self.length = 0
+        self.unread = 0  # of its last tokens, by the model's MTP head; −1: the head has read the next one too
         self.slab: Slab | None = None
         self.slot = -1
         self.loose: list[tuple[mx.array | None, ...]] | None = None  # recurrent states that are in no table
@@ -66,6 +67,14 @@ class Slab:
         for held in self.layers.values():
             for array in (held.keys, held.values):
                 array[slot] = mx.zeros(array.shape[1:], array.dtype)
+
+    def scrub_tokens(self, slot: int, first: int, last: int) -> None:
+        """Zero the keys and values of a slot's tokens [first, last), which were computed and do not count."""
+        for held in self.layers.values():
+            for array in (held.keys, held.values):
+                for token in range(first, last):
+                    place = token % array.shape[2]
+                    array[slot, :, place] = mx.zeros((array.shape[1], array.shape[3]), array.dtype)
 
 
 class StateTable:
@@ -177,7 +186,7 @@ class Pool:
 
     def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:
         """Copy a row's keys and values into a free slot; its recurrent states are only referenced. Check `refusal` first."""
-        row.length = length
+        row.length, row.unread = length, 0
         capacity = self._first_capacity(length)
         slab = self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in upcoming))
         for layer, content in enumerate(contents):
@@ -185,17 +194,17 @@ class Pool:
                 slab.write(layer, row.slot, length - content.keys.shape[2], content)
         row.loose = [content if isinstance(content, tuple) else () for content in contents]
 
-    def grow(self, row: RowState, *, table: StateTable | None = None) -> None:
-        """Make room for one more token: a row whose slot is full moves, alone, to a slot of a larger capacity class."""
+    def grow(self, row: RowState, tokens: int = 1, *, table: StateTable | None = None) -> None:
+        """Make room for more tokens: a row whose slot is too small moves, alone, to a slot of a larger capacity class."""
         old, slot = row.slab, row.slot
         assert old is not None
-        if row.length < old.capacity or not self.has_positions:
+        if row.length + tokens <= old.capacity or not self.has_positions:
             return
         if table is not None:
             row.loose = table.extract(row)
         peers = sum(len(slab.occupied) for slab in self.slabs if slab.capacity == old.capacity)  # they follow soon
         old.rows[slot] = None
-        new = self._place(row, self.capacity_for(row.length + 1), peers)
+        new = self._place(row, self.capacity_for(row.length + tokens), peers)
         for layer, held in old.layers.items():  # a ring that is already full keeps its layout: place 0 stays place 0
             new.write(layer, row.slot, 0, KeyValues(held.keys[slot : slot + 1], held.values[slot : slot + 1]))
         self._drop_if_empty(old)

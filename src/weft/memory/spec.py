@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+MAX_STEP_TOKENS = 8  # that one row may have in a decode step
+
 Geometry = tuple[tuple[int, ...], mx.Dtype]  # a shape without the batch axis, and its numbers' type
 
 
@@ -33,7 +35,11 @@ class FullAttention:
     values: Plane
 
     def slots_needed(self, tokens: int) -> int:
-        """Return how many token places a row of so many tokens fills: all of them, in a sliding window at most its size."""
+        """Return how many token places a row of so many tokens fills: all of them, in a sliding window at most its ring."""
+        return tokens
+
+    def tokens_held(self, tokens: int) -> int:
+        """Return of how many tokens a row of so many has keys and values: all of them, in a sliding window at most its size."""
         return tokens
 
     def bytes_at(self, tokens: int) -> int:
@@ -42,11 +48,22 @@ class FullAttention:
 
 @dataclass(frozen=True)
 class SlidingWindow(FullAttention):
-    """Spec of a layer with keys and values of the last `window` tokens in a ring buffer: token p is at place p % window."""
+    """Spec of a layer with keys and values of the last `window` tokens in a ring buffer: token p is at place p % ring.
+
+    `spare` places more keep what a step of several tokens would overwrite, should it go back to the first of them.
+    """
 
     window: int
+    spare: int = 0
+
+    @property
+    def ring(self) -> int:
+        return self.window + self.spare
 
     def slots_needed(self, tokens: int) -> int:
+        return min(tokens, self.ring)
+
+    def tokens_held(self, tokens: int) -> int:
         return min(tokens, self.window)
 
 
@@ -81,7 +98,7 @@ def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> st
         case (_, None):
             return "its cache is of a kind that slabs can not hold"
         case (FullAttention(), KeyValues()):
-            tokens = spec.slots_needed(length)
+            tokens = spec.tokens_held(length)
             sides = (("keys", contents.keys, spec.keys), ("values", contents.values, spec.values))
             found = ((side, difference(array, plane.shape_of(tokens), plane.dtype)) for side, array, plane in sides)
             return next((f"{side} are {reason}" for side, reason in found if reason), None)

@@ -6,32 +6,51 @@ keys and values never leave their slabs. The *plain* way is one forward per slab
 length mask. Rows that step *alone* use mlx-lm's own caches and nothing of this file.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from weft.errors import InternalError
+from weft.memory.positions import Noted, taking_notes
 from weft.memory.slabs import Pool, RowState, Slab
 from weft.memory.spec import FullAttention, Recurrent, SlidingWindow, difference, part_mismatch
 
 FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look nowhere stays a number
 
 
+class StepSpan(NamedTuple):
+    """Which tokens of every row a step computes: so many, `ahead` of those that the row holds."""
+
+    tokens: int = 1
+    ahead: int = 0  # tokens between, which an earlier step has computed for some layers only
+    is_unread: bool = False  # they begin where the row's MTP head has yet to read
+
+    def first_of(self, row: RowState) -> int:
+        """Return the position of the first of them in a row."""
+        return row.length + self.ahead - (row.unread if self.is_unread else 0)
+
+
+ONE_TOKEN = StepSpan()
+
+
 class Part:
     """One slab's rows in a decode step, with slots in [low, high); for slab attention they are batch rows from `start` on."""
 
-    def __init__(self, slab: Slab, rows: list[RowState], start: int, *, is_whole: bool) -> None:
+    def __init__(self, slab: Slab, rows: list[RowState], start: int, span: StepSpan, *, is_whole: bool) -> None:
         self.slab = slab
         self.rows = rows  # by slot
         self.start = start
+        self.tokens = tokens = span.tokens  # new ones of every row
+        self.first = [span.first_of(row) for row in rows]  # position of each row's first new token
         self.low, self.high = (0, len(slab.rows)) if is_whole else (rows[0].slot, rows[-1].slot + 1)
-        self.longest = max(row.length for row in rows) + 1  # tokens of its longest row, the new one included
+        self.longest = max(self.first) + tokens  # tokens of its longest row, the new ones included
         self.span = slab.capacity if is_whole else self.longest  # token places that are read
         self.slots = mx.array([row.slot for row in rows], mx.int32)  # (n,) slot of each row
-        self.lengths = mx.array([row.length for row in rows], mx.int32)  # (n,) tokens each row holds before this step
+        self.lengths = mx.array(self.first, mx.int32)  # (n,) tokens each row holds before this step
         self.spread: mx.array | None = None  # slot of the range → row of the part, when slots lie empty between
         self.gather: mx.array | None = None  # row of the part → slot of the range
         if self.high - self.low != len(rows):
@@ -41,17 +60,64 @@ class Part:
 
 
 class Batch:
-    """The rows of one decode forward, grouped by slab, and values all layers share; built for one step and then dropped."""
+    """The rows of one decode forward, grouped by slab, and values all layers share; built for one step and then dropped.
+
+    A step has T tokens for every row: one, or more where a row has tokens that are known or guessed. `keep` then says how
+    many of each row's count.
+    """
 
     def __init__(self, pool: Pool, parts: list[Part], rows: list[RowState | None], *, seam: bool) -> None:
         self.pool = pool
         self.parts = parts
+        self.tokens = parts[0].tokens
         self.rows = rows  # None: an idle row that fills the width
         self.seam = seam
-        self.offsets = mx.array([0 if row is None else row.length for row in rows], mx.int32)  # (B,) of each row's new token
+        offsets = {row: first for part in parts for row, first in zip(part.rows, part.first, strict=True)}
+        self.offsets = mx.array([0 if row is None else offsets[row] for row in rows], mx.int32)  # (B,) of first new tokens
         self.table = pool.table_for(None if seam else parts[0].slab)
         self.table.arrange(rows)
         self._memo: dict[tuple[Any, ...], Any] = {}
+        self._replaced: list[tuple[int, int, mx.array]] = []  # states that the forward wrote, in order: layer, part, value
+        self._by_token: list[tuple[int, int, Noted | None]] = []  # the same with what was noted of them
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Context manager around the building of this batch's forward: with T > 1 it notes the states after each token."""
+        if self.tokens == 1:
+            yield
+            return
+        with taking_notes(self.tokens) as notes:
+            yield
+        # At the end: some layers keep a convolution's input before they convolve it.
+        self._by_token = [(layer, part, notes.of(value)) for layer, part, value in self._replaced]
+        self._replaced = []
+
+    def replace_state(self, layer: int, part: int, value: mx.array) -> None:
+        self.table.states[layer][part] = value
+        if self.tokens > 1:
+            self._replaced.append((layer, part, value))
+
+    def keep(self, counts: list[int]) -> None:
+        """Let the first `counts` tokens of each row count (idle rows too), and give up the others.
+
+        Raises InternalError where a layer has its state after the last token only, and not all rows keep all tokens.
+        """
+        for row, count in zip(self.rows, counts, strict=True):
+            if row is not None:
+                row.length += count
+                row.unread += count
+        if self.tokens == 1 or all(count == self.tokens for count in counts):
+            return
+        chosen = mx.array(counts, mx.int32)
+        for layer, part, noted in self._by_token:
+            if noted is None:
+                raise InternalError(f"layer {layer}: of state {part} only the one after the last token is known")
+            self.table.states[layer][part] = noted.after(chosen)
+
+    @property
+    def last_only(self) -> list[int]:
+        """The layers of this forward whose state is known after the last token only."""
+        return sorted({layer for layer, _, noted in self._by_token if noted is None})
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return this step's memoised value for `key`, calling `make` only the first time, so that layers share it."""
@@ -75,43 +141,56 @@ class Reach:
 
     @cached_property
     def mask(self) -> mx.array | None:
-        """Boolean mask (rows or slot range, 1, 1, span), True where a row may attend; None if every place is allowed."""
-        part, ring = self.part, self.ring
+        """Boolean mask (rows or slot range, 1, T, span), True where a token may attend; None if every place is allowed."""
+        part, ring, tokens = self.part, self.ring, self.part.tokens
         span = part.span if ring is None else min(part.span, ring)
-        if self.window is None and part.spread is None and min(row.length for row in part.rows) + 1 >= span:
+        if tokens == 1 and self.window is None and part.spread is None and min(part.first) + 1 >= span:
             return None
-        lengths, place = part.lengths[:, None], mx.arange(span)[None]
+        own, place = part.lengths[:, None, None] + mx.arange(tokens)[:, None], mx.arange(span)
         # In a ring, place i holds the newest token whose position is i modulo the ring's size.
-        position = place if ring is None else lengths - (lengths - place) % ring
-        allowed = (position >= 0) & (position <= lengths)
+        position = place if ring is None else own[:, -1:] - (own[:, -1:] - place) % ring
+        allowed = (position >= 0) & (position <= own)
         if self.window is not None:
-            allowed = allowed & (position > lengths - self.window)
-        return (allowed if part.spread is None else allowed[part.spread])[:, None, None, :]
+            allowed = allowed & (position > own - self.window)
+        return (allowed if part.spread is None else allowed[part.spread])[:, None]
 
     @cached_property
     def bias(self) -> mx.array | None:
         return as_bias(self.mask)
 
     @cached_property
+    def slots(self) -> mx.array:
+        """The slot of each token's row, (nT,)."""
+        return self.part.slots if self.part.tokens == 1 else mx.repeat(self.part.slots, self.part.tokens)
+
+    @cached_property
     def bounds(self) -> mx.array | None:
-        """Each row's half-open range of places it may attend to, flattened to (2n,); None if the places are not contiguous."""
-        if self.ring is not None and self.window is not None:
+        """Each token's half-open range of places it may attend to, flattened to (2nT,); None if they are not contiguous."""
+        if self.ring is not None and (self.window is not None or self.part.tokens > 1):
             return None
-        stops = [row.length + 1 if self.ring is None else min(row.length + 1, self.ring) for row in self.part.rows]
+        ends = [first + 1 + token for first in self.part.first for token in range(self.part.tokens)]
+        stops = [end if self.ring is None else min(end, self.ring) for end in ends]
         starts = [0 if self.window is None else max(0, stop - self.window) for stop in stops]
         return mx.array([bound for pair in zip(starts, stops, strict=True) for bound in pair], mx.int32)
 
 
-def make_batches(pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int | None) -> list[Batch]:
+def make_room(pool: Pool, row: RowState, tokens: int, *, seam: bool) -> None:
+    """Make room for more tokens of a row; where it has to move for that, batches that were made before are of no use."""
+    pool.grow(row, tokens, table=None if seam or row.slab is None else pool.table_for(row.slab))
+
+
+def make_batches(
+    pool: Pool, rows: Sequence[RowState], *, seam: bool, width: int | None, span: StepSpan = ONE_TOKEN
+) -> list[Batch]:
     """Grow full rows, then group the rows of a decode step into batches: one with slab attention (seam), or one per slab."""
     # With a `width` shapes are constant: whole slabs are read, and idle rows fill the batch of the seam.
     for row in rows:
-        pool.grow(row, table=None if seam or row.slab is None else pool.table_for(row.slab))
+        make_room(pool, row, span.first_of(row) + span.tokens - row.length, seam=seam)
     parts: list[Part] = []
     for slab in pool.slabs:
         if live := [row for row in slab.occupied if row in rows]:
             start = sum(len(part.rows) for part in parts) if seam else 0
-            parts.append(Part(slab, live, start, is_whole=width is not None))
+            parts.append(Part(slab, live, start, span, is_whole=width is not None))
     if not seam:
         ranges = [[row if row in part.rows else None for row in part.slab.rows[part.low : part.high]] for part in parts]
         return [Batch(pool, [part], rows, seam=False) for part, rows in zip(parts, ranges, strict=True)]
@@ -138,10 +217,10 @@ class KeyValueView:
         self.offset = batch.offsets  # the same before and after the update
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append one token's keys and values per row; returns handles for slab attention (seam), else one slab's arrays."""
+        """Append the new tokens' keys and values; returns handles for slab attention (seam), else one slab's arrays."""
         for side, array, plane in (("keys", keys, self.spec.keys), ("values", values, self.spec.values)):
             # Only the shape: a slab converts numbers of another dtype, as mlx-lm's own caches do.
-            if array.shape != (shape := plane.shape_of(1, len(self.batch.rows))):
+            if array.shape != (shape := plane.shape_of(self.batch.tokens, len(self.batch.rows))):
                 raise InternalError(f"layer {self.layer}: {side} of a step are {difference(array, shape, array.dtype)}")
         for part in self.batch.parts:
             for target, new in zip(self.planes(part), (keys, values), strict=True):
@@ -149,14 +228,15 @@ class KeyValueView:
         return self.keys_and_values()
 
     def _append(self, part: Part, target: mx.array, new: mx.array) -> None:
-        _, heads, places, _ = target.shape
-        if len(part.rows) == 1:
-            slot, place = part.rows[0].slot, part.rows[0].length % places
-            target[slot : slot + 1, :, place : place + 1] = new
+        (_, heads, places, _), tokens = target.shape, part.tokens
+        slot, place = part.rows[0].slot, part.first[0] % places
+        if len(part.rows) == 1 and place + tokens <= places:
+            target[slot : slot + 1, :, place : place + tokens] = new
             return
 
         def indices() -> tuple[mx.array, mx.array, mx.array]:
-            return part.slots[:, None, None], mx.arange(heads)[None, :, None], (part.lengths % places)[:, None, None]
+            own = part.lengths[:, None, None] + mx.arange(tokens)
+            return part.slots[:, None, None], mx.arange(heads)[None, :, None], own % places
 
         target[self.batch.once(("indices", part.start, heads, places), indices)] = new
 
@@ -173,8 +253,12 @@ class KeyValueView:
 
     def reach(self, part: Part, window: int | None) -> Reach:
         """Return which places a part's rows may attend to in this layer with this window; shared by layers of one kind."""
-        ring = self.spec.window if isinstance(self.spec, SlidingWindow) and part.slab.capacity >= self.spec.window else None
-        window = None if ring is not None and window is not None and window >= ring else window
+        ring = None
+        if isinstance(self.spec, SlidingWindow):
+            ring = self.spec.ring if part.slab.capacity >= self.spec.ring else None
+            window = min(window or self.spec.window, self.spec.window)
+        if window is not None and (part.longest <= window or (ring is not None and window >= ring)):
+            window = None
         found: Reach = self.batch.once(("reach", part.start, ring, window), lambda: Reach(part, ring, window))
         return found
 
@@ -192,14 +276,13 @@ class KeyValueView:
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """Return a decode step's attention mask, None if not needed; with slab attention (seam) a StepMask, else an array."""
-        if n != 1:
-            raise InternalError(f"a decode step has one token per row, not {n}")
+        if n != self.batch.tokens:
+            raise InternalError(f"this step has {self.batch.tokens} tokens per row, not {n}")
         if not self.batch.seam:
             return self.reach(self.batch.parts[0], window_size).mask
         if return_array:
             raise InternalError("this model wants its mask as an array, which the seam does not give")
-        is_ring = isinstance(self.spec, SlidingWindow) and window_size is not None and window_size >= self.spec.window
-        return None if window_size is None or is_ring else StepMask(window_size)
+        return None if window_size is None else StepMask(window_size)
 
 
 @dataclass(frozen=True)
@@ -218,18 +301,17 @@ class StateView:
     def __init__(self, batch: Batch, layer: int) -> None:
         spec = batch.pool.specs[layer]
         assert isinstance(spec, Recurrent)
+        self.batch = batch
         self.layer = layer
         self.spec: Recurrent = spec
-        self.states = batch.table.states[layer]
-        self.num_rows = len(batch.rows)
 
     def __getitem__(self, index: int) -> mx.array | None:
-        return self.states[index]
+        return self.batch.table.states[self.layer][index]
 
     def __setitem__(self, index: int, value: mx.array) -> None:
-        if reason := part_mismatch(value, self.spec.parts[index], self.num_rows):
+        if reason := part_mismatch(value, self.spec.parts[index], len(self.batch.rows)):
             raise InternalError(f"layer {self.layer}: state {index} became {reason}")
-        self.states[index] = value
+        self.batch.replace_state(self.layer, index, value)
 
     def advance(self, n: int) -> None:
         """Do nothing (mlx-lm calls it after each step): rows' lengths are Python integers, nothing is counted on the device."""

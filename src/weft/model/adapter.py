@@ -15,9 +15,20 @@ from weft.kernels.attention import seam_over
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.recurrent import bind as bind_recurrent
-from weft.memory.spec import FullAttention, KeyValues, LayerContents, LayerSpec, Plane, Recurrent, SlidingWindow
+from weft.memory.positions import current_notes
+from weft.memory.spec import (
+    MAX_STEP_TOKENS,
+    FullAttention,
+    KeyValues,
+    LayerContents,
+    LayerSpec,
+    Plane,
+    Recurrent,
+    SlidingWindow,
+)
 from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.loader import LoadedModel
+from weft.model.mtp import load_head
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 
@@ -27,6 +38,7 @@ Way = Literal["seam", "plain", "alone"]  # explained in memory/views.py; `probe`
 
 DEFAULT_CONTEXT = 8192
 SAMPLE_LENGTHS = (64, 192)
+HIDDEN_STATES = 16  # of a row's last tokens, kept for an MTP head, which reads when it drafts, or when they become too many
 SPEC_TOKENS = 4  # of the forward off which the geometry of the layers is read; a shorter row may not have it yet
 
 
@@ -61,7 +73,7 @@ class Chunk:
 class Adapter:
     """Wraps a loaded model for the runner: makes caches, builds forwards, and knows the memory layout of its layers."""
 
-    def __init__(self, loaded: LoadedModel, *, way: Way | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, *, way: Way | None = None, with_head: bool = True) -> None:
         self.model: Callable[..., mx.array] = loaded.model
         self.name = loaded.folder.name
         self.vocab_size = loaded.vocab_size
@@ -72,6 +84,19 @@ class Adapter:
         bind_recurrent(loaded.model)
         bind_layers(loaded.model)
         _bind_seam(loaded.model)
+        self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
+        self._examine(way)
+        if self.head is not None and self.step_tokens == 1:
+            self.head, self.no_head = None, f"its guesses can not be verified: {self.unverified}"
+            self._examine(way)
+        if self.head is not None:
+            self.weights_bytes += self.head.weights_bytes
+        if self.refused and self.way == "alone":
+            why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
+            log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
+
+    def _examine(self, way: Way | None) -> None:
+        """Read the memory layout of the layers, and find out how rows can be batched."""
         self.specs: list[LayerSpec] = []
         self.layout: list[int | tuple[int, ...]] = []  # by layer: the place of its spec, or of those of a CacheList
         self.unreadable: str | None = None  # why the memory of the layers can not be read
@@ -82,13 +107,19 @@ class Adapter:
         found = Findings(way, {}) if way else examine(self)
         self.way, self.refused = found.way, found.refused
         self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
-        if self.refused and self.way == "alone":
-            why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
-            log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
+        self.step_tokens = found.step_tokens  # most that a row may have in a step
+        self.unverified = found.unverified  # why several tokens of a row in one step are not what one after the other are
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
-        """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones."""
-        return self.reset_growth(make_prompt_cache(self.model), prompt_tokens)
+        """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones.
+
+        A model with an MTP head has two more: of the head's layer, and of the last token's hidden state.
+        """
+        return self.reset_growth(self._make_caches(), prompt_tokens)
+
+    def _make_caches(self) -> LayerCaches:
+        caches: LayerCaches = make_prompt_cache(self.model)
+        return caches if self.head is None else [*caches, self.head.new_cache(), ArraysCache(1)]
 
     @staticmethod
     def reset_growth(caches: LayerCaches, num_tokens: int = 1) -> LayerCaches:
@@ -104,7 +135,7 @@ class Adapter:
 
     def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
         """Return a prompt chunk's lazy forward for one row: a `Chunk` to evaluate layer by layer, and its logits (1, T, V)."""
-        logits = self.model(mx.array([tokens], mx.int32), cache=caches)
+        logits = self._forward(mx.array([tokens], mx.int32), caches)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 
     def prefilled_caches(self, prompt: list[int], chunk_tokens: int | None = None) -> LayerCaches:
@@ -130,12 +161,53 @@ class Adapter:
         return [_contents(cache) for cache in leaves(caches)]
 
     def decode(self, tokens: mx.array, batch: Batch) -> mx.array:
-        """Build the lazy forward of one token per row over a batch's cache views, (B, 1) → logits (B, V)."""
-        return self.model(tokens, cache=[self._view(batch, place) for place in self.layout])[:, -1]
+        """Build the lazy forward of a step's tokens over a batch's cache views, (B, T) → logits (B, T, V)."""
+        with batch.noting():
+            return self._forward(tokens, [self._view(batch, place) for place in self.layout], reads=False)
+
+    def _forward(self, tokens: mx.array, caches: LayerCaches, *, reads: bool = True) -> mx.array:
+        """Build the model's forward, (B, T) → logits (B, T, V); its MTP head, if any, reads the tokens too, or will later."""
+        if self.head is None:
+            return self.model(tokens, cache=caches)
+        *own, keys_and_values, last = caches
+        hidden, logits = self.head.trunk(tokens, own)
+        rows, count, size = hidden.shape
+        earlier = mx.zeros((rows, HIDDEN_STATES, size), hidden.dtype) if last[0] is None else last[0]
+        columns = mx.concatenate([earlier, hidden], axis=1)
+        if reads:
+            self.head.read(tokens, columns[:, HIDDEN_STATES - 1 : -1], keys_and_values)
+        last[0] = columns[:, count:] if count == 1 else mx.contiguous(columns[:, count:])
+        if (notes := current_notes()) is not None:
+            notes.note_convolution(columns)  # a row that goes back has other last states
+        return logits
+
+    def read(self, tokens: mx.array, starts: list[int], batch: Batch) -> mx.array:
+        """Let the MTP head read tokens (B, T) and return its own states (B, T, H).
+
+        `starts`: by row, where in its kept hidden states the one before its first token is.
+        """
+        assert self.head is not None
+        hidden, count = self._view(batch, self.layout[-1])[0], tokens.shape[1]
+        if len({*starts}) == 1:
+            before = hidden[:, starts[0] : starts[0] + count]
+        else:
+            places = mx.minimum(mx.array(starts)[:, None] + mx.arange(count), HIDDEN_STATES - 1)
+            before = mx.take_along_axis(hidden, places[..., None], axis=1)
+        return self.head.read(tokens, before, self._view(batch, self.layout[-2]))
+
+    def guess(self, tokens: mx.array, before: mx.array, batch: Batch) -> mx.array:
+        """Let the MTP head read one token (B,) that it guessed itself, from its own states (B, H) to its next ones (B, H)."""
+        assert self.head is not None
+        return self.head.read(tokens[:, None], before[:, None], self._view(batch, self.layout[-2]))[:, -1]
+
+    def guessed_logits(self, states: mx.array) -> mx.array:
+        """Return the logits (B, V) of the tokens that the MTP head's states (B, H) guess."""
+        assert self.head is not None
+        return self.head.logits(states[:, None])[:, -1]
 
     def decode_alone(self, tokens: mx.array, caches: LayerCaches) -> mx.array:
         """Build and start, without waiting, the forward of one token of one row on its own caches, (1, 1) → logits (1, V)."""
-        logits = self.model(tokens, cache=caches)[:, -1]
+        logits = self._forward(tokens, caches)[:, -1]
         mx.async_eval(logits, [arrays_of(cache) for cache in leaves(caches)])  # type: ignore[no-untyped-call]
         return logits
 
@@ -146,9 +218,9 @@ class Adapter:
 
     def _read_specs(self) -> None:
         """Build (not run) a short forward and record the geometry of every layer's cache in `specs` and `layout`."""
-        caches: LayerCaches = make_prompt_cache(self.model)
+        caches = self._make_caches()
         try:
-            self.model(mx.zeros((1, SPEC_TOKENS), mx.int32), cache=caches)
+            self._forward(mx.zeros((1, SPEC_TOKENS), mx.int32), caches)
         except PROBE_ERRORS as error:
             raise UnsupportedModel(f"{self.name}: its own forward fails ({error}); the model can not be served") from error
         for index, cache in enumerate(caches):
@@ -177,7 +249,10 @@ def _spec(cache: Any) -> LayerSpec | None:
     if not isinstance(contents, KeyValues):
         return Recurrent(tuple(None if array is None else (tuple(array.shape[1:]), array.dtype) for array in contents))
     keys, values = (Plane(array.shape[1], array.shape[3], array.dtype) for array in (contents.keys, contents.values))
-    return SlidingWindow(keys, values, cache.max_size) if type(cache) is RotatingKVCache else FullAttention(keys, values)
+    if type(cache) is not RotatingKVCache:
+        return FullAttention(keys, values)
+    # Kernels on a GPU read a ring that is no larger than its window; there steps of several tokens are left to other models.
+    return SlidingWindow(keys, values, cache.max_size, spare=MAX_STEP_TOKENS - 1 if mx.default_device() == mx.cpu else 0)
 
 
 def _contents(cache: Any) -> LayerContents | None:

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from weft.errors import UnsupportedModel, WeftError
 from weft.kernels import cpu
 from weft.memory.slabs import Pool, RowState
-from weft.memory.spec import RowContents
-from weft.memory.views import make_batches
+from weft.memory.spec import MAX_STEP_TOKENS, RowContents, SlidingWindow
+from weft.memory.views import Batch, StepSpan, make_batches
 
 if TYPE_CHECKING:
     from weft.model.adapter import Adapter, Way
@@ -24,6 +24,7 @@ PROBE_STEPS = 3
 PROBE_ROUNDS = 2  # of turns
 PROBE_CHUNK = 7  # no power of two: kernels that work in blocks would hide there that they do
 PROBE_CHUNKS = ((2, 5), (3, PROBE_CHUNK))  # rows that are also prefilled in chunks, and of how many tokens
+PROBE_KEPT = (1, 3, 2, 1)  # by row: tokens of a step of several that count; the others are given up
 PREFILLED_ROWS = (1, 3)  # whose decoded tokens are prefilled too, to be compared bit for bit
 # A way is refused when its logits differ from the row's own by more than this share of their spread, or by more than NOISE
 # times what the mere width of a batch does to them; numbers of another row are off by several times the spread.
@@ -43,6 +44,8 @@ class Findings(NamedTuple):
     refused: dict[Way, str]  # the ways that were tried before, and why each does not do
     cuts_freely: bool = False  # no bit depends on where a prompt is cut into chunks
     decodes_like_prefill: bool = False  # a token has the same logits in a decode step as in a prompt, bit for bit
+    step_tokens: int = 1  # of a row in one step, with the logits of as many steps, and any number of them may be given up
+    unverified: str | None = None  # why no more than one
 
 
 def examine(adapter: Adapter) -> Findings:
@@ -64,9 +67,11 @@ def examine(adapter: Adapter) -> Findings:
         except PROBE_ERRORS as error:
             reason = f"{type(error).__name__}: {error}"
         if reason is None:
-            return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill)
+            unverified = probe.try_step_tokens(way)
+            tokens = MAX_STEP_TOKENS if unverified is None else 1
+            return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill, tokens, unverified)
         refused[way] = reason
-    return Findings("alone", refused, probe.cuts_freely)
+    return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone")
 
 
 class Probe:
@@ -82,6 +87,7 @@ class Probe:
         self.cuts_freely = self.decodes_like_prefill = False
         rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
+        self.stepped: list[list[mx.array]] = []  # by row and step: logits of single steps in the pool
         self.prefilled: dict[int, RowContents] = {}  # by row, in the order of turns: its layers' contents after its prompt
 
     def find_leak(self) -> str | None:
@@ -111,27 +117,75 @@ class Probe:
 
         They begin with the contents of the caches that `find_leak` has prefilled and found right.
         """
-        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
-        states = [RowState() for _ in self.prompts]
         for index, contents in self.prefilled.items():
-            if refusal := pool.refusal(contents, PROBE_LENGTHS[index]):
+            if refusal := Pool(self.adapter.specs, slab_tokens=256, max_rows=4).refusal(contents, PROBE_LENGTHS[index]):
                 return refusal.reason
-            pool.allocate(states[index], contents, PROBE_LENGTHS[index])
+        pool, states = self._pool()
         prefilled = {row: self._prefill_fed(row) for row in PREFILLED_ROWS if self.is_invariant}
         self.decodes_like_prefill = self.is_invariant
+        self.stepped = [[] for _ in self.prompts]
         for step in range(PROBE_STEPS):
             for batch in make_batches(pool, states, seam=way == "seam", width=None):
                 rows = [None if state is None else states.index(state) for state in batch.rows]
                 tokens = mx.array([[0 if row is None else self.fed[row][step]] for row in rows])
-                logits = self.adapter.decode(tokens, batch)
+                logits = self.adapter.decode(tokens, batch)[:, -1]
+                batch.keep([1] * len(rows))
                 for index, row in enumerate(rows):
-                    if row is not None and (reason := self._compare(logits[index], row, step)):
+                    if row is None:
+                        continue
+                    self.stepped[row].append(logits[index])
+                    if reason := self._compare(logits[index], row, step):
                         return reason
                     if row in prefilled and not mx.array_equal(logits[index], prefilled[row][step]):
                         self.decodes_like_prefill = False
-            for state in states:
-                state.length += 1
         return None
+
+    def try_step_tokens(self, way: Way) -> str | None:
+        """Return why a step of several tokens per row is not as many steps of one, or can not go back; None if it is and can.
+
+        Every row has as many right tokens as PROBE_KEPT says, then wrong ones, which are given up; the next step goes on from
+        there. Where bits do not depend on shapes they must be those of single steps.
+        """
+        if any(isinstance(spec, SlidingWindow) and spec.spare + 1 < MAX_STEP_TOKENS for spec in self.adapter.specs):
+            return "its sliding windows have no room to go back"
+        try:
+            pool, states = self._pool()
+            at = [0] * len(states)
+            for kept, tokens in ((PROBE_KEPT, MAX_STEP_TOKENS), ((1,) * len(states), 2)):
+                for batch in make_batches(pool, states, seam=way == "seam", width=None, span=StepSpan(tokens)):
+                    if reason := self._verify(batch, states, at, kept):
+                        return reason
+                at = [begun + count for begun, count in zip(at, kept, strict=True)]
+        except PROBE_ERRORS as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _verify(self, batch: Batch, states: list[RowState], at: list[int], kept: tuple[int, ...]) -> str | None:
+        """Compute one batch of `try_step_tokens`, in which each row goes on at its step `at`; returns what is wrong with it."""
+        rows = [None if state is None else states.index(state) for state in batch.rows]
+        right = [[] if row is None else self.fed[row][at[row] : at[row] + kept[row]] for row in rows]
+        wrong = [1] * batch.tokens
+        logits = self.adapter.decode(mx.array([[*some, *wrong][: batch.tokens] for some in right]), batch)
+        if layers := batch.last_only:
+            return f"layer {layers[0]} keeps its state after the last token only"
+        batch.keep([1 if row is None else kept[row] for row in rows])
+        for index, row in enumerate(rows):
+            for place in range(0 if row is None else min(kept[row], PROBE_STEPS - at[row])):
+                assert row is not None
+                found, wanted = logits[index, place], self.stepped[row][at[row] + place]
+                if self.is_invariant and not mx.array_equal(found, wanted):
+                    return f"logits of several tokens in one step differ from single steps' by {_difference(found, wanted):.2g}"
+                if reason := self._compare(found, row, at[row] + place):
+                    return f"several tokens in one step: {reason}"
+        return None
+
+    def _pool(self) -> tuple[Pool, list[RowState]]:
+        """Return a pool with the four rows, prefilled."""
+        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
+        states = [RowState() for _ in self.prompts]
+        for index, contents in self.prefilled.items():
+            pool.allocate(states[index], contents, PROBE_LENGTHS[index])
+        return pool, states
 
     def _decode_alone(self, row: int) -> list[mx.array]:
         caches = self.adapter.prefilled_caches(self.prompts[row])

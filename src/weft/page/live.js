@@ -46,7 +46,9 @@ function take(event) {
   for (const row of event.requests) takeRow(row, event.time);
   const sum = (name) => models.reduce((total, model) => total + (model[name] ?? 0), 0);
   const gaps = models.map((model) => model.gaps).find(Boolean) ?? null;
-  history.push({ at: event.time, tokens: sum("tokens_per_second"), read: sum("prompt_tokens_per_second"), rows: sum("rows_running"), gaps });
+  const drafts = (name) => models.reduce((total, model) => total + (model.drafts?.[name] ?? 0), 0);
+  const drafted = { verified: drafts("verified"), tokens: drafts("tokens"), accepted: drafts("accepted") }; // since the start
+  history.push({ at: event.time, tokens: sum("tokens_per_second"), read: sum("prompt_tokens_per_second"), rows: sum("rows_running"), gaps, drafted });
   while (history[0].at < event.time - HISTORY) history.shift();
   hears(models);
   if (event.requests.some((row) => row.state === "finished" || row.state === "decode")) tree.stale();
@@ -200,10 +202,22 @@ function drawFigures() {
     figure(count(last.tokens), "tokens/s", "generated", "decode"),
     figure(count(last.read), "tokens/s", "of prompts", "prefill"),
     figure(count(last.rows), last.rows === 1 ? "row" : "rows", "in the batch", "rows"),
+    ...drafting().map(([value, unit, name]) => figure(value, unit, name, "drafts")),
   );
   const gaps = last.gaps ?? history.findLast((one) => one.gaps)?.gaps;
   find("gaps").replaceChildren(...["p50", "p95", "p99"].map((name) => figure(gaps ? seconds(gaps[name]) : "–", "", name, name)));
   drawMemory();
+}
+
+/** How many draft tokens were accepted in the time that the charts show; nothing where there were none. */
+function drafting() {
+  const [first, last] = [history[0].drafted, history.at(-1).drafted];
+  const [verified, tokens, accepted] = ["verified", "tokens", "accepted"].map((name) => last[name] - first[name]);
+  if (verified <= 0) return []; // fewer than before: a model was unloaded
+  return [
+    [`${Math.round((100 * accepted) / tokens)} %`, "", "of draft tokens accepted"],
+    [(1 + accepted / verified).toFixed(1), "tokens/step", "where drafts were verified"],
+  ];
 }
 
 function drawRates() {

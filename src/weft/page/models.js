@@ -42,6 +42,7 @@ function card(model) {
     ["state", condition.progress ? `loading: ${condition.progress.what}` : model.status.value],
     ["context", model.context_length && `${count(model.context_length)} tokens`],
     ["can", model.capabilities && ["chat", ...model.capabilities].join(", ")],
+    ["drafts from", model.speculation && (model.speculation.sources.join(", ") || "nowhere")],
     ["rows", `${model.rows_running} running, ${model.rows_waiting} waiting`],
     ["weights", memory.weights !== undefined && bytes(memory.weights)],
     ["memory in use", memory.active !== undefined && `${bytes(memory.active)}${memory.budget ? ` of ${bytes(memory.budget)}` : ""}`],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import RowFailed, WeftError
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import FinishReason, PromptEvent, Timings, TokenEvent, TokenLogprob
+from weft.ipc.messages import DraftCounts, FinishReason, PromptEvent, Timings, TokenEvent, TokenLogprob
 from weft.metrics import Metrics
 from weft.serving.in_flight import Event, Subscription
 from weft.text.codec import Codec, EncodedPrompt, explain_reuse
@@ -137,6 +137,7 @@ class ChoiceStream:
             prefill_seconds=(first or timings.finished or queued) - queued,
             decode_seconds=self.last_at - self.first_at,
             reuse=self._reuse,
+            drafts=timings.drafts or DraftCounts(),
         )
 
 
@@ -240,6 +241,7 @@ class ActiveRequest:
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
             decode_seconds=max(usage.decode_seconds for usage in usages),
+            drafts=sum((usage.drafts for usage in usages), DraftCounts()),
         )
 
     @property

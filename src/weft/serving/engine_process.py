@@ -7,20 +7,21 @@ and every request gets an error.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import zmq
 
 from weft.config import EngineSettings
 from weft.errors import EngineDied
 from weft.ipc.channel import FRONT_PID, FrontEnd
-from weft.ipc.messages import Beat, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
+from weft.ipc.messages import Beat, DraftCounts, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, Shutdown, ToFront
 from weft.serving.in_flight import EngineClient
 
 log = logging.getLogger("weft.serving")
@@ -47,6 +48,24 @@ class EngineCondition:
     loading: Loading | None = None
     failed: str | None = None
     is_sick: bool = False
+
+
+@dataclass(frozen=True)
+class DraftTotals:
+    """Drafts verified for one model so far, by all of its engines: token counts, drafts, and tokens accepted by place."""
+
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    num_drafts: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    def __add__(self, other: "DraftTotals") -> "DraftTotals":
+        places = itertools.zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
+        return DraftTotals(self.counts + other.counts, self.num_drafts + other.num_drafts, tuple(map(sum, places)))
+
+    def __sub__(self, other: "DraftTotals") -> "DraftTotals":
+        places = itertools.zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
+        counts, num_drafts = self.counts - other.counts, self.num_drafts - other.num_drafts
+        return DraftTotals(counts, num_drafts, tuple(one - before for one, before in places))
 
 
 class Watchdog:
@@ -100,6 +119,12 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._ready_at: float | None = None  # in the event loop's time
         self._folder: str | None = None  # of the model that was served last
+        self._earlier_drafts = DraftTotals()  # of the engines before this one
+
+    @property
+    def drafts(self) -> DraftTotals:
+        status = self.status
+        return self._earlier_drafts + DraftTotals(status.drafts, status.num_drafts, status.accepted_at)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_alive())
@@ -172,6 +197,7 @@ class Supervisor:
                 if process.returncode is None:
                     channel.send(Shutdown())
                     await _end(process, END_SECONDS)
+                self._earlier_drafts = self.drafts
                 self.pid, self.status = None, EngineStatus()
 
     async def _receive(self, channel: FrontEnd, watchdog: Watchdog) -> None:

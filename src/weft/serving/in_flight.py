@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from weft.errors import EngineDied, EngineError, GrammarRejected, WeftError
-from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, Prefixes, PromptEvent, Submit, ToEngine, TokenEvent
+from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, Prefixes, PromptEvent, Submit, Timings, ToEngine, TokenEvent
 
 SUSPECT_DEATHS = 2
 DEATHS_ALONE = 2  # of engines that had nothing but the suspect, to blame it
@@ -96,6 +96,7 @@ class InFlightSequence:
     num_before: int = 0  # tokens emitted by engines before the last one that had it
     deaths: int = 0  # of engines that had it, since it last proved itself
     deaths_alone: int = 0  # those of engines that had nothing else
+    timings: Timings | None = None  # from the first engine that emitted a token
 
     @property
     def has_proved(self) -> bool:
@@ -103,10 +104,16 @@ class InFlightSequence:
         return len(self.emitted) - self.num_before >= PROOF_TOKENS
 
     def take_token(self, event: TokenEvent) -> TokenEvent:
-        """Record an emitted token and return its event, without the timings if an earlier engine emitted tokens."""
+        """Record an emitted token and return its event; times of a later engine are replaced by those of the first one."""
         if event.token is not None:
             self.emitted.append(event.token)
-        return msgspec.structs.replace(event, timings=None) if event.timings is not None and self.num_before else event
+        if event.timings is None or not self.num_before:
+            self.timings = event.timings or self.timings
+            return event
+        drafts, timings = event.timings.drafts, None
+        if drafts is not None and self.timings is not None:  # drafts are all that a later engine adds
+            timings = msgspec.structs.replace(self.timings, drafts=drafts)
+        return msgspec.structs.replace(event, timings=timings)
 
     def take_prompt(self, event: PromptEvent) -> bool:
         """Drop the request for prompt logprobs once they come; return whether to forward the event: False after a first token."""

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
+from weft.config import DRAFT_SOURCES
 from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel
 from weft.ipc.messages import Ready
-from weft.serving.engine_process import Supervisor
+from weft.metrics import Metrics
+from weft.serving.engine_process import DraftTotals, Supervisor
 from weft.serving.queue import RequestQueue
 from weft.text.codec import Codec
 from weft.text.types import LateSystem
@@ -16,6 +18,7 @@ from weft.text.types import LateSystem
 log = logging.getLogger("weft.serving")
 
 LOAD_HINT = "what `weft ls` lists can be loaded with `weft load NAME` or POST /v1/models/load"
+NOT_CHOSEN = "--speculate leaves it out"  # why a source of draft tokens is not in use
 
 
 class ServerScreen(Protocol):
@@ -44,6 +47,7 @@ class ServedModel:
         self.needed_bytes = 0  # to load it, where that was computed
         self.queue = RequestQueue()
         self._late_system = late_system
+        self._counted_drafts = DraftTotals()  # those that are in the metrics
         self._folder: str | None = None  # of which the codec was made
         self.settled = asyncio.Event()  # it answers, or never will
 
@@ -99,12 +103,36 @@ class ServedModel:
 
     @property
     def notice(self) -> str | None:
-        sources = (self.ready, self.codec.calls if self.codec is not None else None)
-        return "; ".join(one.notice for one in sources if one is not None and one.notice) or None
+        """What the operator should know, as of the engine, of an MTP head that is not used, and of tool calls; else None."""
+        ready, calls = self.ready, self.codec.calls if self.codec is not None else None
+        refused_head = ready.no_speculation.get("mtp") if ready is not None else None
+        notices = (
+            ready.notice if ready is not None else None,
+            f"its MTP head is not used: {refused_head}" if refused_head else None,
+            calls.notice if calls is not None else None,
+        )
+        return "; ".join(filter(None, notices)) or None
+
+    @property
+    def unused_sources(self) -> dict[str, str]:
+        """Why drafts come from no other sources than `ready.speculation`, by source; empty while no engine is ready."""
+        if self.ready is None:
+            return {}
+        chosen, told = self.supervisor.settings.speculate, self.ready.no_speculation
+        unused = [source for source in DRAFT_SOURCES if source not in self.ready.speculation]
+        absent = {"mtp": "the model has no MTP head"}  # an engine says more only of one that it refused
+        why = {source: absent.get(source, "this engine has none") if source in chosen else NOT_CHOSEN for source in unused}
+        return {source: told.get(source, why[source]) for source in unused}
 
     @property
     def memory(self) -> dict[str, int]:
         return self.supervisor.status.memory or (self.ready.memory if self.ready is not None else {})
+
+    def count_drafts(self, metrics: Metrics) -> None:
+        """Add what was drafted since the last call to the metrics."""
+        new, self._counted_drafts = self.supervisor.drafts - self._counted_drafts, self.supervisor.drafts
+        metrics.drafts(self.name, new.num_drafts, new.accepted_at)
+        metrics.draft_tokens(self.name, new.counts.drafted, new.counts.accepted)
 
     def leave(self) -> None:
         """Refuse new requests from now on, because the model is being unloaded; wakes requests that wait for it to be ready."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from weft.errors import QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
+from weft.errors import InvalidRequest, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
 from weft.ipc.limits import Limits, Sampling
 from weft.ipc.messages import Submit
 from weft.metrics import Metrics
@@ -158,6 +158,7 @@ class Service:
         task.cancel()
         await model.supervisor.stop()
         self.models.remove(model)
+        model.count_drafts(self.metrics)
         self.metrics.unloaded(model.name)
 
     def _run(self, model: ServedModel) -> asyncio.Task[None]:
@@ -198,7 +199,7 @@ async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPr
 
 def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, encoded: list[EncodedPrompt]) -> tuple[Sampling, ...]:
     """Return the sampling of each choice, each with its seed; raise RequestError if a prompt or parameter exceeds the limits."""
-    sampling = codec.sampling(generation.sampling)
+    sampling = codec.sampling(generation)
     if generation.echo:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
     if generation.is_flexible:  # at most as many tokens as there is room for
@@ -208,6 +209,9 @@ def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, enco
         sampling = msgspec.structs.replace(sampling, max_tokens=wanted)
     for prompt in encoded:
         limits.check(prompt.ids, sampling)
+        if (num_tokens := len(prompt.prediction)) > limits.context_length:
+            message = f"prediction has {num_tokens} tokens, and the longest context here is {limits.context_length}; shorten it"
+            raise InvalidRequest(message, "prediction")
     seeds = [choice_seed(sampling.seed, index) for index in range(generation.n)]
     return tuple(msgspec.structs.replace(sampling, seed=seed) for seed in seeds)
 
@@ -235,4 +239,6 @@ def _submit(
         client=generation.client,
         priority=generation.priority,
         is_retained=bool(generation.session),
+        prediction=prompt.prediction,
+        speculate=generation.speculate,
     )

@@ -37,7 +37,7 @@ QUESTION, ANSWER, INSTRUCTION = Message("user", "Hello"), Message("assistant", "
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """An encoded prompt: token ids, state of its reasoning section, reasoning budget, cache boundaries and output constraint."""
+    """An encoded prompt: token ids, reasoning state and budget, cache boundaries, output constraint and predicted output."""
 
     ids: list[int]
     opened: bool = False  # the prompt ends inside the reasoning
@@ -45,6 +45,7 @@ class EncodedPrompt:
     budget: int | None = None  # reasoning tokens that the requested effort allows
     boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one
     constraint: ConstraintSpec | None = None
+    prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer
 
 
 class Codec:
@@ -70,7 +71,8 @@ class Codec:
     def encode_request(self, generation: GenerationRequest) -> list[EncodedPrompt]:
         """Encode a request's prompts, each with the spec of its output constraint, not yet compiled. Raises RequestError."""
         prompts = [self.encode(prompt, generation.effort) for prompt in generation.prompts]
-        return [replace(prompt, constraint=self.constraint(generation, prompt)) for prompt in prompts]
+        prediction = tuple(self.tokenizer.encode(generation.prediction or "", add_special_tokens=False))
+        return [replace(one, constraint=self.constraint(generation, one), prediction=prediction) for one in prompts]
 
     def encode(self, prompt: Prompt, effort: Effort | None = None) -> EncodedPrompt:
         if isinstance(prompt, str):
@@ -127,8 +129,9 @@ class Codec:
         """Whether reasoning is to be split off and the model writes it in channels of the harmony format (gpt-oss)."""
         return self.calls is not None and self.calls.family.is_harmony and generation.split_thinking
 
-    def sampling(self, given: dict[str, Any]) -> Sampling:
-        return merge_sampling(self.recommended, given)
+    def sampling(self, generation: GenerationRequest) -> Sampling:
+        is_free_text = generation.grammar is None and generation.tool_choice is None
+        return merge_sampling(self.recommended, generation.sampling, is_free_text=is_free_text)
 
     def reader(self, generation: GenerationRequest, prompt: EncodedPrompt) -> StreamReader:
         selection = generation.tool_choice

@@ -12,7 +12,10 @@ log = logging.getLogger("weft.text")
 
 CHOOSING = ("temperature", "top_p", "top_k", "min_p")
 RECOMMENDABLE = (*CHOOSING, "repetition_penalty")  # fields of `Sampling`
-NEUTRAL = {"temperature": 0.2, "top_p": 0.9}  # small models that recommend nothing answer sensibly so, and at 1.0 do not
+# Small models that recommend nothing answer sensibly so; at temperature 1.0 they do not, and without the penalty they repeat
+# themselves without end. JSON and code must repeat themselves: where there is a grammar or a tool, it does not apply.
+NEUTRAL = {"temperature": 0.2, "top_p": 0.9}
+NEUTRAL_PENALTY = {"repetition_penalty": 1.1}
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:
@@ -30,7 +33,7 @@ def recommended_sampling(folder: Path) -> dict[str, Any]:
     return found
 
 
-def merge_sampling(recommended: dict[str, Any], given: dict[str, Any]) -> Sampling:
+def merge_sampling(recommended: dict[str, Any], given: dict[str, Any], *, is_free_text: bool = True) -> Sampling:
     """Return a request's sampling: what it gives, then what the model recommends; NEUTRAL if neither says how to choose."""
-    says = {*recommended, *given} & {*CHOOSING}
-    return Sampling(**{**({} if says else NEUTRAL), **recommended, **given})
+    neutral = {} if {*recommended, *given} & {*CHOOSING} else NEUTRAL | (NEUTRAL_PENALTY if is_free_text else {})
+    return Sampling(**{**neutral, **recommended, **given})

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from weft.ipc.messages import FinishReason, GrammarSpec, MissCause, TokenLogprob
+from weft.ipc.messages import DraftCounts, FinishReason, GrammarSpec, MissCause, TokenLogprob
 
 if TYPE_CHECKING:  # tools are made of the types here
     from weft.text.tools.tool import ToolSelection
@@ -78,6 +78,8 @@ class GenerationRequest:
     client: str = ""  # who sent it; the scheduler is fair between clients
     dialect: str = ""
     priority: int = 0  # requests with a higher number go first
+    prediction: str | None = None  # a text that the answer is expected to contain much of
+    speculate: bool = True  # whether draft tokens may be verified for it
     is_flexible: bool = False  # reasoning that the model can not do, or more tokens than fit, are left out instead of refused
 
 
@@ -146,7 +148,7 @@ class ReuseExplanation:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts, timings and prefix-cache explanation of one choice, or of a request with all its choices."""
+    """Token and draft counts, timings and prefix-cache explanation of one choice, or of a request with all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -156,6 +158,7 @@ class Usage:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     reuse: ReuseExplanation | None = None  # None: the engine did not report it
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     seed: int | None = None  # Anthropic has none; here an answer can be repeated
+    speculate: bool | None = None  # false: no draft tokens are verified
     metadata: Metadata | None = None
 
 
@@ -139,6 +140,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         sampling={name: value for name in SAMPLING if (value := getattr(request, name)) is not None},
         stops=tuple(request.stop_sequences or ()),
         session=(request.metadata and request.metadata.user_id) or "",
+        speculate=request.speculate is not False,
     )
     hides_thinking = bool(request.thinking and request.thinking.display == "omitted")
     reply = partial(MessagesReply, max_tokens=request.max_tokens, hides_thinking=hides_thinking)

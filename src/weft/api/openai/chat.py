@@ -12,7 +12,19 @@ from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
 from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, Off, read_grammar
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
-from weft.text.types import CallArguments, CallOpened, Conversation, Delta, Effort, Message, Reasoning, Role, Text, ToolCall
+from weft.text.types import (
+    CallArguments,
+    CallOpened,
+    Conversation,
+    Delta,
+    Effort,
+    Message,
+    Reasoning,
+    Role,
+    Text,
+    ToolCall,
+    Usage,
+)
 
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": {"type": ["boolean", "object", "null"]}}
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
@@ -58,6 +70,24 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     prompt_cache_breakpoint: bool | dict[str, Any] | None = None
 
 
+class PredictedText(msgspec.Struct, kw_only=True):
+    """A text part of a prediction."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(msgspec.Struct, kw_only=True):
+    """The `prediction` field: a text that much of the answer is expected to repeat, such as a file that is to be edited."""
+
+    type: Literal["content"]
+    content: str | list[PredictedText]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ThinkingSwitch(msgspec.Struct, kw_only=True):
     """The `thinking` field as GLM's and Kimi's clients send it: whether to reason, and for how many tokens."""
 
@@ -87,6 +117,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     tools: list[SentTool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    prediction: Prediction | None = None
 
     def read_effort(self) -> Effort | None:
         """Return the reasoning effort, None if it is left to the model. Raises InvalidRequest if two fields differ."""
@@ -128,6 +159,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         tool_choice=choice if tools else None,
         thinking_budget=request.thinking_token_budget,
         effort=request.read_effort(),
+        prediction=request.prediction and request.prediction.text,
     )
     custom = frozenset(tool.name for tool in tools if tool.is_custom)
     reply = partial(ChatReply, request=request, has_logprobs=logprobs is not None, custom=custom)
@@ -195,6 +227,7 @@ class ChatReply(OpenAIReply):
 
     def __init__(self, header: ReplyHeader, request: ChatRequest, has_logprobs: bool, custom: frozenset[str]) -> None:
         super().__init__(header, request, 1, has_logprobs)
+        self._has_prediction = request.prediction is not None
         self._custom = custom  # names of the tools that take a text
         self._inputs: dict[tuple[int, int], CustomInputReader] = {}  # one per call of such a tool, by choice and call index
 
@@ -232,6 +265,13 @@ class ChatReply(OpenAIReply):
             message["reasoning_content"] = reasoning
         logprobs = {"content": logprobs_of(deltas), "refusal": None} if self.has_logprobs else None
         return {"message": message, "logprobs": logprobs}
+
+    def completion_details(self, total: Usage) -> dict[str, int]:
+        if not self._has_prediction:
+            return super().completion_details(total)
+        drafted, accepted = (counts.get("prediction", 0) for counts in (total.drafts.drafted, total.drafts.accepted))
+        predicted = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
+        return super().completion_details(total) | predicted
 
     def _call(self, opened: CallOpened, arguments: str) -> dict[str, Any]:
         if opened.name in self._custom:

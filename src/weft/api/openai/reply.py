@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from weft.api.dialect import Reply, ReplyHeader, encode_json, reused_fields, schema_verdict
 from weft.api.openai.request import CommonRequest
 from weft.api.problems import openai_body
+from weft.ipc.messages import DraftCounts
 from weft.text.sampling import RECOMMENDABLE
 from weft.text.types import Delta, Finish, Text, Token, Usage
 
@@ -91,8 +92,11 @@ class OpenAIReply(Reply):
             "completion_tokens": total.completion_tokens,
             "total_tokens": total.prompt_tokens + total.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": total.reasoning_tokens},
+            "completion_tokens_details": self.completion_details(total),
         }
+
+    def completion_details(self, total: Usage) -> dict[str, int]:
+        return {"reasoning_tokens": total.reasoning_tokens}
 
     def _usages(self) -> list[Usage]:
         return [self._finishes[choice].usage or Usage(0, 0) for choice in self.choices]
@@ -113,6 +117,7 @@ def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
         prefill_seconds=max(usage.prefill_seconds for usage in usages),
         decode_seconds=max(usage.decode_seconds for usage in usages),
         reuse=usages[0].reuse,
+        drafts=sum((usage.drafts for usage in usages), DraftCounts()),
     )
 
 
@@ -130,8 +135,17 @@ def timings_of(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
         "predicted_ms": round(total.decode_seconds * 1000, 3),
         "predicted_per_second": round(after_first / total.decode_seconds, 3) if total.decode_seconds else 0.0,
         "queue_ms": round(total.queue_seconds * 1000, 3),
+        **_draft_fields(total.drafts),
     }
     return timings if total.reuse is None else timings | {"cache": reused_fields(total)}
+
+
+def _draft_fields(counts: DraftCounts) -> dict[str, Any]:
+    """Return how many draft tokens were verified and accepted, in all (llama.cpp's names) and by source; {} if none were."""
+    if not counts.num_drafted:
+        return {}
+    sources = {name: {"drafted": num, "accepted": counts.accepted.get(name, 0)} for name, num in counts.drafted.items()}
+    return {"draft_n": counts.num_drafted, "draft_n_accepted": counts.num_accepted, "drafts": sources}
 
 
 def tokens_of(run: Sequence[Delta]) -> list[Token]:

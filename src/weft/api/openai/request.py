@@ -51,6 +51,10 @@ RULES = FieldRules(
         """.split()  # noqa: SIM905 - a list literal would fill a page
     ),
     wrappers=("nvext", "extra_body"),  # NIM's, and what clients mean to unpack and some send as it is
+    reasons={
+        "draft_model": "weft drafts without a second model: from grammar, prompt and answer, and the model's own MTP head",
+        "prediction": "OpenAI has it in Chat Completions only",
+    },
 )
 
 
@@ -133,6 +137,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     # Who goes first where not all can be answered at once.
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     service_tier: Any = None  # Any: values other than OpenAI's two with a priority have no effect
+    speculate: bool | None = None  # false: no draft tokens are verified. The answer is the same in any case.
 
     def read_generation(
         self, prompts: tuple[Prompt, ...], max_tokens: int | None, logprobs: int | None, **more: Any
@@ -149,6 +154,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             cache_salt=self.cache_salt or "",
             session=hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else "",
             priority=tier if self.priority is None else self.priority,
+            speculate=self.speculate is not False,
             **more,
         )
 

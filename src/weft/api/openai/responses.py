@@ -36,6 +36,7 @@ RULES = FieldRules(
     },
     harmless=openai.RULES.harmless | {"client_metadata", "access_programs", "image"},
     wrappers=openai.RULES.wrappers,
+    reasons=openai.RULES.reasons,
 )
 
 Summary = Literal["auto", "concise", "detailed", "none"]

@@ -342,6 +342,8 @@ INLINE void NAME(recur_rows)(const struct recurrence *r, float *head, size_t row
             }
         SUM4(totals, sums, 0);
         memcpy(value, totals, sizeof totals);
+        if (r->kept > 0)
+            memcpy(head + (r->kept + token * r->rows + row) * r->ld, state, STATE_ROWS * r->ld * sizeof(float));
         value += r->ld, key += r->ld, query += r->ld, gate += r->ld, beta += r->ld;
     }
 }

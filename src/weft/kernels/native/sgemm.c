@@ -40,12 +40,14 @@ struct product {
 
 /* States of many heads and the tokens they go through: a linear recurrence, also with the delta rule. Each head is a block of
  * rows of `ld` numbers: the state's, then of every token the values, which become the outputs, the keys, the queries, the gates,
- * and under the delta rule the betas. Rows are padded with zeros to whole lanes. */
+ * and under the delta rule the betas; with `kept`, a row of the block, the state after each token is copied there and behind.
+ * Rows are padded with zeros to whole lanes. */
 struct recurrence {
     float *heads;
     size_t rows, width, tokens; /* of a state, numbers in a state's row, tokens */
     size_t head_rows, ld;
     int is_delta;
+    size_t kept; /* 0: no state but the last is kept */
 };
 
 static __attribute__((noinline)) void settle_scaled(const struct product *p, float *c, const float *totals, int count) {
@@ -334,7 +336,7 @@ static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {
  * beta is 1. In the others nothing is multiplied: c is what goes in and comes out. SILU, the gate of an MLP. NORM: rows
  * of mean square one, b has the weights and a the epsilon. TURN, rotary positions: a has each row's cosines and sines; 1 in the
  * lower half of alpha's bits says that neighbours are turned, not halves. RECUR: see struct recurrence; b has the rows, the
- * width and the tokens, and 1 in the lower half of alpha's bits says that the delta rule applies. */
+ * width and the tokens, and 1 in the lower half of alpha's bits says that the delta rule applies, 2 that states are kept. */
 
 enum { SOFTMAX = 0x1B58, SILU = 0x1B59, NORM = 0x1B5A, TURN = 0x1B5B, RECUR = 0x1B5C };
 
@@ -387,9 +389,13 @@ static void silu(const struct product *p) {
 
 static void recur_groups(const void *subject, size_t begin, size_t end) { bound.kernels->recur(subject, begin, end); }
 
-static void recur(const struct product *p, int is_delta) {
-    struct recurrence r = {p->c, (size_t)p->b[0], (size_t)p->b[1], (size_t)p->b[2], 0, p->ldc, is_delta};
+static void recur(const struct product *p, int is_delta, int keeps_states) {
+    struct recurrence r = {p->c, (size_t)p->b[0], (size_t)p->b[1], (size_t)p->b[2], 0, p->ldc, is_delta, 0};
     r.head_rows = r.rows + (is_delta ? 5 : 4) * r.tokens;
+    if (keeps_states) {
+        r.kept = r.head_rows;
+        r.head_rows += r.rows * r.tokens;
+    }
     const size_t total = p->m / r.head_rows * (r.rows / 4), size = total * r.width * r.tokens, pieces = 4 * (size_t)pool_threads();
     if (4 * size < SHARED_WORK)
         recur_groups(&r, 0, total);
@@ -411,7 +417,7 @@ EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k
         case SILU: silu(&p); return;
         case NORM: share_rows(norm_rows, &extra); return;
         case TURN: share_rows(turn_rows, &extra); return;
-        case RECUR: recur(&p, extra.detail & 1); return;
+        case RECUR: recur(&p, extra.detail & 1, extra.detail >> 1 & 1); return;
         default: break;
     }
     if (!is_plain(order, trans_a, trans_b, m, n, k) || !computed_here(p, trans_b == TRANS))

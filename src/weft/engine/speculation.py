@@ -1,0 +1,220 @@
+"""Speculation: draft tokens that a decode step verifies beside each row's next token.
+
+Every line of a step is sampled as it would be in a step of its own; a draft token counts only where the sampler chose it.
+So drafts change how many tokens a step gives, and never which. They come from four sources, in this order: tokens that a
+grammar or the end of reasoning forces, text that was there before (prompt, answer, the client's prediction), and guesses of
+the model's MTP head. How many are verified is the policy's affair (`draft_policy.py`).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from weft.config import EngineConfig
+from weft.engine.draft_policy import FORCED, HEAD, DraftPolicy
+from weft.engine.lookup import LookUp
+from weft.engine.runner import Runner
+from weft.engine.sequence import Sequence
+from weft.ipc.messages import DraftCounts
+
+log = logging.getLogger("weft.engine")
+
+SHORT_DRAFT = 4  # tokens: a copy of fewer is a worse guess than the MTP head's
+LOOKUP, PREDICTION = "lookup", "prediction"
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next in a sequence, and where they come from."""
+
+    source: str
+    tokens: tuple[int, ...]
+
+
+class Source(Protocol):
+    """A source that needs no model."""
+
+    name: str
+
+    def draft(self, sequence: Sequence, count: int) -> Draft | None:
+        """Return up to `count` tokens that may come next; None if it knows of none."""
+
+
+class ForcedTokens:
+    """Drafts what a grammar, or the end of a spent reasoning budget, leaves no choice about."""
+
+    name = FORCED
+
+    def draft(self, sequence: Sequence, count: int) -> Draft | None:
+        if sequence.constraint is None or not (tokens := sequence.constraint.forced()):
+            return None
+        return Draft(FORCED, tokens[:count])
+
+
+class EarlierText:
+    """Drafts what followed the last tokens when they occurred before, in prompt, answer or prediction."""
+
+    name = LOOKUP
+
+    def draft(self, sequence: Sequence, count: int) -> Draft | None:
+        drafting = sequence.drafting
+        if drafting.lookup is None:
+            drafting.lookup = LookUp(sequence.prompt, sequence.request.prediction)
+        tokens, is_predicted = drafting.lookup.draft(sequence.output, count)
+        return Draft(PREDICTION if is_predicted else LOOKUP, tuple(tokens)) if tokens else None
+
+
+class Speculation:
+    """Drafts tokens for decoding sequences, and counts what was accepted."""
+
+    def __init__(self, runner: Runner, config: EngineConfig) -> None:
+        self.runner = runner
+        adapter = runner.adapter
+        self.unused = self._unused(config)  # by source that was asked for and is not in use: why
+        has_head = adapter.head is not None  # a model without one is no reason to say anything
+        self.names = tuple(name for name in config.speculate if name not in self.unused and (name != HEAD or has_head))
+        self.max_draft = 0 if config.width is not None else adapter.step_tokens - 1
+        self.policy = DraftPolicy(by_clock=config.exact, max_tokens=max(1, self.max_draft))
+        self.sources: list[Source] = [one for one in (ForcedTokens(), EarlierText()) if one.name in self.names]
+        self.uses_head = HEAD in self.names
+        self.drafted: Counter[str] = Counter()  # tokens verified so far, by source
+        self.accepted: Counter[str] = Counter()
+        self.num_drafts = 0
+        self.accepted_at = [0] * self.max_draft  # by place in a draft
+        self._drafts: dict[Sequence, Draft] = {}  # of the step under way
+        self._did_guess = False  # the head took part in the step under way
+
+    def _unused(self, config: EngineConfig) -> dict[str, str]:
+        adapter = self.runner.adapter
+        if config.width is not None:
+            return dict.fromkeys(config.speculate, "steps of constant width have no room for drafts")
+        if adapter.step_tokens == 1:
+            return dict.fromkeys(config.speculate, f"drafts can not be verified: {adapter.unverified}")
+        return {HEAD: adapter.no_head} if HEAD in config.speculate and adapter.no_head is not None else {}
+
+    @property
+    def counts(self) -> DraftCounts:
+        return DraftCounts(dict(self.drafted), dict(self.accepted))
+
+    def may_draft(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether a step of these sequences may have several tokens per row: drafts, or known ones that are replayed.
+
+        For drafts the pending step must be settled first, which costs time, so it is asked whether they pay.
+        """
+        self._did_guess = False
+        if not self.max_draft or not sequences:
+            return False
+        if any(one.is_replaying for one in sequences):
+            return True
+        able = [one for one in sequences if one.may_have_drafts and self._room(one) > 0]
+        if self.uses_head and any(self.policy.depths([one.drafting.record for one in able], HEAD, len(sequences))):
+            return True
+        found = [(one, draft) for one in able if (draft := self._expected(one)) is not None]
+        return self.policy.pays([(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in found], len(sequences))
+
+    def _expected(self, sequence: Sequence) -> Draft | None:
+        """Return the draft behind a sequence's token in flight, if any, as far as it can be told without that token."""
+        for source in self.sources:
+            draft = self._guarded(source.name, sequence, partial(source.draft, count=self.max_draft))
+            if draft is not None and (tokens := draft.tokens[sequence.num_in_flight :]):
+                return Draft(draft.source, tokens)
+        return None
+
+    def drafts(self, sequences: tuple[Sequence, ...]) -> dict[Sequence, tuple[int, ...]]:
+        """Return the drafts to verify in a step of these sequences, whose tokens are all known and whose rows are allocated."""
+        found = {one: draft for one in sequences if (draft := self._known_draft(one)) is not None}
+        if self.uses_head:
+            self._add_guesses(sequences, found)
+        rows = [(one, found[one]) for one in sequences if one in found]
+        entries = [(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in rows]
+        counts = self.policy.choose(entries, len(sequences)) if entries else []
+        chosen = [(one, Draft(draft.source, draft.tokens[:count])) for (one, draft), count in zip(rows, counts, strict=True)]
+        self._drafts = {one: draft for one, draft in chosen if draft.tokens}
+        return {one: draft.tokens for one, draft in self._drafts.items()}
+
+    def note(self, accepted: Mapping[Sequence, int]) -> None:
+        """Learn how many tokens each sequence of a step emitted behind its first one: of its draft, if it had one."""
+        for sequence, count in accepted.items():
+            self.policy.advance(sequence.drafting.record, 1 + count)
+        for sequence, draft in self._drafts.items():
+            count, size = accepted.get(sequence, 0), len(draft.tokens)
+            self.policy.note(sequence.drafting.record, draft.source, size, count)
+            for drafted, taken in ((self.drafted, self.accepted), (sequence.drafting.drafted, sequence.drafting.accepted)):
+                drafted[draft.source] += size
+                taken[draft.source] += count
+            sequence.timings.drafts = sequence.drafting.counts
+            self.num_drafts += 1
+            for place in range(count):
+                self.accepted_at[place] += 1
+        self._drafts = {}
+
+    def measure(self, num_rows: int, tokens: int, seconds: float) -> None:
+        """Learn how long a turn with a step of so many rows and tokens per row took."""
+        self.policy.measure(num_rows, tokens, seconds, self._did_guess)
+
+    def _add_guesses(self, sequences: tuple[Sequence, ...], found: dict[Sequence, Draft]) -> None:
+        """Add the MTP head's guesses for the rows that have no better draft, as many as pay."""
+
+        def has_better(one: Sequence) -> bool:
+            return one in found and (found[one].source == FORCED or len(found[one].tokens) >= SHORT_DRAFT)
+
+        rows = [one for one in sequences if not has_better(one) and self._room(one) > 0 and one.may_have_drafts]
+        depths = self.policy.depths([one.drafting.record for one in rows], HEAD, len(sequences))
+        if not any(depths):
+            return
+        self._did_guess = True
+        guessed = self._guess(sequences, max(depths))
+        for one, depth in zip(rows, depths, strict=True):
+            if depth and (tokens := self._usable(one, guessed.get(one, ())[: min(depth, self._room(one))])):
+                found[one] = Draft(HEAD, tokens)
+
+    def _guess(self, sequences: tuple[Sequence, ...], count: int) -> dict[Sequence, tuple[int, ...]]:
+        """Ask the MTP head; if it fails, these sequences go on without drafts, computed anew if it failed on the device."""
+        try:
+            self.runner.faults.at("guess", *sequences)
+            return self.runner.draft(sequences, count)
+        except Exception as error:  # a border: a draft is never worth an answer
+            log.warning("%d sequences go on without drafts: the MTP head failed", len(sequences), exc_info=error)
+            for sequence in sequences:
+                sequence.give_up_drafts()
+            if isinstance(error, RuntimeError):  # as MLX reports what failed on the device
+                raise
+            return {}
+
+    def _known_draft(self, sequence: Sequence) -> Draft | None:
+        """Return a draft of the first source that needs no model and has one."""
+        room = self._room(sequence)
+        if room <= 0 or not sequence.may_have_drafts:
+            return None
+        for source in self.sources:
+            draft = self._guarded(source.name, sequence, partial(source.draft, count=room))
+            if draft and (tokens := self._usable(sequence, draft.tokens[:room])):
+                return Draft(draft.source, tokens)
+        return None
+
+    def _room(self, sequence: Sequence) -> int:
+        """Return how many draft tokens a sequence may have: at least one token must be left to sample behind them."""
+        left = min(sequence.max_tokens - sequence.num_output, self.runner.adapter.context_length - sequence.num_tokens) - 1
+        return 0 if sequence.is_replaying else min(self.max_draft, left)
+
+    def _guarded(self, source: str, sequence: Sequence, ask: Callable[[Sequence], Found]) -> Found | None:
+        """Ask a source; whatever it raises costs the draft, not the answer."""
+        try:
+            self.runner.faults.at("draft", sequence)
+            return ask(sequence)
+        except Exception as error:  # a border: a draft is never worth an answer
+            log.warning("sequence %d goes on without a draft (%s)", sequence.id, source, exc_info=error)
+            return None
+
+    def _usable(self, sequence: Sequence, draft: tuple[int, ...]) -> tuple[int, ...]:
+        """Cut a draft before the first token that can not count: no token at all, an end, or one its constraint refuses."""
+        size, ends = self.runner.adapter.vocab_size, sequence.stop_ids
+        end = next((at for at, token in enumerate(draft) if not 0 <= token < size or token in ends), len(draft))
+        if sequence.constraint is not None:
+            end = sum(1 for _ in sequence.constraint.ahead(draft[:end]))
+        return draft[:end]
