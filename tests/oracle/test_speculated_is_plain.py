@@ -15,17 +15,17 @@ import pytest
 
 import scripted
 from driver import SMALL, Run, random_prompts
+from thoroughness import ALL
 from weft.config import EngineConfig
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
-from zoo import EXAMINED, HOUSED, VOCABULARY
+from zoo import EXAMINED, HOUSED, PROMISED, VOCABULARY
 
 Build = Callable[[str], Adapter]
 Solo = Callable[[str], list[tuple[list[int], np.ndarray]]]
-each_architecture = pytest.mark.parametrize("name", HOUSED)
-each_examined = pytest.mark.parametrize("name", EXAMINED)
+each_promised = pytest.mark.parametrize("name", HOUSED if ALL else PROMISED)
 
 PROMPTS = random_prompts(VOCABULARY, (21, 7, 40, 5, 13, 33), seed=4)
 TOKENS = 30  # with a window of 12 the ring is crossed more than once
@@ -86,7 +86,7 @@ OVERLAPPED = dataclasses.replace(SMALL, cache_bytes=1 << 30, settle_first=False)
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [*((name, SMALL) for name in HOUSED), *((name, OVERLAPPED) for name in EXAMINED)],
+    [*((name, SMALL) for name in EXAMINED), *((name, OVERLAPPED) for name in (HOUSED if ALL else PROMISED))],
     ids=lambda value: ("cached-overlapped" if value.cache_bytes else "plain") if isinstance(value, EngineConfig) else None,
 )
 def test_drafts_change_neither_tokens_nor_a_single_bit_of_the_logits(
@@ -105,7 +105,7 @@ def test_drafts_change_neither_tokens_nor_a_single_bit_of_the_logits(
     assert neighbour.output[:TOKENS] == solo(name)[0][0]
 
 
-@each_examined
+@each_promised
 def test_right_drafts_save_steps(build: Build, solo: Solo, name: str) -> None:
     adapter = build(name)
     skip_unverified(adapter)
@@ -122,7 +122,7 @@ def test_right_drafts_save_steps(build: Build, solo: Solo, name: str) -> None:
     assert sequence.output == solo(name)[0][0]
 
 
-@each_examined
+@each_promised
 def test_rows_that_come_and_go_while_others_have_drafts_change_nobody(build: Build, solo: Solo, name: str) -> None:
     adapter = build(name)
     skip_unverified(adapter)
@@ -147,7 +147,7 @@ def test_rows_that_come_and_go_while_others_have_drafts_change_nobody(build: Bui
         assert sequence.output == answers[sequence.id][: len(sequence.output)], sequence.id
 
 
-@each_examined
+@each_promised
 def test_emitted_tokens_replayed_by_fours_are_those_replayed_one_by_one(build: Build, solo: Solo, name: str) -> None:
     adapter = build(name)
     tokens, logits = solo(name)[0]
