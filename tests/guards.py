@@ -780,7 +780,7 @@ GUARDS = [
     ),
     Guard(
         "draft-not-finite", "engine/engine.py",
-        "if problem == NOT_FINITE and accepted < len(draft):",
+        "if problem == NOT_FINITE and step.forwards and not sequence.drafting.is_given_up:",
         "if False:",
         "tests/engine/test_speculation.py::test_not_a_number_in_draft_tokens_that_do_not_count_is_in_no_later_token",
         "a draft token without numbers does not end its row",

@@ -259,7 +259,8 @@ def test_not_a_number_in_draft_tokens_that_do_not_count_is_in_no_later_token(
         assert row.error is None
         assert row.output == one.output
         assert np.array_equal(run.logits_of(row), own.logits_of(one))
-        assert row.is_preempted == (row.id != 1)  # what a NaN was beside is computed anew
+    assert any(row.is_preempted for row in rows)  # what a NaN was beside is computed anew
+    assert not any(row.is_preempted for row in rows[1:2])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3_text"])
@@ -288,6 +289,29 @@ def test_not_a_number_in_places_of_draft_tokens_that_do_not_count_is_overwritten
     assert [row.output for row in rows] == expected
     assert not any(row.is_preempted for row in rows)
     assert num_wasted(rows[0]) > 10
+
+
+def poisoning_repeats(output: mx.array, tokens: mx.array, _: int) -> mx.array:
+    """A layer that gives no numbers for a token that repeats the one before it in the same forward."""
+    is_repeat = mx.concatenate([mx.zeros_like(tokens[:, :1]) > 0, tokens[:, 1:] == tokens[:, :-1]], axis=1)
+    return mx.where(is_repeat[..., None], mx.nan, output)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5"])  # its answers repeat no token, so a prompt of them is finite
+def test_not_a_number_in_what_fills_a_row_beside_drafts_costs_the_row_nothing(build: Build, name: str) -> None:
+    adapter = build(name)
+    expected = [answer(adapter, prompt, TOKENS).output for prompt in PROMPTS[:2]]
+    run = Run(adapter)
+    scripted.add_drafts(run, expected, [scripted.always_right])  # the second row has none, and repeats its last token
+    rows = [run.submit(prompt, TOKENS) for prompt in PROMPTS[:2]]
+    while not all(row.is_prefilled for row in rows):
+        run.turn()
+    with failing(adapter.model, POISON, poisoning_repeats):
+        run.finish()
+
+    assert [row.error for row in rows] == [None, None]
+    assert [row.output for row in rows] == expected
+    assert rows[1].is_preempted
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma3_text"])

@@ -286,7 +286,7 @@ class Engine:
         assert step.sampled is not None
         draft = step.drafts.get(sequence, ())
         for accepted, (token, problem, line) in enumerate(lines):
-            if problem == NOT_FINITE and accepted < len(draft):
+            if problem == NOT_FINITE and step.forwards and not sequence.drafting.is_given_up:
                 self._compute_without_drafts(sequence)
                 return accepted
             if problem is not None:
@@ -359,8 +359,8 @@ class Engine:
         sequence.preempt(self.max_replayed_tokens)
 
     def _compute_without_drafts(self, sequence: Sequence) -> None:
-        """Compute a sequence's states anew: numbers that are not finite may be a draft token's, for 0 · NaN is NaN."""
-        log.warning("sequence %d goes on without drafts: a step with one gave numbers that are not finite", sequence.id)
+        """Compute a sequence's states anew, one token a step: what is not finite may be a token's that does not count."""
+        log.warning("sequence %d goes on without drafts: a step of several tokens gave numbers that are not finite", sequence.id)
         sequence.give_up_drafts()
         self.runner.release(sequence, poisoned=True)
         self._preempt(sequence)

@@ -107,8 +107,8 @@ class Speculation:
         For drafts the pending step must be settled first, which costs time, so it is asked whether they pay.
         """
         self._did_guess = False
-        if not self.max_draft or not sequences:
-            return False
+        if not self.max_draft or not sequences or any(one.drafting.is_given_up for one in sequences):
+            return False  # beside other rows' drafts its own tokens would be followed by ones that do not count
         if any(one.is_replaying for one in sequences):
             return True
         able = [one for one in sequences if one.may_have_drafts and self._room(one) > 0]
