@@ -1,6 +1,7 @@
 """A hostile grammar costs its owner a refusal, or everybody a bounded moment: in compiling, in masks, in depth of stack.
 
-The limits are CPU seconds of this process, some times what it takes today. What ends the process ends the test run with it.
+A grammar that explodes takes minutes or for ever, so the limits are the engine's own and far above what an admitted one takes on a slow
+machine, in CPU seconds of this process. What ends the process ends the test run with it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hostile import ATTACKS, Attack
 
 import weft.model
 from waiting import HANG_SECONDS
+from weft.engine.host import MAX_COMPILE_SECONDS
 from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
@@ -28,7 +30,7 @@ from weft.text.schema import MAX_TEXT
 VOCABULARY, END = 4096, 4082
 COMPILER = Compiler(Path(weft.model.__file__).parent / "tiny-hybrid" / "tokenizer.json", VOCABULARY, (END,))
 PLACE = "structured_outputs"
-COMPILE_SECONDS, MASK_SECONDS = 2.0, 0.2
+MASK_SECONDS = 2.0
 TOKENS = 20
 MAX_WORDS = 2_000  # characters of a refusal
 ALL = [pytest.param(attack, id=f"{attack.kind}: {attack.name}") for attack in ATTACKS]
@@ -92,7 +94,7 @@ def test_a_hostile_grammar_is_refused_or_compiled_and_matched_within_the_limits(
     since = time.process_time()
     outcome = tried(attack)
 
-    assert time.process_time() - since < COMPILE_SECONDS
+    assert time.process_time() - since < MAX_COMPILE_SECONDS
     if isinstance(outcome, InvalidRequest):
         assert 10 < len(str(outcome)) < MAX_WORDS
     else:
