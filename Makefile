@@ -67,8 +67,10 @@ check: test  ## what CI does, and the formatting
 bench: $(READY)  ## speed and memory against a bare loop, as ratios in one run (about 12 minutes on two cores)
 	$(BIN)/python -m bench
 
-compare: $(READY)  ## weft and other servers on the same work in one run (within an hour, installing them included); writes docs/log.md
+compare: $(READY)  ## weft and other servers on the same work in one run (seventy minutes, installing them included); writes docs/log.md
 	$(BIN)/python -m bench.compare --log
+	$(BIN)/python -m bench.compare.speculation --log
+	$(BIN)/python -m bench.compare.images
 
 compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.cpp (where `make compare` has built it), no log
 	$(BIN)/python -m bench.compare --quick

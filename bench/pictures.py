@@ -17,6 +17,8 @@ from bench.front import serving
 
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 SERVER = [sys.executable, "-m", "weft", "serve", "smollm2", "--port", "0", "--max-rows", "6"]
+SEEING = [sys.executable, "-m", "weft", "serve", "tiny-hybrid", "--port", "0"]
+IMAGES = Path(__file__).parent.parent / "tests" / "pictures"
 MOST_BYTES = 300_000
 QUESTION = "Write a Python function that says whether a word is a palindrome. Then explain in a short list how it works."
 SYSTEM = """You are the assistant of a small PLACE. You know its rooms, its opening hours and its rules. You answer in plain
@@ -38,11 +40,16 @@ VISITORS = (
     "May I bring my dog?",
     "Who chooses the books that you buy?",
 )
+IMAGE_QUESTIONS = (
+    ("What do you see?", "19_describe.png"),
+    ("What color is the shape in the second picture?", "28a_two.png", "28b_two.png"),
+)
+NEXT_QUESTION = ("Reply with JSON with the keys digit and color.", "16_json.png")
 SHAPE = {"type": "object", "properties": {"answer": {"type": "string", "maxLength": 200}}, "required": ["answer"]}
 
 
 def main() -> None:
-    """Take both pictures."""
+    """Take all pictures."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser is None:
         sys.exit("no Chromium is installed: apt-get install chromium, or brew install --cask chromium")
@@ -51,6 +58,10 @@ def main() -> None:
         chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         chat(chromium.new_page(viewport={"width": 1200, "height": 800}, device_scale_factor=1.5), url)
         live(chromium.new_page(viewport={"width": 1200, "height": 1340}, device_scale_factor=1.5), url)
+        chromium.close()
+    with serving(SEEING) as url, sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        images(chromium.new_page(viewport={"width": 1200, "height": 960}, device_scale_factor=1.5), url)
         chromium.close()
 
 
@@ -65,6 +76,27 @@ def chat(page: Page, url: str) -> None:
     page.press("#draft", "Enter")
     page.wait_for_selector(".facts:has-text('tokens')", timeout=120_000)
     take(page, "chat")
+
+
+def images(page: Page, url: str) -> None:
+    """Questions about images with their answers, and one more that is not sent yet."""
+    page.goto(url)
+    page.evaluate("localStorage.setItem('weft.settings', JSON.stringify({ temperature: '0', max_tokens: '60' }))")
+    page.reload()
+    for number, question in enumerate(IMAGE_QUESTIONS):
+        write(page, *question)
+        page.press("#draft", "Enter")
+        page.wait_for_selector(f".facts:has-text('tokens') >> nth={number}", timeout=120_000)
+    write(page, *NEXT_QUESTION)
+    take(page, "images")
+
+
+def write(page: Page, text: str, *names: str) -> None:
+    """Put images and a text into the composer."""
+    page.wait_for_selector("#attach:not([disabled])")
+    page.set_input_files("#files", [IMAGES / name for name in names])
+    page.wait_for_selector(f"#tray img >> nth={len(names) - 1}")
+    page.fill("#draft", text)
 
 
 def live(page: Page, url: str) -> None:

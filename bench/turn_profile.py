@@ -17,7 +17,7 @@ PARTS = {  # methods of the engine, or of one of its parts, by what a reader of 
     "scheduler.plan": "planning",
     "speculation.may_draft": "whether to draft",
     "speculation.drafts": "drafting",
-    "runner.draft": "the MTP head",
+    "runner.guesses.guess": "the MTP head",
     "runner.allocate": "allocating",
     "runner.forward": "building the forward",
     "runner.start": "starting it",

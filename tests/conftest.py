@@ -54,6 +54,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapter]:
+    """A function from a vision-language family's name to its golden checkpoint, brought up by the real loader."""
+    from seeing import builder
+
+    return builder(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="session")
 def build(checkpoint: Callable[[str], Path]) -> Callable[[str], Adapter]:
     """A function from an architecture's name to its tiny checkpoint, brought up by the real loader."""
     from driver import adapter_for

@@ -9,6 +9,7 @@ was wrong. A test runs the same for two minutes.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import random
@@ -50,7 +51,13 @@ MARKER = {"messages": [{"role": "user", "content": "Marker 7."}]}
 
 # Things to ask whose answers are always the same: kind, path, body.
 Question = tuple[str, str, dict[str, Any]]
+PICTURE = base64.b64encode((Path(__file__).parent / "pictures" / "00_digit.png").read_bytes()).decode()
+SEEN = [
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}},
+    {"type": "text", "text": "What is in the picture?"},
+]
 QUESTIONS: list[Question] = [
+    ("picture", CHAT, {**GREEDY, "messages": [{"role": "user", "content": SEEN}], "max_tokens": 60}),
     ("plain", COMPLETIONS, {**GREEDY, "prompt": "Once there were three cats", "max_tokens": 60}),
     ("plain", COMPLETIONS, {**GREEDY, "prompt": "Sam and Tim", "max_tokens": 150}),
     ("long prompt", COMPLETIONS, {**GREEDY, "prompt": f"One. {STORY}", "max_tokens": 40}),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench.compare import picture, results, table
+from bench.compare import picture, results, speculation, table
 from bench.compare.client import read
+from bench.compare.gguf import placed
 from bench.compare.results import Results, sign
 from bench.compare.work import METRICS, Figure, gaps, is_right, marker, percentile, schema
 
@@ -118,3 +120,37 @@ def test_the_picture_shows_losses_on_the_other_side(found):
 
     assert drawn.count('class="behind"') == 2
     assert "≥ 60 ×" in drawn
+
+
+def test_each_server_is_measured_with_and_without_drafts():
+    for pair in speculation.pairs():
+        assert pair.guessing.options != pair.plain.options
+        assert pair.guessing.label != pair.plain.label
+        assert replace(pair.guessing, drafts="", options="") == replace(pair.plain, drafts="", options="")
+
+
+def test_drafts_are_shown_with_the_ratios_of_their_rounds():
+    assert speculation.shown([(100, 150), (50, 100), (200, 200)]) == "100 → 150 (1.50 ×, 1.00 – 2.00)"
+    assert speculation.shown([(10, 12.5)]) == "10.0 → 12.5 (1.25 ×, 1.25 – 1.25)"
+
+
+def test_a_server_that_did_not_come_up_is_in_the_table_of_drafts_with_its_reason():
+    first, second, *_ = speculation.pairs()
+    first.found = dict.fromkeys(speculation.COLUMNS, "16/16")
+    second.found, second.why = {"one": "1 → 2"}, "no such kernel"
+
+    lines = speculation.markdown([first, second], (0.1, 0.2)).splitlines()
+
+    assert lines[-1].startswith("[1] ")
+    assert lines[-1].strip().endswith("no such kernel")
+    row = next(line for line in lines if line.startswith(f"| {second.guessing.label} "))
+    assert "1 → 2" in row
+    assert row.count("— [1]") == len(speculation.COLUMNS) - 1
+    assert not any("[1]" in line for line in lines if line.startswith(f"| {first.guessing.label} "))
+
+
+def test_the_head_is_a_layer_of_llama_cpps_own_behind_the_trunk():
+    assert placed("mtp.fc.weight", 8) == "model.layers.8.eh_proj.weight"
+    assert placed("mtp.norm.weight", 8) == "model.layers.8.shared_head.norm.weight"
+    assert placed("mtp.layers.0.self_attn.q_proj.weight", 8) == "model.layers.8.self_attn.q_proj.weight"
+    assert placed("model.language_model.norm.weight", 8) == "model.language_model.norm.weight"

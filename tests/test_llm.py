@@ -43,6 +43,32 @@ def test_a_text_and_its_ids_are_the_same_prompt(llm: LLM) -> None:
     assert "there was" in by_text.text
 
 
+PICTURES = Path(__file__).parent / "pictures"
+
+
+def test_messages_with_images_are_prompts_too(llm: LLM) -> None:
+    def asked(image: Path | bytes, text: str) -> list[dict[str, object]]:
+        return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
+
+    told = Sampling(temperature=0.0, max_tokens=60)
+    digit, number = PICTURES / "00_digit.png", (PICTURES / "01_number.png").read_bytes()
+    prompts = [asked(digit, "Tell me the digit."), asked(number, "Read the number in the picture."), ids(llm, ASKED[0])]
+    answers = [result.text for result in llm.generate(prompts, told)]
+
+    assert answers[0].endswith("The digit is 8.")
+    assert answers[1].endswith("The number is 267.")
+    assert answers[2] == '{"marker": 7}'
+    assert llm.generate(asked(digit, "Tell me the digit."), told)[0].text == answers[0]
+
+
+def test_images_that_can_not_be_used_are_told(llm: LLM) -> None:
+    bad = [{"role": "user", "content": [{"type": "image", "image": b"no image"}]}]
+
+    assert "messages[0].content[0]: " in str(llm.generate(bad)[0].error)
+    with pytest.raises(WeftError, match=r"gone\.png could not be read: No such file"):
+        llm.generate([{"role": "user", "content": [{"type": "image", "image": PICTURES / "gone.png"}]}])
+
+
 def test_answers_together_equal_answers_alone(llm: LLM) -> None:
     prompts = [ids(llm, text) for text in ASKED]
     samplings = [

@@ -18,10 +18,13 @@ from bench.compare.weights import folder_of
 from weft.config import cache_folder
 from weft.model.resolve import SMOLLM2, resolve
 
+FILES = {"tiny-hybrid": "tiny-hybrid-with-head"}  # files of that name alone, made by an older version, have no head
+HEAD = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+
 
 def gguf_file(model: str, kind: str) -> Path:
     """The file of a model as "f32" or "Q8_0", made if it is not there."""
-    target = HOME / "models" / f"{model}-{kind}.gguf"
+    target = HOME / "models" / f"{FILES.get(model, model)}-{kind}.gguf"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,7 @@ def smollm2_file() -> Path:
 
 
 def write_hybrid(folder: Path, target: Path) -> None:
-    """A Qwen3.5 folder as a GGUF file; its head for multi-token prediction is left out, nobody uses it here."""
+    """A Qwen3.5 folder as a GGUF file; a server that is not told to use its head for multi-token prediction skips that."""
     sys.path.insert(0, str(llama_source() / "gguf-py"))  # llama.cpp carries the writer
     import gguf  # type: ignore[import-not-found]
 
@@ -61,7 +64,7 @@ def write_hybrid(folder: Path, target: Path) -> None:
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     add_shape(writer, config)
     add_tokenizer(writer, gguf.TokenType, folder, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, config["num_hidden_layers"] + config["mtp_num_hidden_layers"])
     for name, array in tensors(folder, config):
         new = names.get_name(name.replace("language_model.", ""), try_suffixes=(".weight", ".bias"))
         if new is None:
@@ -76,7 +79,8 @@ def write_hybrid(folder: Path, target: Path) -> None:
 def add_shape(writer: Any, config: dict[str, Any]) -> None:
     """The numbers of the architecture. Any: the writer is untyped and comes with llama.cpp."""
     rope = config["rope_parameters"]
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config["mtp_num_hidden_layers"])
+    writer.add_nextn_predict_layers(config["mtp_num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -116,11 +120,19 @@ def add_tokenizer(writer: Any, kinds: Any, folder: Path, config: dict[str, Any])
 
 
 def tensors(folder: Path, config: dict[str, Any]) -> list[tuple[str, np.ndarray]]:
-    """Every tensor of the trunk as llama.cpp wants it."""
+    """Every tensor as llama.cpp wants it."""
     from safetensors.numpy import load_file
 
     weights = load_file(folder / "model.safetensors")
-    return [folded(name, array, config) for name, array in weights.items() if not name.startswith("mtp.")]
+    return [folded(placed(name, config["num_hidden_layers"]), array, config) for name, array in weights.items()]
+
+
+def placed(name: str, layers: int) -> str:
+    """The name of a tensor; for llama.cpp the head is one layer more than the trunk has."""
+    if not name.startswith("mtp."):
+        return name
+    part, _, rest = name.removeprefix("mtp.").removeprefix("layers.0.").partition(".")
+    return f"model.layers.{layers}.{HEAD.get(part, part)}.{rest}"
 
 
 def folded(name: str, array: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:

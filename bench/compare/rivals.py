@@ -41,7 +41,7 @@ __all__ = ["Rival", "Running", "Unavailable", "all_rivals", "install", "serving"
 
 START_SECONDS = 180.0
 END_SECONDS = 10.0
-FRESH = HOME / "home"  # the rivals' home folder, emptied before each start
+FRESH = HOME / "home"  # the rivals' home folders, emptied before each start
 BOUND = Path(__file__).parent / "bound"
 SLOTS = 16
 SLOT_TOKENS = {"smollm2": 4096, "tiny-hybrid": 2048}
@@ -90,11 +90,14 @@ class Rival:
     kind: str  # "weft", "mlx" or "llama.cpp"
     version: str
     blas: str  # "weft's", "stock" or "own"
+    drafts: str = ""  # where this set-up's drafts come from, as its label says; "" is the server's default
+    options: str = ""  # what is added to the command line for that
 
     @property
     def label(self) -> str:
         """What the table calls it."""
-        return f"{self.name} + weft's BLAS" if self.kind == "mlx" and self.blas == "weft's" else self.name
+        blas = "weft's BLAS" if self.kind == "mlx" and self.blas == "weft's" else ""
+        return " + ".join(part for part in (self.name, blas, self.drafts) if part)
 
 
 @dataclass(frozen=True)
@@ -147,15 +150,15 @@ def command(rival: Rival, model: str, port: int) -> list[str]:
     """How the rival is started."""
     match rival.kind:
         case "weft":
-            return [sys.executable, "-m", "weft", "serve", model, "--port", str(port)]
+            return [sys.executable, "-m", "weft", "serve", model, "--port", str(port), *rival.options.split()]
         case "mlx":
             server = MLX_SERVERS[rival.name]
-            options = filled(server.options, folder=folder_of(model), model=model, port=port)
+            options = filled(f"{server.options} {rival.options}", folder=folder_of(model), model=model, port=port)
             return [str(python_of(rival.name)), *server.module.split(), *options]
     file = gguf_file(model, rival.name.split()[1])
     context = SLOTS * SLOT_TOKENS[model]
     words = filled(LLAMA_SERVER, file=file, port=port, slots=SLOTS, context=context, cores=len(os.sched_getaffinity(0)))
-    return [str(LLAMA_BIN / "llama-server"), *words]
+    return [str(LLAMA_BIN / "llama-server"), *words, *rival.options.split()]
 
 
 def filled(words: str, **values: object) -> list[str]:
@@ -174,11 +177,12 @@ def environment(rival: Rival) -> dict[str, str]:
     """Nobody may ask a hub; a rival has no memory of earlier starts; MLX finds weft's BLAS in its way or not."""
     if rival.kind == "weft":
         return dict(os.environ)
-    shutil.rmtree(FRESH, ignore_errors=True)
-    FRESH.mkdir(parents=True)
+    home = FRESH / rival.label.replace(" ", "-")
+    shutil.rmtree(home, ignore_errors=True)
+    home.mkdir(parents=True)
     path = {"PYTHONPATH": str(BOUND) if rival.blas == "weft's" else ""}
     settings = MLX_SERVERS[rival.name].settings if rival.kind == "mlx" else ()
-    return os.environ | path | dict(settings) | {"HOME": str(FRESH), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return os.environ | path | dict(settings) | {"HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:

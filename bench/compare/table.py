@@ -146,18 +146,19 @@ def markdown(results: Results) -> str:
     lines = [f"## Side by side: `{facts.get('command', 'make compare')}` ({facts.get('date', '')})", ""]
     lines += [f"{facts.get('machine', '')}. {facts.get('rounds', '')}. {versions}.", LEGEND[0].upper() + LEGEND[1:] + ".", ""]
     for model in results.models:
-        lines += _grid(
+        lines += grid(
             [model, *results.labels()], ((title, *(text for text, _ in cells)) for title, cells in rows(results, model, notes))
         )
     lines += [f"[{number}] {words}  " for number, words in enumerate(notes, 1)]
     lines += [
         "",
-        *_grid(["goal", "bar", "found", ""], ((goal.what, goal.bar, goal.found, verdict(goal)[0]) for goal in goals(results))),
+        *grid(["goal", "bar", "found", ""], ((goal.what, goal.bar, goal.found, verdict(goal)[0]) for goal in goals(results))),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _grid(head: list[str], body: Iterable[tuple[str, ...]]) -> list[str]:
+def grid(head: list[str], body: Iterable[tuple[str, ...]]) -> list[str]:
+    """The lines of a table in Markdown, an empty one behind it."""
     told = [head, ["---"] * len(head), *body]
     return [*("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in told), ""]
 
@@ -172,7 +173,7 @@ def in_short(results: Results) -> str:
 
     body = ((title, *(best(model, metric) for model in results.models)) for metric, title in ROWS.items())
     head = [f"times better than the best other, {results.facts['date']} (below 1: worse)", *results.models]
-    return "\n".join([PICTURE, "", *_grid(head, body)]).rstrip() + "\n"
+    return "\n".join([PICTURE, "", *grid(head, body)]).rstrip() + "\n"
 
 
 def logged(results: Results) -> None:

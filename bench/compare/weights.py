@@ -19,7 +19,7 @@ def folder_of(model: str) -> Path:
     source = resolve(model, progress=False)
     if json.loads((source / "config.json").read_text()).get("dtype") != "bfloat16":
         return source
-    target = HOME / "models" / f"{model}-float32"
+    target = HOME / "models" / f"{model}-float32-all"
     if not (target / "config.json").exists():
         _turn(source, target)
     return target
@@ -30,9 +30,10 @@ def _turn(source: Path, target: Path) -> None:
 
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("config.json", "*.safetensors"))
-    weights = mx.load(str(source / "model.safetensors"))
-    assert isinstance(weights, dict)
-    float32 = {name: array.astype(mx.float32) for name, array in weights.items()}
-    mx.save_safetensors(str(target / "model.safetensors"), float32, {"format": "pt"})
+    for file in source.glob("model*.safetensors"):  # the vision tower has one of its own
+        weights = mx.load(str(file))
+        assert isinstance(weights, dict)
+        float32 = {name: array.astype(mx.float32) for name, array in weights.items()}
+        mx.save_safetensors(str(target / file.name), float32, {"format": "pt"})
     config = (source / "config.json").read_text()
     (target / "config.json").write_text(config.replace("bfloat16", "float32"))  # last: it says that all is there

@@ -121,7 +121,7 @@ class ServerConfig:
     """When idle, compute a kept prompt again and compare."""
     max_queue: int = 256
     """Requests that may wait; more are sent away with status 429."""
-    max_body_bytes: int = 16 * 2**20
+    max_body_bytes: int = 64 * 2**20
     """The longest request body."""
     body_seconds: float = 30.0
     """How long a request body may take to come in."""

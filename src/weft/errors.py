@@ -29,6 +29,10 @@ class GrammarRejected(InvalidRequest):
     """The engine can not compile or enforce a JSON schema, regex or other grammar; the error text says why."""
 
 
+class ImageProblem(InvalidRequest):
+    """An image of the request can not be used: its bytes, format or size are refused, or it can not be decoded."""
+
+
 class ContextTooLong(RequestError):
     """The prompt and the requested answer together are longer than the model's context."""
 

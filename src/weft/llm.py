@@ -3,9 +3,13 @@
 Importing this module loads weft's BLAS, which must happen before mlx is imported.
 """
 
+import base64
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 from weft.kernels import blas
@@ -15,15 +19,21 @@ BLAS = blas.bind()
 from weft.config import EngineConfig, EngineSettings, read_draft_sources  # noqa: E402 - after the binding
 from weft.engine.process import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
-from weft.errors import RequestError, WeftError  # noqa: E402
+from weft.errors import ImageProblem, RequestError, UnsupportedParameter, WeftError  # noqa: E402
 from weft.ipc.limits import Sampling  # noqa: E402
-from weft.ipc.messages import FinishReason, Timings, TokenEvent, TokenLogprob  # noqa: E402
+from weft.ipc.messages import FinishReason, Image, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.download import shown  # noqa: E402
+from weft.serving.image_decoder import ImageDecoder  # noqa: E402
+from weft.text.codec import Codec, EncodedPrompt  # noqa: E402
+from weft.text.image_parts import ImageFile, read_images, with_images  # noqa: E402
+from weft.text.images import DecodedImage, ImageSizing  # noqa: E402
 from weft.text.sampling import merge_sampling, recommended_sampling  # noqa: E402
 from weft.text.template import ChatTemplate  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
+from weft.text.types import Conversation, Message  # noqa: E402
 
-Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int] | Messages
 
 
 @dataclass(frozen=True)
@@ -71,11 +81,13 @@ class LLM:
         self._thread = threading.get_ident()
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:
-        """Answer prompts (texts or token ids) in one batch and wait for all; a refused prompt gets a Result with its error.
+        """Answer prompts (texts, token ids or messages) in one batch and wait for all; one that is refused gets its error.
 
-        Without `sampling` each prompt gets the parameters that the model's makers recommend, as on the server.
+        A message's content is a text or a list of parts: {"type": "text", "text": …} and {"type": "image", "image": …}, with
+        an image file's bytes or `Path`. Without `sampling` each prompt gets the parameters that the model's makers recommend, as
+        on the server.
         """
-        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))  # a text, or its ids
+        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping))  # a text, ids, or messages
         listed = cast(Sequence[Prompt], [prompts] if is_one else prompts)
         sampling = sampling or self.default_sampling
         samplings = [sampling] * len(listed) if isinstance(sampling, Sampling) else sampling
@@ -119,7 +131,45 @@ class LLM:
     def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> EngineSequence:
         """Queue a request and return its sequence; call `turn()` until it `is_finished`. Raises RequestError if it is refused."""
         self._check_thread()
-        return self.engine.submit(self.encode(prompt), sampling or self.default_sampling)
+        if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
+            return self.engine.submit(self.encode(cast(str | Sequence[int], prompt)), sampling or self.default_sampling)
+        encoded = self.encode_messages(cast(Messages, prompt))
+        return self.submit_ids(encoded.ids, sampling or self.default_sampling, encoded.images)
+
+    def submit_ids(self, ids: list[int], sampling: Sampling, images: tuple[Image, ...] = ()) -> EngineSequence:
+        """Queue token ids, in which these images have their places."""
+        self._check_thread()
+        return self.engine.submit(ids, sampling, images=images)
+
+    def encode_messages(self, messages: Messages, **template: Any) -> EncodedPrompt:
+        """Encode a conversation by the model's chat template, with its images decoded and resized for the model."""
+        return self.codec.encode(self.see(Conversation(tuple(map(_message, messages)), template_kwargs=template)))
+
+    def see(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with its images decoded and resized for the model; raises RequestError naming a bad one."""
+        if not (files := read_images(conversation)):
+            return conversation
+        if self.codec.images is None or self.engine.adapter.vision is None:
+            why = self.engine.adapter.no_vision or "it has no vision part"
+            raise UnsupportedParameter(f"{files[0].place} is an image, and the model reads text only: {why}", files[0].place)
+        sizing = self.codec.images.sizing
+        return with_images(conversation, [self._decode(one, sizing) for one in files])
+
+    def _decode(self, file: ImageFile, sizing: ImageSizing) -> DecodedImage:
+        try:
+            return self._decoder.decode_now(file.data, sizing, file.max_pixels)
+        except ImageProblem as error:
+            raise file.problem(error) from error
+
+    @cached_property
+    def codec(self) -> Codec:
+        return Codec(self.loaded.folder)
+
+    @cached_property
+    def _decoder(self) -> ImageDecoder:
+        decoder = ImageDecoder()
+        weakref.finalize(self, decoder.close)
+        return decoder
 
     def turn(self) -> list[TokenEvent]:
         """Run one turn of the engine, at most one new decode step, and return the token events that it emitted."""
@@ -133,10 +183,10 @@ class LLM:
         ids, finish = list(sequence.output), sequence.finish or "cancelled"
         return Result(ids, self.tokenizer.decode(ids), finish, sequence.logprobs, sequence.timings, sequence.error)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
         return self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+    def render(self, messages: Messages, **template: Any) -> list[int]:
         """Return a conversation's token ids by the model's chat template; without one, of the contents joined by newlines."""
         if self.template is None:
             return self.encode("\n".join(str(message["content"]) for message in messages))
@@ -151,3 +201,22 @@ class LLM:
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread:
             raise WeftError("this LLM belongs to the thread that made it; make it and use it in one thread")
+
+
+def _message(given: Mapping[str, Any]) -> Message:
+    """Convert a message of `generate`: images may be bytes or paths there, because their reader is their sender."""
+    content = given.get("content")
+    if isinstance(content, list):
+        content = [_part(part) for part in content]
+    return Message(given["role"], content)
+
+
+def _part(part: dict[str, Any]) -> dict[str, Any]:
+    image = part.get("image")
+    if not isinstance(image, bytes | Path):
+        return part
+    try:
+        data = image if isinstance(image, bytes) else image.read_bytes()
+    except OSError as error:
+        raise WeftError(f"{part['image']} could not be read: {error.strerror}") from error
+    return part | {"image": base64.b64encode(data).decode()}

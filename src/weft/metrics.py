@@ -46,6 +46,8 @@ class Metrics(Collector):
         self._waiting = add(Gauge, "weft_rows_waiting", "Rows waiting for their turn.", "num_requests_waiting")
         alone = "Rows that decoded alone, not in the batch."
         self._alone = add(Gauge, "weft_rows_alone_total", alone, labels=("model", "cause"))
+        images = "Images whose features were computed (encoded) or still known (hits), and the seconds of computing them."
+        self._images = add(Gauge, "weft_images_total", images, labels=("model", "kind"))
         self._engine_up = add(Gauge, "weft_engine_up", "Whether the model's engine answers.")
         self._restarts = add(Gauge, "weft_engine_restarts_total", "Engines that were replaced.")
         self._memory = add(Gauge, "weft_memory_bytes", "Memory by what it is for.", labels=("model", "kind"))
@@ -96,6 +98,10 @@ class Metrics(Collector):
         self._running.labels(model).set(running)
         self._waiting.labels(model).set(waiting)
 
+    def images(self, model: str, counts: Mapping[str, float]) -> None:
+        for kind, value in counts.items():
+            self._images.labels(model, kind).set(value)
+
     def rows_alone(self, model: str, counts: Mapping[str, int]) -> None:
         for cause, value in counts.items():
             self._alone.labels(model, cause).set(value)
@@ -129,7 +135,7 @@ class Metrics(Collector):
 
     def unloaded(self, model: str) -> None:
         """Remove the gauges of a model that was unloaded; its counters stay."""
-        rows = (self._running, self._waiting, self._alone)
+        rows = (self._running, self._waiting, self._alone, self._images)
         for instrument in (*rows, self._engine_up, self._restarts, self._memory, self._prefixes):
             instrument.remove_by_labels({"model": model})
 

@@ -287,7 +287,7 @@ def test_generate_asks_through_the_template_with_its_system_text_unless_it_is_ra
 
 
 def test_images_are_handed_on_as_parts() -> None:
-    parts = [{"type": "text", "text": "Hi"}, {"type": "image", "image": "aGk="}]
+    parts = [{"type": "image", "image": "aGk="}, {"type": "text", "text": "Hi"}]
 
     assert messages_of(chat(messages=[{**USER, "images": ["aGk="]}]))[0].content == parts
     assert messages_of(generate(images=["aGk="]))[0].content == parts

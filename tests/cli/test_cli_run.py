@@ -97,3 +97,33 @@ def test_local_does_not_ask_the_server(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "3 tokens" in done.stderr
     assert not server.asked
+
+
+PICTURE = Path(__file__).parent.parent / "pictures" / "00_digit.png"
+
+
+def test_an_image_is_asked_about(tmp_path: Path) -> None:
+    done = weft(
+        tmp_path,
+        "run",
+        "tiny-hybrid",
+        "--image",
+        str(PICTURE),
+        "Tell me the digit.",
+        "--no-think",
+        "--temperature",
+        "0",
+        "--local",
+    )
+
+    assert done.stdout == "The digit is 8.\n"
+
+
+def test_a_file_that_is_no_image_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "text.png").write_text("text")
+    no_image = weft(tmp_path, "run", "tiny-hybrid", "--image", str(tmp_path / "text.png"), "What?", "--local")
+    missing = weft(tmp_path, "run", "tiny-hybrid", "--image", str(tmp_path / "gone.png"), "What?", "--local")
+
+    assert "text.png: " in no_image.stderr
+    assert "gone.png could not be read: No such file or directory" in missing.stderr
+    assert no_image.returncode == missing.returncode == 1

@@ -226,6 +226,33 @@ def test_what_the_head_has_read_is_computed_with_each_step(adapter: Adapter, tmp
     assert max(reads) < 40  # those of one read or two; without an end to them there would be as many more for every read
 
 
+def test_in_a_crowd_the_head_skips_what_it_does_not_guess_and_guesses_again_when_a_row_is_left(adapter: Adapter) -> None:
+    class Later(Guessing):
+        def depths(self, rows: Rows[RowDrafts | None], source: str, num_rows: int) -> list[int]:
+            return super().depths(rows, source, num_rows) if num_rows == 1 else [0] * len(rows)
+
+    told = Sampling(temperature=0.0, max_tokens=120, ignore_eos=True)
+    requests = [
+        Submit((number,), chat(question), (told if number == 0 else GREEDY,)) for number, question in enumerate(QUESTIONS)
+    ]
+    run = guessing(adapter)
+    run.engine.speculation.policy = Later()
+    watched = run.engine.runner.guesses.adapter = copy.copy(adapter)
+    reads = []
+
+    def read(tokens: mx.array, *given: Any) -> mx.array:
+        reads.append(tokens.shape)
+        return adapter.read(tokens, *given)
+
+    watched.read = read  # type: ignore[method-assign]
+    rows = finish(run, *requests)
+
+    assert outputs(rows) == outputs(finish(Run(adapter), *requests))
+    assert counts_of(rows[0]).num_accepted > 20  # though it has not read twenty-odd tokens
+    assert reads
+    assert all(num_rows <= 4 for num_rows, _ in reads)
+
+
 def test_a_model_whose_head_was_refused_has_no_guesses_and_says_why(build: Any) -> None:
     headless = copy.copy(build("qwen3_5"))
     for reason in (None, "it guesses 3% of its own text"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import json
 import os
@@ -33,7 +34,14 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": "List:", **HOT, "ignore_eos": False, "seed": 7, "structured_outputs": {"json": WORDS}},
     {"prompt": "Digits:", **HOT, "ignore_eos": False, "seed": 8, "structured_outputs": {"regex": "[0-9]{150}"}},
 ]
+PICTURE = base64.b64encode((Path(__file__).parent.parent / "pictures" / "00_digit.png").read_bytes()).decode()
+SEEN = [
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}},
+    {"type": "text", "text": "What is in the picture? Tell me a story about it."},
+]
 CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": SEEN}], **PLAIN, "temperature": 0},
+    {"messages": [{"role": "user", "content": SEEN}], **HOT, "seed": 11},
     {**THINKING, "temperature": 0, "structured_outputs": {"json": WORDS}},
     {**THINKING, "temperature": 1.5, "seed": 9, "structured_outputs": {"json": WORDS}},
     {**THINKING, "temperature": 1.5, "seed": 10, "ignore_eos": True},
@@ -44,7 +52,7 @@ ASKED = [("/v1/completions", body) for body in COMPLETIONS] + [("/v1/chat/comple
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(
-        tmp_path_factory.mktemp("server") / "log", "tiny-hybrid", "--max-rows", "17", "--heartbeat-seconds", "0.5"
+        tmp_path_factory.mktemp("server") / "log", "tiny-hybrid", "--max-rows", "19", "--heartbeat-seconds", "0.5"
     ) as server:
         yield server
 

@@ -62,12 +62,14 @@ def folder(tmp_path: Path) -> Path:
 # --- what is loaded --------------------------------------------------------------------------------------------------
 
 
-def test_tiny_hybrid_loads_with_its_mtp_head_remembered() -> None:
+def test_tiny_hybrid_loads_with_its_mtp_head_and_its_tower_remembered() -> None:
     loaded = load(TINY_HYBRID)
+    heads = {name: file for name, file in loaded.extra_tensors.items() if name.startswith("mtp.")}
+    tower = {name: file for name, file in loaded.extra_tensors.items() if name.startswith("model.visual.")}
 
-    assert len(loaded.extra_tensors) == 15
-    assert all(name.startswith("mtp.") for name in loaded.extra_tensors)
-    assert set(loaded.extra_tensors.values()) == {TINY_HYBRID / "model.safetensors"}
+    assert (len(heads), len(tower), len(loaded.extra_tensors)) == (15, 81, 96)
+    assert set(heads.values()) == {TINY_HYBRID / "model.safetensors"}
+    assert set(tower.values()) == {TINY_HYBRID / "model-vision.safetensors"}
     assert (loaded.eos_token_ids, loaded.context_length, loaded.vocab_size) == ((4082, 4080), 2048, 4096)
     assert loaded.config["model_type"] == "qwen3_5"
     assert loaded.config["text_config"]["num_hidden_layers"] == 8
@@ -237,6 +239,7 @@ def test_tensors_of_parts_the_model_lacks_are_remembered(tmp_path: Path) -> None
 def test_tensors_that_a_sanitizer_drops_are_told_from_those_it_changes(tmp_path: Path) -> None:
     folder = tmp_path / "with-eyes"
     shutil.copytree(TINY_HYBRID, folder)
+    (folder / "model-vision.safetensors").unlink()
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     eyes = {"model.visual.blocks.0.norm.weight": mx.ones((4,)), "model.visual.merger.weight": mx.ones((4, 4))}

@@ -526,6 +526,24 @@ def test_a_file_that_is_gone_is_a_reason(tmp_path: Path) -> None:
     assert "mtp.safetensors could not be read" in str(reason)
 
 
+@pytest.mark.parametrize("size", [0, 5, 2000, -1], ids=["empty", "no header", "cut in the header", "cut at the end"])
+def test_a_damaged_file_of_a_head_costs_the_head_and_not_the_model(
+    tiny: LoadedModel, tokens: mx.array, tmp_path: Path, size: int
+) -> None:
+    folder = split_folder(tmp_path / "split")
+    file = folder / "mtp.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    loaded = served(folder)
+
+    head, reason = load_head(loaded)
+
+    assert head is None
+    assert "mtp.safetensors" in str(reason)
+    assert mx.array_equal(
+        loaded.model(tokens, cache=make_prompt_cache(loaded.model)), tiny.model(tokens, cache=make_prompt_cache(tiny.model))
+    )
+
+
 def test_a_refused_head_leaves_the_model_as_it_was(tiny: LoadedModel, tokens: mx.array, tmp_path: Path) -> None:
     loaded = served(with_head(tmp_path / "damaged", norm__weight=mx.zeros((320,)) - 1.0))
     load_head(loaded)

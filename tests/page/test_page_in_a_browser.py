@@ -6,94 +6,19 @@ Pictures of what it looked like are left in build/screenshots.
 from __future__ import annotations
 
 import json
-import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browsing import IN_A_BROWSER, PICTURES, say, text_of, until
 from fronts import front
-from servers import ENDLESS_RULES, ENDLESS_WORD, Server, running
-from waiting import HANG_SECONDS
-from weft.engine.faults import VARIABLE
+from servers import ENDLESS_WORD, Server
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "/Applications/Chromium.app/Contents/MacOS/Chromium")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-PICTURES = Path(__file__).parent.parent.parent / "build" / "screenshots"
-PATIENCE = 1e3 * HANG_SECONDS  # milliseconds
 SYSTEM = "You tell small stories to small children. You are kind, you write simply, and every story ends well. " * 4
 
-pytestmark = [
-    pytest.mark.xdist_group("page"),  # one browser and one server for all of these
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium, or brew install --cask chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("page") / "log", "tiny-hybrid", environment={VARIABLE: ENDLESS_RULES}) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser: Any, server: Server, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Opens the page in a window of its own; whatever the console complains of fails the test."""
-    complaints: list[str] = []
-    opened: list[Any] = []
-
-    def open_it(width: int = 1280, height: int = 860, url: str = server.url, **options: Any) -> Any:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        page = context.new_page()
-        page.set_default_timeout(PATIENCE)
-        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(url)
-        opened.append(page)
-        return page
-
-    yield open_it
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    for number, page in enumerate(opened):
-        page.screenshot(path=PICTURES / f"{request.node.name}-{number}.png")
-        page.context.close()
-    assert [one for one in complaints if "401" not in one] == []
-
-
-def say(page: Any, text: str, **settings: str) -> None:
-    """Send a message, with these settings."""
-    page.wait_for_selector("#model option", state="attached")
-    page.click("#settings")
-    for name, value in settings.items():
-        page.fill(f"#option-{name}", value)
-    page.click("#close")
-    page.fill("#draft", text)
-    page.press("#draft", "Enter")
-
-
-def until(page: Any, condition: str) -> None:
-    """Wait until this is true in the page. Playwright's own way evaluates texts there, which the page's policy forbids."""
-    for _ in range(int(PATIENCE / 50)):
-        if page.evaluate(condition):
-            return
-        page.wait_for_timeout(50)
-    pytest.fail(condition)
-
-
-def text_of(page: Any) -> str:
-    text: str = page.inner_text("li.assistant:last-child .prose")
-    return text
+pytestmark = IN_A_BROWSER
 
 
 def test_an_answer_streams_and_is_stopped(open_page: Any, server: Server) -> None:

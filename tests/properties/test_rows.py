@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from thoroughness import ALL
-from weft.engine.runner import RowMemory
+from weft.engine.row_memory import RowMemory
 from weft.engine.sequence import Sequence
 from weft.model.adapter import Adapter
 from zoo import VOCABULARY, make_checkpoint

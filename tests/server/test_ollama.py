@@ -112,7 +112,7 @@ def test_programs_learn_what_is_served_and_what_it_can(server: Server) -> None:
     assert len(listed["digest"]) == 64
     assert datetime.fromisoformat(listed["modified_at"]) < datetime.fromisoformat(loaded["expires_at"])
     assert loaded["context_length"] == 2048
-    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert shown["capabilities"] == ["completion", "tools", "thinking", "vision"]
     assert shown["model_info"][shown["model_info"]["general.architecture"] + ".context_length"] == 2048
     assert "im_start" in shown["template"]
 
@@ -133,7 +133,12 @@ def test_what_is_ignored_is_told_in_a_header(server: Server) -> None:
     ("path", "fields", "status", "words"),
     [
         ("/api/chat", {"messages": TASK, "model": "nobody"}, 404, "no model 'nobody'"),
-        ("/api/chat", {"messages": [{**QUESTION, "images": ["aGk="]}]}, 400, "messages[0].content[1] is of type 'image'"),
+        (
+            "/api/chat",
+            {"messages": [{**QUESTION, "images": ["aGk="]}]},
+            400,
+            "messages[0].content[0]: the image is of no known format",
+        ),
         ("/api/chat", {"messages": [QUESTION], "options": {"num_predict": 9999}}, 400, "maximum context length is 2048"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported here"),
         ("/api/show", {"model": "nobody"}, 404, "no model 'nobody'"),

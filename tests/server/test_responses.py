@@ -237,7 +237,7 @@ def test_an_empty_input_warms_the_model_up(client: openai.OpenAI) -> None:
     ("fields", "code", "words"),
     [
         (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]}]},
+            {"input": [{"role": "user", "content": [{"type": "input_audio", "data": "x"}]}]},
             "unsupported_parameter",
             "input[0]",
         ),

@@ -75,7 +75,7 @@ def valid(choice: Any) -> list[str]:
 
 
 def test_the_list_of_models_says_that_this_one_takes_tools(client: openai.OpenAI) -> None:
-    assert client.models.list().data[0].model_dump()["capabilities"] == ["tools", "thinking"]
+    assert client.models.list().data[0].model_dump()["capabilities"] == ["tools", "thinking", "vision"]
 
 
 def test_a_model_that_wants_to_calls_a_tool_after_its_thinking(client: openai.OpenAI) -> None:

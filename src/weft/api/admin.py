@@ -141,6 +141,7 @@ class Admin:
             metrics.engine(model.name, model.is_ready, model.supervisor.restarts)
             metrics.rows(model.name, status.running, status.waiting)
             metrics.rows_alone(model.name, status.alone)
+            metrics.images(model.name, status.images)
             metrics.memory(model.name, model.memory)
             metrics.prefixes(model.name, status.prefixes)
             model.count_drafts(metrics)
@@ -214,7 +215,7 @@ class Admin:
             context = ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
             row["meta"] = {"context_length": context, "size_bytes": model.memory.get("weights", 0)}
-            found = {} if codec is None else {"tools": codec.calls, "thinking": codec.markers}
+            found = {} if codec is None else {"tools": codec.calls, "thinking": codec.markers, "vision": model.image_writer}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
             row["speculation"] = {"sources": ready.speculation, "unused": model.unused_sources}
         return row if model.notice is None else row | {"notice": model.notice}

@@ -152,6 +152,7 @@ class LiveView:
             "prompt_tokens_per_second": round(prefilled / seconds, 1) if seconds else 0,
             "gaps": percentiles(before, gaps),
             "drafts": _show_drafts(model.supervisor.drafts),
+            "images": status.images if any(status.images.values()) else None,
         }
 
 

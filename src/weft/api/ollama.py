@@ -212,7 +212,7 @@ def _answered(result: OllamaMessage, open_calls: Sequence[ToolCall]) -> ToolCall
 
 
 def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:
-    return [{"type": "text", "text": text}, *({"type": "image", "image": image} for image in images)] if images else text
+    return [*({"type": "image", "image": image} for image in images), {"type": "text", "text": text}] if images else text
 
 
 class OllamaReply(Reply):
@@ -311,8 +311,9 @@ class OllamaModels:
 
     async def show(self, request: Request) -> Response:
         given = dialect.convert(await read_json(request, self.config), ShowRequest)
-        codec, ready = self.service.find(plain_name(given.model or given.name)).require()
-        found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers}
+        model = self.service.find(plain_name(given.model or given.name))
+        codec, ready = model.require()
+        found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers, "vision": model.image_writer}
         details, limits = _details(ready), ready.limits
         family = details["family"]
         sizes = {f"{family}.context_length": limits.context_length, f"{family}.vocab_size": limits.vocab_size}

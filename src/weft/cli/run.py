@@ -1,5 +1,6 @@
 """`weft run`: one answer, or a chat, from a running server or a model loaded here; answers go to stdout, the rest to stderr."""
 
+import base64
 import signal
 import sys
 import time
@@ -16,7 +17,8 @@ from rich.console import Console
 from weft.cli import Switch
 from weft.cli.client import DEFAULT_URL, ServerClient, read_delta
 from weft.cli.models import AnyModel
-from weft.errors import RequestError, WeftError
+from weft.errors import ImageProblem, RequestError, WeftError
+from weft.text.images import sniff
 from weft.text.types import Conversation, Delta, Finish, GenerationRequest, Message, Reasoning, Text, Usage
 
 STORYTELLERS = frozenset({"tiny-hybrid"})  # by its card no assistant: it continues a text better than it answers one
@@ -43,6 +45,8 @@ class RunOptions:
     """Ask the model to think first, or not to; where its template can."""
     chat: bool | None = None
     """Ask through the model's chat template, or let it continue the text: the default without a template, and for tiny-hybrid."""
+    image: tuple[Path, ...] = ()
+    """An image file (PNG, JPEG, WebP, GIF) to ask about, for models that see; may be given several times."""
     local: Switch = False
     """Load the model here even if a server has it."""
 
@@ -70,16 +74,30 @@ def run_command(model: AnyModel, prompt: Prompt = None, /, *, options: Options =
       weft run smollm2 "Why is the sky blue?"
       weft run tiny-hybrid "Once upon a time" --seed 7
       weft run smollm2 "Sum this up:" < notes.txt
+      weft run tiny-hybrid --image digit.png "What is the digit?"
     """
     notes = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    prompt = _append_piped(prompt)
+    prompt, images = _append_piped(prompt), [_image_part(file) for file in options.image]
     backend = (None if options.local else find_server(model, options, notes)) or InProcessModel(model, options, notes)
-    continues = not backend.has_template or (prompt is not None and model in STORYTELLERS)
-    chat = TerminalChat(backend, notes, continues if options.chat is None else not options.chat)
+    continues = not images and (not backend.has_template or (prompt is not None and model in STORYTELLERS))
+    chat = TerminalChat(backend, notes, continues if options.chat is None or images else not options.chat, images)
     if prompt is not None:
         chat.answer(prompt)
     else:
         chat.converse()
+
+
+def _image_part(file: Path) -> dict[str, Any]:
+    """Read an image file into a part of a message; raises WeftError if it can not be read or is no image."""
+    try:
+        data = file.expanduser().read_bytes()
+    except OSError as error:
+        raise WeftError(f"{file} could not be read: {error.strerror}") from error
+    try:
+        kind = sniff(data).format.lower()
+    except ImageProblem as error:
+        raise WeftError(f"{file}: {error}") from error
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"}}
 
 
 def _append_piped(prompt: str | None) -> str | None:
@@ -134,14 +152,13 @@ class InProcessModel:
     def __init__(self, model: str, options: RunOptions, notes: Console) -> None:
         from weft.engine.process import import_mlx_lm
         from weft.llm import BLAS, LLM
-        from weft.text.codec import Codec
 
         import_mlx_lm()
         if BLAS.warning:
             notes.print(f"weft: {BLAS.warning}", style="yellow")
         self.options = options
         self.llm = LLM(model, progress=True)
-        self.codec = Codec(self.llm.loaded.folder)
+        self.codec = self.llm.codec
         self.has_template = self.codec.writer is not None
 
     def stream(self, prompt: ModelInput) -> Iterator[Delta]:
@@ -149,9 +166,9 @@ class InProcessModel:
         kwargs = self.options.template_kwargs
         content = prompt if isinstance(prompt, str) else Conversation(tuple(prompt), template_kwargs=kwargs)
         generation = GenerationRequest(model=None, prompts=(content,), sampling=self.options.sampling)
-        encoded = self.codec.encode(content)
+        encoded = self.codec.encode(self.llm.see(content) if isinstance(content, Conversation) else content)
         reader, num_read = self.codec.reader(generation, encoded), 0
-        sequence = self.llm.submit(encoded.ids, self.codec.sampling(generation))
+        sequence = self.llm.submit_ids(encoded.ids, self.codec.sampling(generation), encoded.images)
         # A KeyboardInterrupt inside a step would leave the engine between two states.
         with interrupts() as interrupted:
             while not sequence.is_finished:
@@ -195,6 +212,7 @@ class TerminalChat:
     backend: RemoteModel | InProcessModel
     notes: Console
     continues: bool  # whether the model continues the text it is given instead of answering
+    images: list[dict[str, Any]] = field(default_factory=list)  # that go with the first message
     messages: list[Message] = field(default_factory=list)
 
     def converse(self) -> None:
@@ -215,7 +233,8 @@ class TerminalChat:
                     self.notes.print(f"weft: {error}", style="red")
 
     def answer(self, text: str) -> None:
-        self.messages.append(Message("user", text))
+        images = [] if self.messages else self.images
+        self.messages.append(Message("user", [*images, {"type": "text", "text": text}] if images else text))
         answer, has_reasoned, summary, first, start = "", False, "", 0.0, time.perf_counter()
         try:
             for delta in self.backend.stream(text if self.continues else self.messages):

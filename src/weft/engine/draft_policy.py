@@ -25,6 +25,7 @@ ALLOWANCE = 0.02  # share of the tokens emitted that drafts may cost in the long
 MAX_BALANCE = 8.0  # plain steps; drafts that were good for long may then lose so much
 MIN_PAUSE, MAX_PAUSE = 16, 512  # tokens of the row
 FEW_ROWS, CROWD_GAIN = 4, 1.05  # in larger batches drafts must promise so much: a turn's time there is not all that they cost
+HEAD_GAIN_BY_CLOCK = 1.25  # the head's must there where steps are timed, on CPUs: all told they paid at no rate (docs/log.md)
 
 Draft = tuple["RowDrafts", str, int]  # a row, the source of its draft, and the draft's length
 
@@ -132,9 +133,15 @@ class DraftPolicy:
         survivals = [
             self._survival(*draft, self._costs.of(num_rows, draft[1] == HEAD)) if draft is not None else [] for draft in drafts
         ]
-        wanted = 1.0 if num_rows <= FEW_ROWS else CROWD_GAIN
-        count = _best_count(map(sum, zip_longest(*survivals, fillvalue=0.0)), num_rows, costs, wanted)
+        with_head = any(draft is not None and draft[1] == HEAD for draft in drafts)
+        count = _best_count(map(sum, zip_longest(*survivals, fillvalue=0.0)), num_rows, costs, self._wanted(num_rows, with_head))
         return [min(count, len(survival)) for survival in survivals]
+
+    def _wanted(self, num_rows: int, with_head: bool) -> float:
+        """Return how many times a plain step's tokens for its time a step with drafts must promise."""
+        if num_rows <= FEW_ROWS:
+            return 1.0
+        return HEAD_GAIN_BY_CLOCK if with_head and self._by_clock else CROWD_GAIN
 
     def _survival(self, row: RowDrafts, source: str, length: int, costs: list[float]) -> list[float]:
         """Return the probability that each token of a draft will be emitted; of the tokens that may be verified only."""

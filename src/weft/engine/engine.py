@@ -22,10 +22,10 @@ from weft.engine.sampler import NOT_FINITE, Logprobs
 from weft.engine.scheduler import OUTPUT_WEIGHT, Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.speculation import Speculation
-from weft.errors import InternalError, RowFailed
+from weft.errors import InternalError, InvalidRequest, RowFailed
 from weft.grammar.constraint import Constraint, Masks, TokenDemand
 from weft.ipc.limits import Limits, Sampling
-from weft.ipc.messages import FinishReason, PromptEvent, Submit, TokenEvent, TokenLogprob
+from weft.ipc.messages import FinishReason, Image, PromptEvent, Submit, TokenEvent, TokenLogprob
 from weft.memory.disk import DiskTier
 from weft.memory.prefix_tree import PrefixTree
 from weft.memory.spec import MAX_STEP_TOKENS
@@ -110,9 +110,11 @@ class Engine:
             self.scheduler.measure_step(seconds)
             self.speculation.measure(len(plan.steps), plan.step_tokens, seconds)
 
-    def submit(self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None) -> Sequence:
+    def submit(
+        self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None, images: tuple[Image, ...] = ()
+    ) -> Sequence:
         """Check one prompt with its sampling parameters and queue it; raises RequestError naming the bad parameter."""
-        return self.submit_all(Submit((next(self._numbers),), prompt, (sampling,)), constraint)[0]
+        return self.submit_all(Submit((next(self._numbers),), prompt, (sampling,), images=images), constraint)[0]
 
     def submit_all(self, request: Submit, constraint: Constraint | None = None) -> list[Sequence]:
         """Check a request and queue one sequence per answer; raises RequestError naming the bad parameter."""
@@ -126,7 +128,21 @@ class Engine:
         Under a constraint the tokens emitted before are replayed, which for long answers takes longer than a step may.
         """
         rooms = [self.limits.check(request.prompt, sampling) for sampling in request.samplings]
+        self._check_images(request)
         return [self._sequence(request, index, room, constraint) for index, room in enumerate(rooms)]
+
+    def _check_images(self, request: Submit) -> None:
+        vision, end = self.adapter.vision, 0
+        for number, image in enumerate(request.images):
+            if vision is None:
+                raise InvalidRequest(
+                    f"the model reads text only: {self.adapter.no_vision or 'it has no vision part'}", "messages"
+                )
+            if (reason := vision.check(image, request.prompt)) is not None or image.start < end:
+                raise InvalidRequest(f"image {number} of the request: {reason or 'it overlaps the one before'}", "messages")
+            end = image.end
+        if request.images and any(sampling.prompt_logprobs is not None for sampling in request.samplings):
+            raise InvalidRequest("log-probabilities of a prompt with images can not be had; leave them out", "logprobs")
 
     def queue(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request; they share one prefill if all have the same tokens to prefill."""
@@ -191,7 +207,8 @@ class Engine:
         while (sequence := self.scheduler.to_preempt()) is not None:
             self._preempt(sequence)
         self.scheduler.admit(self.clock())
-        self.prefix.limit(self.budget.left_for_prefixes(self.scheduler.running, self.config.cache_bytes))
+        held = 0 if self.runner.images is None else self.runner.images.held_bytes
+        self.prefix.limit(max(0, self.budget.left_for_prefixes(self.scheduler.running, self.config.cache_bytes) - held))
         for sequence in self.scheduler.prompts:
             try:
                 self.prefix.update(sequence)

@@ -19,7 +19,17 @@ from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.ipc.channel import EngineEnd
-from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, EngineStatus, Shutdown, Submit, SubmitOutcome, TokenEvent
+from weft.ipc.messages import (
+    IMAGE_KEYS,
+    AskPrefixes,
+    Cancel,
+    EngineEvents,
+    EngineStatus,
+    Shutdown,
+    Submit,
+    SubmitOutcome,
+    TokenEvent,
+)
 from weft.memory.prefix_tree import Node, PrefixTree
 from weft.model.saved_state import LayerCaches, SavedState, save_block, save_checkpoint
 
@@ -199,7 +209,8 @@ class Host:
         caches = memory_in_use(self.engine), self._prefix_counters()
         alone, drafts = self.engine.runner.num_alone, self.engine.speculation
         accepted_at = tuple(drafts.accepted_at)
-        return EngineStatus(*counts, *caches, prefilling, following, alone, drafts.counts, drafts.num_drafts, accepted_at)
+        images = {} if (kept := self.engine.runner.images) is None else kept.counters
+        return EngineStatus(*counts, *caches, prefilling, following, alone, drafts.counts, drafts.num_drafts, accepted_at, images)
 
     def _prefix_counters(self) -> dict[str, int]:
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary
@@ -220,6 +231,7 @@ def memory_in_use(engine: Engine) -> dict[str, int]:
         "weights": engine.adapter.weights_bytes,
         "rows": engine.runner.pool.bytes_held,
         "prefixes": engine.prefix.held_bytes,
+        **({} if engine.runner.images is None else {"images": engine.runner.images.held_bytes}),
         "active": mx.get_active_memory(),
         "reusable": mx.get_cache_memory(),
         "peak": mx.get_peak_memory(),
@@ -269,6 +281,7 @@ class Canary:
 
     def _choose_path(self) -> bool:
         nodes = [node for node in self.tree.nodes() if node.checkpoint is not None and node.number not in self._checked]
+        nodes = [node for node in nodes if all(max(one.tokens) < IMAGE_KEYS for one in node.path())]  # pixels are not kept
         if not nodes:
             return False
         self._path = self.chance.choice(nodes).path()

@@ -94,6 +94,8 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         notice="; ".join(notices) or None,
         speculation=engine.speculation.names,
         no_speculation=engine.speculation.unused,
+        has_vision=engine.adapter.vision is not None,
+        no_vision=engine.adapter.no_vision,
     )
     channel.send(ready)
     Host(engine, compiler, channel, has_canary=settings.cache_canary).run()

@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import get_args
 
 import mlx.core as mx
 import numpy as np
@@ -17,44 +17,22 @@ from numpy.typing import NDArray
 
 from weft.config import EngineConfig
 from weft.engine.faults import Faults
-from weft.engine.sampler import Logprobs, SampledTokens, logprobs_of, sample
+from weft.engine.guesses import Guesses
+from weft.engine.image_features import ImageFeatures
+from weft.engine.row_memory import AloneCause, RowMemory
+from weft.engine.sampler import SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
 from weft.memory.disk_files import Damaged, Entry
-from weft.memory.slabs import Pool, Refusal, RowState
+from weft.memory.slabs import Pool, Refusal
 from weft.memory.spec import Recurrent, mismatch
-from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches, make_room
-from weft.model.adapter import HIDDEN_STATES, SPEC_TOKENS, Adapter, Chunk
+from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches
+from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
+from weft.model.vision.image_positions import shift_of
 
 log = logging.getLogger("weft.engine")
-
-# Why a row decodes alone. model: no way to batch this model gives each row its own logits. short: the row is too young to have
-# the specs' geometry (after a prompt of one token nothing is computed yet; some states grow over the first tokens), so it joins
-# the batch a step or two later. geometry: it should have the specs' geometry by now and has not.
-AloneCause = Literal["model", "short", "geometry"]
-
-
-@dataclass
-class RowMemory:
-    """One sequence's layer states: its own KV caches until it has a slot in the pool, and the prompt chunk in progress."""
-
-    own: LayerCaches | None = None
-    state: RowState = field(default_factory=RowState)
-    retained: tuple[LayerCaches, int] | None = None  # its own caches once it has a slot, and how many tokens they hold
-    chunk: Chunk | None = None
-    chunk_seconds: float = 0.0  # spent on the chunk so far
-    alone: AloneCause | None = None  # why it last decoded on its own caches, if it did
-    logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
-
-    @property
-    def has_caches(self) -> bool:
-        return self.own is not None
-
-    @property
-    def is_amid_chunk(self) -> bool:
-        return self.chunk is not None
 
 
 @dataclass(frozen=True)
@@ -114,9 +92,9 @@ class Runner:
         self.clock = clock
         self.faults = faults
         self.seconds_per_token = 0.0  # of prefill, a running mean
+        self.images = None if adapter.vision is None else ImageFeatures(adapter.vision)
         self.num_alone: dict[str, int] = dict.fromkeys(get_args(AloneCause), 0)  # rows that decoded alone, by cause
         self._refused_layers: set[int] = set()  # those in the log
-        self._has_read = False  # the MTP head, since the last step began
         self.reset()
 
     def drain(self) -> None:
@@ -140,6 +118,7 @@ class Runner:
             coarse_tokens=self.config.coarse_tokens,
             constant_shapes=self.config.width is not None,
         )
+        self.guesses = Guesses(self.adapter, self.pool, self._batches)
 
     def allocate(self, plan: Plan) -> None:
         """Copy the states of rows that are new in this plan's step into the pool, lazily; raises RowFailure."""
@@ -154,7 +133,7 @@ class Runner:
         if not plan.steps:
             return None
         self.faults.at("decode", *plan.steps)
-        self._read_unread(plan.steps, plan.step_tokens)
+        self.guesses.catch_up(plan.steps, plan.step_tokens)
         step = self._forward_tokens(plan) if plan.step_tokens > 1 else self._forward_token(plan, last)
         if lines := self.faults.struck("logits", [_sequence(line) for line in step.lines]):
             step.logits[mx.array(lines)] = mx.nan
@@ -206,7 +185,7 @@ class Runner:
         """Start computing a built step; returns at once on a GPU, while on a CPU this may take nearly as long as the step."""
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
         flags = [forward.is_finite for forward in step.forwards]
-        mx.async_eval(step.logits, *flags, *self.pool.states(), *self._head_slabs())  # type: ignore[no-untyped-call]
+        mx.async_eval(step.logits, *flags, *self.pool.states(), *self.guesses.take_written())  # type: ignore[no-untyped-call]
 
     def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
         """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (lines, V) if given; does not read them."""
@@ -232,8 +211,12 @@ class Runner:
         memory.chunk_seconds += self.clock() - started
         if not chunk.is_done:
             return False
-        self.seconds_per_token += 0.2 * (memory.chunk_seconds / row.count - self.seconds_per_token)
-        memory.chunk_seconds = 0.0
+        if memory.encoding and self.images is not None:
+            self.images.keep(memory.encoding)
+            self.images.encode_seconds += max(0.0, memory.chunk_seconds - row.count * self.seconds_per_token)
+        else:
+            self.seconds_per_token += 0.2 * (memory.chunk_seconds / row.count - self.seconds_per_token)
+        memory.encoding, memory.chunk_seconds = {}, 0.0
         if memory.logprobs is not None:
             row.sequence.prompt_logprobs += memory.logprobs.read(_next_tokens(row))
         memory.chunk = memory.logprobs = None
@@ -299,6 +282,7 @@ class Runner:
             if not is_short:
                 self._log_once(refusal)
             return
+        memory.state.shift = shift_of(sequence.request.images)
         self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
         memory.retained = memory.own, sequence.num_computed
         memory.own = None
@@ -321,83 +305,6 @@ class Runner:
         self.faults.at("restore", sequence)
         return restore(caches, [one.block for one in node.path()], node.checkpoint)
 
-    def draft(self, sequences: tuple[Sequence, ...], count: int) -> dict[Sequence, tuple[int, ...]]:
-        """Let the model's MTP head guess the next `count` tokens of each row in the pool, whose last token is known.
-
-        Guesses are drawn as the row's tokens are, with the same random number: at any temperature both often agree.
-        """
-        states = [_memory(one).state for one in sequences if _memory(one).own is None]
-        unread = max((state.unread for state in states), default=0)
-        for state in states:  # so that no row moves between the batches
-            make_room(self.pool, state, max(count, unread + 2), seam=self.adapter.way == "seam")
-        spans = [StepSpan(unread + 1, is_unread=True), *(StepSpan(1, ahead) for ahead in range(1, count))]
-        batches = {span: list(self._batches(sequences, span)) for span in spans}
-        guesses = [self._guess([batches[span][part] for span in spans]) for part in range(len(batches[spans[0]]))]
-        mx.eval([tokens for _, tokens in guesses])  # sync: the next step is made of them
-        found: dict[Sequence, tuple[int, ...]] = {}
-        for rows, tokens in guesses:
-            found |= {row: tuple(guessed) for row, guessed in zip(rows, np.array(tokens).tolist(), strict=True)}
-        return found
-
-    def _guess(self, chain: list[tuple[Batch, list[Sequence | None]]]) -> tuple[list[Sequence], mx.array]:
-        """Read what is unread of one batch's rows, and guess on from there; returns the live rows and their guesses (rows, T)."""
-        (batch, rows), live = chain[0], [index for index, row in enumerate(chain[0][1]) if row is not None]
-        ends = [0 if state is None else state.unread for state in batch.rows]
-        states = self._read(batch, rows, [end + 1 for end in ends])
-        state = mx.take_along_axis(states, mx.array(ends)[:, None, None], axis=1)[:, 0]
-        guessed: list[mx.array] = []
-        for ahead, (batch_ahead, _) in enumerate(chain):
-            if guessed:
-                tokens = guessed[-1]
-                if len(live) < len(rows):
-                    tokens = mx.zeros(len(rows), mx.int32)
-                    tokens[mx.array(live)] = guessed[-1]
-                state = self.adapter.guess(tokens, state, batch_ahead)
-            lines = [Line(row, (), 1 + ahead) for row in rows if row is not None]
-            logits = self.adapter.guessed_logits(state)
-            guessed.append(sample(logits if len(live) == len(rows) else logits[mx.array(live)], lines).tokens)
-        for one in batch.rows:
-            if one is not None:
-                one.unread = -1
-        return [row for row in rows if row is not None], mx.stack(guessed, axis=1)
-
-    def _read_unread(self, sequences: tuple[Sequence, ...], tokens: int) -> None:
-        """Let the MTP head read before a step of so many tokens per row, if more would be unread then than states are kept."""
-        states = [_memory(one).state for one in sequences if _memory(one).own is None]
-        if self.adapter.head is None or max((state.unread for state in states), default=0) + tokens < HIDDEN_STATES:
-            return
-        span = StepSpan(max(state.unread for state in states), is_unread=True)
-        for batch, rows in self._batches(sequences, span):
-            # What is in flight is not known yet.
-            known = [0 if row is None else len(row.prompt) + len(row.output) for row in rows]
-            counts = [
-                0 if state is None else min(state.unread, count - state.length + state.unread)
-                for state, count in zip(batch.rows, known, strict=True)
-            ]
-            self._read(batch, rows, counts)
-            for state, count in zip(batch.rows, counts, strict=True):
-                if state is not None:
-                    state.unread -= count
-
-    def _read(self, batch: Batch, rows: list[Sequence | None], counts: list[int]) -> mx.array:
-        """Let the MTP head read so many tokens of each row from the first that it has not read; returns its states (B, T, H)."""
-        tokens, starts = [], []
-        for row, state, count in zip(rows, batch.rows, counts, strict=True):
-            first = 0 if state is None else state.length - state.unread
-            own = [0] if row is None or not count else [row.token_at(first + place) for place in range(count)]
-            tokens.append(own + own[-1:] * (batch.tokens - len(own)))
-            starts.append(HIDDEN_STATES - 1 - (0 if state is None else max(0, state.unread)))
-        self._has_read = True
-        return self.adapter.read(mx.array(tokens, mx.int32), starts, batch)
-
-    def _head_slabs(self) -> list[mx.array]:
-        """Return the keys and values of an MTP head's layer if it has read: they are on no logits' way."""
-        if not self._has_read:
-            return []
-        self._has_read = False
-        layer = len(self.adapter.specs) - 2
-        return [array for slab in self.pool.slabs for array in (slab.layers[layer].keys, slab.layers[layer].values)]
-
     def _batches(self, sequences: tuple[Sequence, ...], span: StepSpan) -> Iterator[tuple[Batch, list[Sequence | None]]]:
         """Group the pool's rows into batches: one with slab attention, else one per slab. Idle rows are None."""
         owner = {id(_memory(sequence).state): sequence for sequence in sequences if _memory(sequence).own is None}
@@ -418,7 +325,9 @@ class Runner:
     def _decode_alone(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         for sequence in sequences:
             if (own := _memory(sequence).own) is not None:
-                yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own)
+                shift = shift_of(sequence.request.images)
+                position = sequence.num_computed + shift if shift else None
+                yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own, position)
 
     def _inputs(self, sequences: list[Sequence | None], last: Step | None) -> mx.array:
         """Return each row's next input token (rows,): from the host if it was read already, else from the unread step `last`."""
@@ -435,11 +344,22 @@ class Runner:
 
     def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
         assert memory.own is not None
-        chunk, logits = self.adapter.prefill(row.sequence.prefill_ids[row.start : row.start + row.count], memory.own)
+        chunk, logits = self._prefill(row, memory, memory.own)
         if (count := row.sequence.sampling.prompt_logprobs) is not None:
             memory.logprobs = logprobs_of(logits[0], mx.array(_next_tokens(row), mx.int32), count)
             chunk.also(memory.logprobs.arrays())
         return chunk
+
+    def _prefill(self, row: Row, memory: RowMemory, caches: LayerCaches) -> tuple[Chunk, mx.array]:
+        sequence, end = row.sequence, row.start + row.count
+        if not sequence.request.images or self.images is None:
+            return self.adapter.prefill(sequence.prefill_ids[row.start : end], caches)
+        found = self.images.of_chunk(sequence, row.start, row.count)
+        memory.encoding = found.encoded
+        tokens = [sequence.token_at(position) for position in range(row.start, end)]
+        chunk, logits = self.adapter.prefill(tokens, caches, None if found.seen.offset == row.start else found.seen)
+        chunk.before(found.states)
+        return chunk, logits
 
     def _slice(self, chunk: Chunk, seconds: float) -> None:
         """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`."""

@@ -30,6 +30,11 @@ class Row:
     start: int
     count: int
 
+    @property
+    def has_images(self) -> bool:
+        """Whether images may have to be encoded with it, which takes longer than its tokens."""
+        return self.sequence.has_images_in(self.start, self.count)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -166,7 +171,7 @@ class Scheduler:
         """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so short chunks go first."""
         steps = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
-        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens
+        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens and not chunk.has_images
         if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MAX_HELD_BACK:
             self._num_held_back += 1
             return Plan((), chunk, None, self._upcoming())

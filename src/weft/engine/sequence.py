@@ -16,8 +16,23 @@ from weft.engine.draft_policy import RowDrafts
 from weft.engine.lookup import LookUp
 from weft.grammar.constraint import Constraint, TokenDemand
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import DraftCounts, FinishReason, Submit, Timings, TokenLogprob
+from weft.ipc.messages import IMAGE_KEYS, DraftCounts, FinishReason, Submit, Timings, TokenLogprob
 from weft.memory.prefix_tree import Node
+
+
+def keyed_prompt(request: Submit) -> list[int]:
+    """Return a request's prompt with a key at each place of an image, of its content and the place in it.
+
+    So prompts have a prefix in common only as far as their images are equal, and each place has 31 bits of its own to differ in.
+    """
+    if not request.images:
+        return request.prompt
+    found = list(request.prompt)
+    for image in request.images:
+        for place in range(image.num_tokens):
+            digest = hashlib.blake2b(image.key + place.to_bytes(4, "little"), digest_size=4).digest()
+            found[image.start + place] = IMAGE_KEYS | int.from_bytes(digest, "little") >> 1
+    return found
 
 
 class LayerStates(Protocol):
@@ -78,7 +93,8 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.output: list[int] = []
-        self.prefill_ids = request.prompt  # what is computed in chunks: the prompt, after a restart maybe the answer too
+        # What is computed in chunks: the prompt, with keys at the places of images; after a restart maybe the answer too.
+        self.prefill_ids = keyed_prompt(request)
         self.boundaries = tuple(sorted({at for at in request.boundaries if 0 < at < len(request.prompt) - 1}))
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -158,6 +174,10 @@ class Sequence:
     def must_read_prompt(self) -> bool:
         """Whether every prompt token must be computed, cached or not, because prompt log-probabilities were requested."""
         return self.sampling.prompt_logprobs is not None
+
+    def has_images_in(self, start: int, count: int) -> bool:
+        """Whether any of these tokens of the prompt are an image's."""
+        return any(image.start < start + count and image.end > start for image in self.request.images)
 
     @property
     def has_caches(self) -> bool:
@@ -243,7 +263,8 @@ class Sequence:
         Decoding tokens again always gives bit-identical states, but takes as long as the first time.
         """
         self.output = list(emitted)
-        self.prefill_ids = self.prompt if len(self.output) <= max_replayed_tokens else [*self.prompt, *self.output]
+        prompt = keyed_prompt(self.request)
+        self.prefill_ids = prompt if len(self.output) <= max_replayed_tokens else [*prompt, *self.output]
         if len(self.prefill_ids) > len(self.prompt):  # a chunk ended there the first time
             self.boundaries = tuple(sorted({*self.boundaries, len(self.prompt) - 1} - {0}))
         if self.token_counts is not None:

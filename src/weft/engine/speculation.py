@@ -177,7 +177,7 @@ class Speculation:
         """Ask the MTP head; if it fails, these sequences go on without drafts, computed anew if it failed on the device."""
         try:
             self.runner.faults.at("guess", *sequences)
-            return self.runner.draft(sequences, count)
+            return self.runner.guesses.guess(sequences, count)
         except Exception as error:  # a border: a draft is never worth an answer
             log.warning("%d sequences go on without drafts: the MTP head failed", len(sequences), exc_info=error)
             for sequence in sequences:

@@ -151,6 +151,28 @@ class EngineStatus(msgspec.Struct, frozen=True):
     drafts: DraftCounts = DraftCounts()  # of all sequences so far
     num_drafts: int = 0  # drafts verified so far, of one or more tokens each
     accepted_at: tuple[int, ...] = ()  # by place in a draft: tokens accepted so far
+    images: dict[str, float] = {}  # so far: images encoded, hits (those whose features were kept), seconds of encoding
+
+
+IMAGE_KEYS = 1 << 31  # ids from here on stand for a place of an image in what prompts are compared by
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """One image of a prompt: where its tokens are, how many rows and columns of them, and its pixels, resized for the model."""
+
+    start: int  # of its tokens in the prompt
+    rows: int
+    columns: int
+    key: bytes  # digest of pixels and size: equal keys are equal images
+    pixels: bytes  # RGB, row by row; a token stands for a square of as many pixels as the model has it
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -168,6 +190,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     emitted: tuple[tuple[int, ...], ...] = ()  # by sampling: tokens that earlier engines emitted; the answer goes on after them
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer: drafts are looked up there too
     speculate: bool = True  # whether draft tokens may be verified for it
+    images: tuple[Image, ...] = ()  # in the prompt's order; their places hold the model's image token
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -208,6 +231,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     notice: str | None = None  # what the operator should know
     speculation: tuple[str, ...] = ()  # the sources of draft tokens in use
     no_speculation: dict[str, str] = {}  # by source that was asked for and is not in use: why
+    has_vision: bool = False  # images may be sent
+    no_vision: str | None = None  # why not, where the model should have it
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

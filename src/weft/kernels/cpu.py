@@ -106,12 +106,21 @@ class RotaryAngles:
             is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
             if is_here and its_freqs is freqs and its_kind == kind:
                 return angles
-        rates = mx.exp(mx.arange(0, -(dims // 2), -1) * (math.log(base or 1.0) / (dims // 2))) if freqs is None else 1.0 / freqs
-        places = mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1)
-        turns = places * scale * rates
-        found = mx.concatenate([mx.cos(turns), mx.sin(turns)], axis=-1)
+        rates = rotary_rates(dims, base or 1.0) if freqs is None else 1.0 / freqs
+        found = angles_at(mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1), scale, rates)
         self._known.appendleft((offset, freqs, kind, found))
         return found
+
+
+def rotary_rates(dims: int, base: float) -> mx.array:
+    """Return the angle by which each frequency of RoPE turns from one position to the next, (dims / 2,)."""
+    return mx.exp(mx.arange(0, -(dims // 2), -1) * (math.log(base) / (dims // 2)))
+
+
+def angles_at(places: mx.array, scale: float, rates: mx.array) -> mx.array:
+    """Return the cosines, then the sines, of RoPE at these positions."""
+    turns = places * scale * rates
+    return mx.concatenate([mx.cos(turns), mx.sin(turns)], axis=-1)
 
 
 @functools.cache

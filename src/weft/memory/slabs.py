@@ -4,7 +4,7 @@ A slab is [slots, heads, capacity, dim] per layer. Joining takes a free slot, le
 row up a class; nobody else's keys and values are touched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -29,6 +29,7 @@ class RowState:
 
     def __init__(self) -> None:
         self.length = 0
+        self.shift = 0  # of a token's position against its number: images take fewer positions than tokens
         self.unread = 0  # of its last tokens, by the model's MTP head; −1: the head has read the next one too
         self.slab: Slab | None = None
         self.slot = -1
@@ -68,13 +69,12 @@ class Slab:
             for array in (held.keys, held.values):
                 array[slot] = mx.zeros(array.shape[1:], array.dtype)
 
-    def scrub_tokens(self, slot: int, first: int, last: int) -> None:
-        """Zero the keys and values of a slot's tokens [first, last), which were computed and do not count."""
-        for held in self.layers.values():
-            for array in (held.keys, held.values):
-                for token in range(first, last):
-                    place = token % array.shape[2]
-                    array[slot, :, place] = mx.zeros((array.shape[1], array.shape[3]), array.dtype)
+    def scrub_tokens(self, slot: int, first: int, last: int, layers: Iterable[int] | None = None) -> None:
+        """Zero the keys and values of a slot's tokens [first, last) in some layers, or in all."""
+        for layer in self.layers if layers is None else layers:
+            for array in (self.layers[layer].keys, self.layers[layer].values):
+                places = mx.array([token % array.shape[2] for token in range(first, last)])
+                array[slot, :, places] = 0
 
 
 class StateTable:

@@ -72,7 +72,7 @@ class Batch:
         self.tokens = parts[0].tokens
         self.rows = rows  # None: an idle row that fills the width
         self.seam = seam
-        offsets = {row: first for part in parts for row, first in zip(part.rows, part.first, strict=True)}
+        offsets = {row: first + row.shift for part in parts for row, first in zip(part.rows, part.first, strict=True)}
         self.offsets = mx.array([0 if row is None else offsets[row] for row in rows], mx.int32)  # (B,) of first new tokens
         self.table = pool.table_for(None if seam else parts[0].slab)
         self.table.arrange(rows)

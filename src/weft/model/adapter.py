@@ -31,6 +31,7 @@ from weft.model.loader import LoadedModel
 from weft.model.mtp import load_head
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
+from weft.model.vision.vision import Seen, load_vision
 
 log = logging.getLogger("weft.model")
 
@@ -51,6 +52,10 @@ class Chunk:
 
     def __init__(self, layers: list[list[mx.array]]) -> None:
         self._left = deque(layers)
+
+    def before(self, states: list[mx.array]) -> None:
+        """Evaluate these states first, one after the other."""
+        self._left.extendleft([state] for state in reversed(states))
 
     def also(self, arrays: list[mx.array]) -> None:
         self._left.append(arrays)
@@ -73,7 +78,7 @@ class Chunk:
 class Adapter:
     """Wraps a loaded model for the runner: makes caches, builds forwards, and knows the memory layout of its layers."""
 
-    def __init__(self, loaded: LoadedModel, *, way: Way | None = None, with_head: bool = True) -> None:
+    def __init__(self, loaded: LoadedModel, *, way: Way | None = None, with_head: bool = True, with_vision: bool = True) -> None:
         self.model: Callable[..., mx.array] = loaded.model
         self.name = loaded.folder.name
         self.vocab_size = loaded.vocab_size
@@ -91,6 +96,11 @@ class Adapter:
             self._examine(way)
         if self.head is not None:
             self.weights_bytes += self.head.weights_bytes
+        self.vision, self.no_vision = (
+            load_vision(loaded, self.head) if with_vision else (None, None)
+        )  # what it sees with, or why not
+        if self.vision is not None:
+            self.weights_bytes += self.vision.weights_bytes
         if self.refused and self.way == "alone":
             why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
             log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
@@ -133,9 +143,9 @@ class Adapter:
     def bytes_of(caches: LayerCaches) -> int:
         return sum(array.nbytes for cache in leaves(caches) for array in arrays_of(cache))
 
-    def prefill(self, tokens: list[int], caches: LayerCaches) -> tuple[Chunk, mx.array]:
+    def prefill(self, tokens: list[int], caches: LayerCaches, seen: Seen | None = None) -> tuple[Chunk, mx.array]:
         """Return a prompt chunk's lazy forward for one row: a `Chunk` to evaluate layer by layer, and its logits (1, T, V)."""
-        logits = self._forward(mx.array([tokens], mx.int32), caches)
+        logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 
     def prefilled_caches(self, prompt: list[int], chunk_tokens: int | None = None) -> LayerCaches:
@@ -165,17 +175,23 @@ class Adapter:
         with batch.noting():
             return self._forward(tokens, [self._view(batch, place) for place in self.layout], reads=False)
 
-    def _forward(self, tokens: mx.array, caches: LayerCaches, *, reads: bool = True) -> mx.array:
-        """Build the model's forward, (B, T) → logits (B, T, V); its MTP head, if any, reads the tokens too, or will later."""
+    def _forward(self, tokens: mx.array, caches: LayerCaches, *, reads: bool = True, seen: Seen | None = None) -> mx.array:
+        """Build the model's forward, (B, T) → logits (B, T, V); its MTP head, if any, reads the tokens too, or will later.
+
+        `seen`: embeddings and positions, where they are not those of the tokens alone.
+        """
+        embeddings = None if seen is None else seen.embeddings
+        if seen is not None:
+            caches = seen.placed(caches)
         if self.head is None:
-            return self.model(tokens, cache=caches)
+            return self.model(tokens, cache=caches, **({} if embeddings is None else {"input_embeddings": embeddings}))
         *own, keys_and_values, last = caches
-        hidden, logits = self.head.trunk(tokens, own)
+        hidden, logits = self.head.trunk(tokens, own, embeddings)
         rows, count, size = hidden.shape
         earlier = mx.zeros((rows, HIDDEN_STATES, size), hidden.dtype) if last[0] is None else last[0]
         columns = mx.concatenate([earlier, hidden], axis=1)
         if reads:
-            self.head.read(tokens, columns[:, HIDDEN_STATES - 1 : -1], keys_and_values)
+            self.head.read(tokens, columns[:, HIDDEN_STATES - 1 : -1], keys_and_values, embeddings)
         last[0] = columns[:, count:] if count == 1 else mx.contiguous(columns[:, count:])
         if (notes := current_notes()) is not None:
             notes.note_convolution(columns)  # a row that goes back has other last states
@@ -205,9 +221,12 @@ class Adapter:
         assert self.head is not None
         return self.head.logits(states[:, None])[:, -1]
 
-    def decode_alone(self, tokens: mx.array, caches: LayerCaches) -> mx.array:
-        """Build and start, without waiting, the forward of one token of one row on its own caches, (1, 1) → logits (1, V)."""
-        logits = self._forward(tokens, caches)[:, -1]
+    def decode_alone(self, tokens: mx.array, caches: LayerCaches, position: int | None = None) -> mx.array:
+        """Build and start, without waiting, the forward of one token of one row on its own caches, (1, 1) → logits (1, V).
+
+        `position`: of the token, where it is not its number in the row.
+        """
+        logits = self._forward(tokens, caches, seen=None if position is None else Seen(None, position))[:, -1]
         mx.async_eval(logits, [arrays_of(cache) for cache in leaves(caches)])  # type: ignore[no-untyped-call]
         return logits
 

@@ -41,6 +41,7 @@ class LoadedModel:
     context_length: int | None
     vocab_size: int
     weights_bytes: int
+    head_error: str | None = None  # why the files of an MTP head beside it can not be read
 
 
 def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
@@ -51,6 +52,7 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
     written = _read_config(folder)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     files = _find_tensors(folder)
+    head_files, head_error = _find_head_tensors(folder)
     model, config, extra = _LoadObserver(folder, written).build()
     _evaluate(folder, model, progress or (lambda *_: None))
     text_config = _text_config(config)
@@ -59,7 +61,8 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
         model=model,
         config=config,
         folder=folder,
-        extra_tensors={name: file for name, file in files.items() if name in extra or file.name.startswith("mtp")},
+        extra_tensors={name: file for name, file in files.items() if name in extra} | head_files,
+        head_error=head_error,
         eos_token_ids=_eos_token_ids(folder, vocab_size, generation, written, _text_config(written)),
         context_length=next((text_config[key] for key in CONTEXT_KEYS if isinstance(text_config.get(key), int)), None),
         vocab_size=vocab_size,
@@ -145,8 +148,20 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
             raise BadModel(f"{folder / missing[0]} is missing, though {index.name} names it; download the model again")
     if not any(folder.glob("model*.safetensors")):
         raise BadModel(f"{folder} has no model*.safetensors, so there are no weights; download or convert the model again")
+    return _tensors_in(sorted(folder.glob("model*.safetensors")))
+
+
+def _find_head_tensors(folder: Path) -> tuple[dict[str, Path], str | None]:
+    """Return the files of the tensors of an MTP head in files of its own, or none and why: the model needs no head to run."""
+    try:
+        return _tensors_in(sorted(folder.glob("mtp*.safetensors"))), None
+    except ModelError as error:
+        return {}, str(error)
+
+
+def _tensors_in(files: list[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for file in sorted([*folder.glob("model*.safetensors"), *folder.glob("mtp*.safetensors")]):
+    for file in files:
         for name, entry in read_header(file).items():
             if entry.dtype not in DTYPE_BYTES:
                 raise UnsupportedModel(f"{file} stores {name} as {entry.dtype}, which mlx can not read; convert the model")

@@ -35,16 +35,17 @@ class Trunk:
         outputs = [part for path, part in model.named_modules() if path.rpartition(".")[2] == "lm_head"]
         self.logits = outputs[0] if outputs else self.embed.as_linear
 
-    def states(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Run the trunk's layers over tokens (B, T); returns hidden states (B, T, H) after its final norm."""
-        return self.stack(tokens, caches)  # type: ignore[no-any-return]
+    def states(self, tokens: mx.array, caches: list[Any], embeddings: mx.array | None = None) -> mx.array:
+        """Run the trunk's layers over tokens (B, T), or over embeddings in their place: hidden states after its final norm."""
+        given = {} if embeddings is None else {"input_embeddings": embeddings}
+        return self.stack(tokens, caches, **given)  # type: ignore[no-any-return]
 
-    def states_before_norm(self, tokens: mx.array, caches: list[Any]) -> mx.array:
-        """Run the trunk's layers over tokens (B, T); returns hidden states (B, T, H) before its final norm."""
+    def states_before_norm(self, tokens: mx.array, caches: list[Any], embeddings: mx.array | None = None) -> mx.array:
+        """Run the trunk's layers over tokens (B, T), or over embeddings in their place: hidden states before its final norm."""
         norm = self.stack.norm
         self.stack.norm = nn.Identity()
         try:
-            return self.stack(tokens, caches)  # type: ignore[no-any-return]
+            return self.states(tokens, caches, embeddings)
         finally:
             self.stack.norm = norm
 
@@ -68,20 +69,22 @@ class MTPHead:
         """Make an empty mlx-lm cache for the head's layer."""
         return make_prompt_cache(self._trunk.model)[self._layer_index]
 
-    def trunk(self, tokens: mx.array, caches: list[Any]) -> tuple[mx.array, mx.array]:
+    def trunk(self, tokens: mx.array, caches: list[Any], embeddings: mx.array | None = None) -> tuple[mx.array, mx.array]:
         """Run the model over tokens (B, T): hidden states (B, T, H) for the head, and the model's own logits (B, T, V)."""
         if self.after_norm:
-            states = self._trunk.states(tokens, caches)
+            states = self._trunk.states(tokens, caches, embeddings)
             return states, self._trunk.logits(states)
-        states = self._trunk.states_before_norm(tokens, caches)
+        states = self._trunk.states_before_norm(tokens, caches, embeddings)
         return states, self._trunk.logits(self._trunk.stack.norm(states))
 
-    def read(self, tokens: mx.array, before: mx.array, cache: Any) -> mx.array:
+    def read(self, tokens: mx.array, before: mx.array, cache: Any, embeddings: mx.array | None = None) -> mx.array:
         """Read tokens (B, T) with the hidden states (B, T, H) of the tokens before them; returns the head's own (B, T, H).
 
-        These go to `logits`, or as hidden states to the next `read`, to guess one token further.
+        These go to `logits`, or as hidden states to the next `read`, to guess one token further. `embeddings`: of the tokens,
+        where they are not the model's own (images).
         """
-        both = [self.module.embedding_norm(self._trunk.embed(tokens)), self.module.hidden_norm(before)]
+        embedded = self._trunk.embed(tokens) if embeddings is None else embeddings
+        both = [self.module.embedding_norm(embedded), self.module.hidden_norm(before)]
         states = self.module.projection(mx.concatenate(both[::-1] if self._hidden_first else both, axis=-1))
         first = cache[0] if isinstance(cache, CacheList | tuple) else cache
         mask = create_attention_mask(states, first, return_array=self._wants_array)
@@ -106,6 +109,8 @@ def load_head(loaded: LoadedModel) -> tuple[MTPHead | None, str | None]:
 
     To be called after the model's own layers were bound to weft's kernels; the head's are bound here.
     """
+    if loaded.head_error is not None:
+        return None, loaded.head_error
     try:
         built = read_head(loaded)
         if built is None:

@@ -1,7 +1,8 @@
 // The chat: a conversation is a tree of messages, of which one path is shown. Editing and asking again make branches.
 
-import { events, request } from "/page/api.js";
-import { count, find, h, memory, seconds } from "/page/dom.js";
+import { events, get, request } from "/page/api.js";
+import { bytes, count, find, h, memory, seconds } from "/page/dom.js";
+import * as images from "/page/images.js";
 import { code, copied, render } from "/page/markdown.js";
 
 const OPTIONS = [
@@ -22,6 +23,8 @@ const settings = memory.get("settings", {});
 let running = null; // the AbortController of the answer on its way
 let editing = null; // the id of the message being edited
 let showRequest = () => {};
+let states = ""; // of the models, as of when their capabilities were asked for
+let capabilities = new Map(); // by model; undefined before it is loaded
 
 function fresh() {
   return { id: crypto.randomUUID?.() ?? String(Math.random()).slice(2), nodes: {}, chosen: {}, next: 1 };
@@ -48,7 +51,20 @@ function add(parent, fields) {
   return node;
 }
 
-const save = () => memory.set("talk", talk);
+/** Keep the conversation in the browser; where it has no room for all images, without those of the oldest messages. */
+function save() {
+  const pictured = Object.values(talk.nodes).filter((node) => node.images?.some((image) => image.url));
+  for (let dropped = 0; dropped <= pictured.length; dropped++) {
+    if (!memory.set("talk", withoutImages(pictured.slice(0, dropped)))) continue;
+    if (dropped) images.say(`This browser has no room for all images of the conversation: ${dropped === 1 ? "one message loses its images" : `${dropped} messages lose their images`} when the page is loaded again.`);
+    return;
+  }
+}
+
+function withoutImages(nodes) {
+  const thin = (node) => [node.id, { ...node, images: node.images.map(({ name }) => ({ name })) }];
+  return { ...talk, nodes: { ...talk.nodes, ...Object.fromEntries(nodes.map(thin)) } };
+}
 
 // ---- what is asked
 
@@ -75,13 +91,26 @@ function spoken(nodes) {
   const system = (settings.system ?? "").trim();
   const said = nodes.filter((node) => !node.error || node.content).map((node) => {
     if (node.role === "tool") return { role: "tool", tool_call_id: node.call, content: node.content };
-    const message = { role: node.role, content: node.content };
+    const message = { role: node.role, content: contentOf(node) };
     if (node.calls?.length) {
       message.tool_calls = node.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
     }
     return message;
   });
   return system ? [{ role: "system", content: system }, ...said] : said;
+}
+
+/** A message's text; where it has images, a list of parts with the images before the text. */
+function contentOf({ content, images: pictures = [] }) {
+  const parts = pictures.filter(({ url }) => url).map(({ url }) => ({ type: "image_url", image_url: { url } }));
+  if (!parts.length) return content;
+  return content ? [...parts, { type: "text", text: content }] : parts;
+}
+
+/** A request as text to read: images are named by their beginning and their size. */
+function legible(body) {
+  const short = (key, value) => (key === "url" && value.startsWith?.("data:") ? `${value.slice(0, 40)}… (${bytes(value.length)})` : value);
+  return JSON.stringify(body, short, 2);
 }
 
 // ---- an answer on its way
@@ -187,6 +216,7 @@ function fill(item, node) {
     box.querySelector("summary").textContent = node.content || !isRunning ? "Thought" : "Thinking…";
     render(box.querySelector("div"), node.reasoning);
   });
+  part(item, "images", node.images?.length, () => h("div"), (box) => box.replaceChildren(...images.thumbnails(node.images)));
   part(item, "prose", true, () => h("div"), (box) => {
     if (node.role === "assistant" && !node.showTokens) render(box, node.content);
     else if (node.showTokens) box.replaceChildren(heat(node));
@@ -209,7 +239,7 @@ function part(item, name, wanted, make, update) {
   if (!box) {
     box = make();
     box.classList.add(name);
-    const order = ["think", "prose", "calls", "problem", "sent", "foot"];
+    const order = ["think", "images", "prose", "calls", "problem", "sent", "foot"];
     const after = [...item.children].find((other) => order.indexOf(other.classList[0]) > order.indexOf(name));
     item.insertBefore(box, after ?? null);
   }
@@ -265,7 +295,7 @@ const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥") |
 function sent(node) {
   const before = path(node.parent).filter((one) => one.id !== node.id);
   const reply = { usage: node.usage, timings: node.timings, finish_reason: node.finish };
-  return JSON.stringify({ request: { ...node.asked, messages: spoken(before) }, reply }, null, 2);
+  return legible({ request: { ...node.asked, messages: spoken(before) }, reply });
 }
 
 function footer(node) {
@@ -327,6 +357,14 @@ function edit(node) {
 
 function editor(node) {
   const field = h("textarea", { value: node.content, rows: Math.min(12, node.content.split("\n").length + 1), ariaLabel: "Edit the message" });
+  let pictures = (node.images ?? []).filter(({ url }) => url);
+  const box = h("div", { class: "images" });
+  const show = () => box.replaceChildren(...images.thumbnails(pictures, remove));
+  const remove = (place) => {
+    pictures = pictures.filter((_, other) => other !== place);
+    show();
+    field.focus();
+  };
   const leave = () => {
     editing = null;
     draw();
@@ -334,8 +372,9 @@ function editor(node) {
   const send = (event) => {
     event?.preventDefault();
     editing = null;
-    if (!field.value.trim()) return draw();
-    answer(add(node.parent, { role: "user", content: field.value }).id);
+    const text = field.value.trim() && field.value;
+    if (!text && !pictures.length) return draw();
+    answer(add(node.parent, asking(text, pictures)).id);
   };
   const keys = (event) => {
     if (event.key === "Escape") leave();
@@ -343,7 +382,8 @@ function editor(node) {
   };
   field.addEventListener("keydown", keys);
   const buttons = h("div", { class: "row" }, h("span", { class: "space" }), h("button", { type: "button", class: "quiet", onclick: leave }, "Leave"), h("button", { class: "strong" }, "Send"));
-  return h("form", { class: "editor", onsubmit: send }, field, buttons);
+  show();
+  return h("form", { class: "editor", onsubmit: send }, box, field, buttons);
 }
 
 // ---- the drawer
@@ -359,8 +399,9 @@ function drawRaw() {
   try {
     const draft = find("draft").value.trim();
     const messages = spoken(path());
-    if (draft) messages.push({ role: "user", content: draft });
-    find("raw").textContent = JSON.stringify({ ...asked(), messages }, null, 2);
+    const pictures = images.attached();
+    if (draft || pictures.length) messages.push({ role: "user", content: contentOf({ content: draft, images: pictures }) });
+    find("raw").textContent = legible({ ...asked(), messages });
   } catch (error) {
     find("raw").textContent = `Not valid JSON: ${error.message}`;
   }
@@ -386,11 +427,18 @@ function option({ name, label, kind, rows, hint, ...bounds }) {
 
 // ---- beginning
 
-function submit(event) {
+const asking = (content, pictures) => ({ role: "user", content, ...(pictures.length ? { images: pictures } : {}) });
+
+async function submit(event) {
   event?.preventDefault();
+  const isWhole = await images.settled();
   const draft = find("draft");
-  if (running || !draft.value.trim()) return;
-  const node = add(path().at(-1)?.id ?? "root", { role: "user", content: draft.value.trim() });
+  const text = draft.value.trim();
+  if (running || !isWhole || !(text || images.attached().length)) return;
+  const problem = images.attached().length ? blindness() : "";
+  images.say(problem);
+  if (problem) return;
+  const node = add(path().at(-1)?.id ?? "root", asking(text, images.takeAll()));
   draft.value = "";
   grow();
   answer(node.id);
@@ -402,19 +450,52 @@ function grow() {
   draft.style.height = `${Math.min(draft.scrollHeight, 240)}px`;
 }
 
+/** Make a change of the composer's height, and stay at the end of the conversation where one was there. */
+function withMessagesInView(change) {
+  const stay = nearEnd();
+  change();
+  if (stay) toEnd();
+  drawRaw();
+}
+
+/** Why the chosen model reads no images, in a sentence; empty where it does. */
+function blindness() {
+  const name = find("model").value;
+  const able = capabilities.get(name);
+  if (able?.includes("vision")) return "";
+  return able ? `${name} reads text only. Images need a model with vision.` : "Images can be added as soon as a model is loaded.";
+}
+
+/** Ask what the models can do; that is known of a model once it is loaded. */
+async function learn(models) {
+  const now = models.map(({ name, status }) => `${name} ${status}`).join();
+  if (now === states) return;
+  states = now;
+  try {
+    const { data } = await get("/v1/models");
+    capabilities = new Map(data.map((model) => [model.id, model.capabilities]));
+    images.refresh();
+  } catch {
+    states = ""; // with the next event once more
+  }
+}
+
 /** The models one can talk to. */
 export function offer(models) {
+  learn(models);
   const select = find("model");
   const before = select.value || memory.get("model", "");
   const names = models.filter((model) => !["failed", "unloading"].includes(model.status)).map((model) => model.name);
   if ([...select.options].map((one) => one.value).join() === names.join()) return;
   select.replaceChildren(...names.map((name) => h("option", { value: name }, name)));
   if (names.includes(before)) select.value = before;
+  images.refresh();
   drawRaw();
 }
 
 export function begin(show) {
   showRequest = show;
+  images.begin(blindness, withMessagesInView);
   find("options").append(...OPTIONS.map(option));
   find("options").addEventListener("submit", (event) => event.preventDefault());
   find("composer").addEventListener("submit", submit);
@@ -422,7 +503,7 @@ export function begin(show) {
   find("draft").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
   });
-  find("model").addEventListener("change", () => (memory.set("model", find("model").value), drawRaw()));
+  find("model").addEventListener("change", () => (memory.set("model", find("model").value), images.refresh(), drawRaw()));
   find("stop").addEventListener("click", () => running?.abort());
   find("settings").addEventListener("click", () => openDrawer(find("drawer").hidden));
   find("close").addEventListener("click", () => (openDrawer(false), find("settings").focus()));
@@ -430,6 +511,8 @@ export function begin(show) {
     running?.abort();
     talk = fresh();
     editing = null;
+    images.takeAll();
+    images.say();
     save();
     draw();
     find("draft").focus();

@@ -63,11 +63,13 @@ export const memory = {
       return otherwise;
     }
   },
+  /** Whether it was kept. */
   set(name, value) {
     try {
       localStorage.setItem(`weft.${name}`, JSON.stringify(value));
+      return true;
     } catch {
-      // Full or forbidden: the page works on without.
+      return false; // full or forbidden: the page works on without
     }
   },
 };

@@ -203,6 +203,7 @@ function drawFigures() {
     figure(count(last.read), "tokens/s", "of prompts", "prefill"),
     figure(count(last.rows), last.rows === 1 ? "row" : "rows", "in the batch", "rows"),
     ...drafting().map(([value, unit, name]) => figure(value, unit, name, "drafts")),
+    ...seeing().map(([value, unit, name]) => figure(value, unit, name, "images")),
   );
   const gaps = last.gaps ?? history.findLast((one) => one.gaps)?.gaps;
   find("gaps").replaceChildren(...["p50", "p95", "p99"].map((name) => figure(gaps ? seconds(gaps[name]) : "–", "", name, name)));
@@ -218,6 +219,14 @@ function drafting() {
     [`${Math.round((100 * accepted) / tokens)} %`, "", "of draft tokens accepted"],
     [(1 + accepted / verified).toFixed(1), "tokens/step", "where drafts were verified"],
   ];
+}
+
+/** How many images the engines have encoded, how long one took, and how many were known; nothing where there were none. */
+function seeing() {
+  const total = (name) => models.reduce((sum, model) => sum + (model.images?.[name] ?? 0), 0);
+  const [encoded, hits, spent] = ["encoded", "hits", "seconds"].map(total);
+  if (encoded + hits === 0) return [];
+  return [[count(encoded), encoded === 1 ? "image" : "images", `encoded${encoded ? `, ${seconds(spent / encoded)} each` : ""}; ${count(hits)} known`]];
 }
 
 function drawRates() {
@@ -287,13 +296,13 @@ function drawMemory() {
   const target = find("memory");
   const bars = models.filter((model) => model.memory.active !== undefined).map((model) => {
     const held = model.memory;
-    const known = held.weights + held.rows + held.prefixes;
+    const known = held.weights + held.rows + held.prefixes + (held.images ?? 0);
     const other = Math.max(0, held.active - known);
     const used = known + other + held.reusable;
     const whole = Math.max(held.budget ?? 0, used + (held.reserve ?? 0));
     const free = Math.max(0, whole - used - (held.reserve ?? 0));
     const parts = [
-      ["weights", held.weights], ["rows", held.rows], ["kept prompts", held.prefixes], ["other work", other],
+      ["weights", held.weights], ["rows", held.rows], ["kept prompts", held.prefixes], ["kept images", held.images ?? 0], ["other work", other],
       ["to be reused", held.reusable], ["free", free], ["reserve", held.reserve ?? 0],
     ].filter(([, size]) => size > 0);
     const piece = ([name, size]) => {

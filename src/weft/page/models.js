@@ -48,6 +48,7 @@ function card(model) {
     ["memory in use", memory.active !== undefined && `${bytes(memory.active)}${memory.budget ? ` of ${bytes(memory.budget)}` : ""}`],
     ["at its highest", memory.peak !== undefined && bytes(memory.peak)],
     ["kept prompts", memory.prefixes !== undefined && bytes(memory.prefixes)],
+    ["kept images", memory.images !== undefined && bytes(memory.images)],
     ["engine", `process ${model.engine_pid ?? "–"}, replaced ${model.engine_restarts} times`],
     ["notice", model.notice],
   ].filter(([, value]) => value);

@@ -132,6 +132,7 @@ class ChoiceStream:
             prompt_tokens=len(self.prompt.encoded.ids),
             completion_tokens=self.num_tokens,
             cached_tokens=timings.cached_tokens,
+            image_tokens=self.prompt.encoded.num_image_tokens,
             reasoning_tokens=self.reader.num_reasoning_tokens,
             queue_seconds=queued - timings.submitted,
             prefill_seconds=(first or timings.finished or queued) - queued,
@@ -237,6 +238,7 @@ class ActiveRequest:
         return replace(
             usages[0],
             prompt_tokens=self.num_prompt_tokens,
+            image_tokens=sum(prompt.encoded.num_image_tokens for prompt in self.prompts),
             cached_tokens=sum(usage.cached_tokens for usage in usages[:: self.generation.n]),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),

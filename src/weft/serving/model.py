@@ -13,6 +13,7 @@ from weft.metrics import Metrics
 from weft.serving.engine_process import DraftTotals, Supervisor
 from weft.serving.queue import RequestQueue
 from weft.text.codec import Codec
+from weft.text.image_parts import ImageWriter
 from weft.text.types import LateSystem
 
 log = logging.getLogger("weft.serving")
@@ -109,9 +110,15 @@ class ServedModel:
         notices = (
             ready.notice if ready is not None else None,
             f"its MTP head is not used: {refused_head}" if refused_head else None,
+            f"it takes no images: {ready.no_vision}" if ready is not None and ready.no_vision else None,
             calls.notice if calls is not None else None,
         )
         return "; ".join(filter(None, notices)) or None
+
+    @property
+    def image_writer(self) -> ImageWriter | None:
+        """How prompts hold images; None while that is unknown, and where the model reads text only."""
+        return self.codec.images if self.codec is not None and self.ready is not None and self.ready.has_vision else None
 
     @property
     def unused_sources(self) -> dict[str, str]:

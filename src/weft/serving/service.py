@@ -4,17 +4,30 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 import msgspec
 
-from weft.errors import InvalidRequest, QueueFull, RequestCancelled, ServerStopping, UnknownModel, WeftError
+from weft.errors import (
+    ImageProblem,
+    InvalidRequest,
+    QueueFull,
+    RequestCancelled,
+    ServerStopping,
+    UnknownModel,
+    UnsupportedParameter,
+    WeftError,
+)
 from weft.ipc.limits import Limits, Sampling
-from weft.ipc.messages import Submit
+from weft.ipc.messages import Ready, Submit
 from weft.metrics import Metrics
 from weft.serving.active_request import ActiveRequest, Parts, Reports, RequestReport
+from weft.serving.image_decoder import ImageDecoder
 from weft.serving.model import LOAD_HINT, ServedModel, ServerScreen
 from weft.text.codec import Codec, EncodedPrompt
-from weft.text.types import GenerationRequest
+from weft.text.image_parts import ImageFile, image_places, read_images, with_images
+from weft.text.images import DecodedImage, ImageSizing
+from weft.text.types import Conversation, GenerationRequest, Prompt
 
 LONG_TEXT = 4096  # characters from which a prompt is encoded in a thread, so that streams do not wait for it
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
@@ -32,6 +45,7 @@ class Service:
         self.active: list[ActiveRequest] = []  # several may have the same id
         self.watchers: list[Callable[[ActiveRequest], None]] = []  # called with every request that is over
         self.reports = Reports()
+        self.decoder = ImageDecoder()
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
         self._screen: ServerScreen | None = None
 
@@ -53,6 +67,7 @@ class Service:
             with model.place(len(generation.prompts) * generation.n, self.max_queue):
                 codec, ready = model.require()
                 generation = request.generation = codec.fitted(generation)
+                generation = request.generation = await self._see(codec, ready, generation)
                 encoded = await _encode(codec, generation)
                 samplings = _samplings(codec, generation, ready.limits, encoded)
                 model.require()  # the engine may have gone while a thread encoded
@@ -102,9 +117,31 @@ class Service:
 
     async def count_tokens(self, generation: GenerationRequest) -> int:
         """Return the number of tokens in all prompts of a request; raise WeftError if they or its model are not usable."""
-        codec, _ = self.find(generation.model).require()
-        generation = codec.fitted(generation)
+        codec, ready = self.find(generation.model).require()
+        generation = await self._see(codec, ready, codec.fitted(generation))
         return sum([len((await asyncio.to_thread(codec.encode, prompt, generation.effort)).ids) for prompt in generation.prompts])
+
+    async def _see(self, codec: Codec, ready: Ready, generation: GenerationRequest) -> GenerationRequest:
+        """Return the request with its images decoded and resized for its model. Raises RequestError naming the image."""
+        prompts: list[Prompt] = []
+        for prompt in generation.prompts:
+            if not isinstance(prompt, Conversation) or (place := next(image_places(prompt), None)) is None:
+                prompts.append(prompt)
+                continue
+            if codec.images is None or not ready.has_vision:
+                why = ready.no_vision or "it has no vision part"
+                raise UnsupportedParameter(f"{place[0]} is an image, and the model reads text only: {why}", place[0])
+            files = await asyncio.to_thread(read_images, prompt)
+            sizing = codec.images.sizing
+            decoded = [await self._decode(one, sizing) for one in files]
+            prompts.append(with_images(prompt, decoded))
+        return replace(generation, prompts=tuple(prompts))
+
+    async def _decode(self, file: ImageFile, sizing: ImageSizing) -> DecodedImage:
+        try:
+            return await self.decoder.decode(file.data, sizing, file.max_pixels)
+        except ImageProblem as error:
+            raise file.problem(error) from error
 
     def find(self, name: str | None) -> ServedModel:
         """Return the served model of this name, or the only one if no name is given; raise UnknownModel if there is none."""
@@ -170,6 +207,7 @@ class Service:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*(model.supervisor.stop() for model in self.models))
+        await asyncio.to_thread(self.decoder.close)
 
     @property
     def has_failed(self) -> bool:
@@ -241,4 +279,5 @@ def _submit(
         is_retained=bool(generation.session),
         prediction=prompt.prediction,
         speculate=generation.speculate,
+        images=prompt.images,
     )

@@ -9,8 +9,9 @@ from typing import Any
 
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import ConstraintSpec, PrefixReuse, ReasoningSpec, TokenLogprob
+from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
+from weft.text.image_parts import ImageWriter
 from weft.text.normalise import INSTRUCTING, PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
 from weft.text.sampling import merge_sampling, recommended_sampling
@@ -46,6 +47,11 @@ class EncodedPrompt:
     boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one
     constraint: ConstraintSpec | None = None
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer
+    images: tuple[Image, ...] = ()
+
+    @property
+    def num_image_tokens(self) -> int:
+        return sum(image.num_tokens for image in self.images)
 
 
 class Codec:
@@ -56,6 +62,8 @@ class Codec:
         template = ChatTemplate.of(folder)
         self.writer = None if template is None else PromptWriter(template, late_system)
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
+        capabilities = None if self.writer is None else self.writer.capabilities
+        self.images = ImageWriter.of(folder, self.tokenizer, capabilities)  # how prompts hold images; None: not at all
         self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer)
         self.gap = self._find_gap()
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer)
@@ -85,11 +93,14 @@ class Codec:
         variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
         conversation = replace(prompt, template_kwargs=variables | prompt.template_kwargs)
         text = self.writer.write(conversation)
+        if self.images is not None:
+            text = self.images.expand(conversation, text)
         ids, boundaries = self.boundaries.encode(conversation, text)
+        images = () if self.images is None else self.images.placed(conversation, ids)
         if self.markers is None:
-            return EncodedPrompt(ids, boundaries=boundaries)
+            return EncodedPrompt(ids, boundaries=boundaries, images=images)
         closed = text.rstrip().endswith(self.markers.close)
-        return EncodedPrompt(ids, opens_in(text, self.markers), closed, budget, boundaries)
+        return EncodedPrompt(ids, opens_in(text, self.markers), closed, budget, boundaries, images=images)
 
     def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
         """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not reason."""
@@ -154,13 +165,15 @@ def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, 
     place, before, token, instead = reuse.position, "", None, None
     if place is not None and not is_salted:
         before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
-        token, instead = (  # bytes of half a character are written as \xe6\xbc
-            None if one is None else tokenizer.token_bytes(one).decode(errors="backslashreplace")
-            for one in (reuse.token, reuse.instead)
-        )
+        token, instead = (None if one is None else _shown(one, tokenizer) for one in (reuse.token, reuse.instead))
     known = f"the first {reuse.matched} of {len(ids)}" if reuse.matched else f"none of the {len(ids)}"
     why = f"{known} tokens were there; {MISS_CAUSES.get(reuse.cause) or _difference(reuse, token, instead)}"
     return ReuseExplanation(reuse.cause, reuse.matched, why, place, before, token, instead)
+
+
+def _shown(token: int, tokenizer: Tokenizer) -> str:
+    """Return a token's text; bytes of half a character are written as hexadecimal escapes."""
+    return "(an image)" if token >= IMAGE_KEYS else tokenizer.token_bytes(token).decode(errors="backslashreplace")
 
 
 def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> str:

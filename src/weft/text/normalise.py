@@ -93,12 +93,17 @@ def _content(message: Message, place: str, capabilities: Capabilities) -> Conten
     """Return the content as text parts if the client sent parts and the template accepts them, else as one string."""
     if not message.content or isinstance(message.content, str):
         return message.content or ""
-    for index, part in enumerate(message.content):
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            where, kind = f"{place}.content[{index}]", part.get("type")
-            raise UnsupportedParameter(f"{where} is of type {kind!r}; this server takes parts of type 'text' only", where)
     role = "system" if message.role == "developer" else message.role
-    return [{"type": "text", "text": text} for text in message.texts] if role in capabilities.parts else "\n".join(message.texts)
+    for index, part in enumerate(message.content):
+        where, kind = f"{place}.content[{index}]", part.get("type")
+        if kind == "image" and "image" in part and role not in capabilities.images:
+            takers = " and ".join(sorted(capabilities.images)) or "nobody"
+            raise UnsupportedParameter(f"{where}: this model's chat template takes images from {takers}, not {role}", where)
+        if kind != "image" and (kind != "text" or not isinstance(part.get("text"), str)):
+            raise UnsupportedParameter(f"{where} is of type {kind!r}; parts are texts or images here", where)
+    if not any(part["type"] == "image" for part in message.content) and role not in capabilities.parts:
+        return "\n".join(message.texts)
+    return [{"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in message.content]
 
 
 def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) -> list[dict[str, Any]]:
@@ -207,7 +212,7 @@ def _as_parts(content: Content) -> list[dict[str, Any]]:
 
 
 def _as_text(content: Content) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _tools(conversation: Conversation, capabilities: Capabilities) -> list[dict[str, Any]] | None:

@@ -106,6 +106,8 @@ class Capabilities:
         self.user_after_tool = self._lets_user_follow_tool()
         self.tools = _TOOL in self._render(question, tools=[_FULL_TOOL])  # tools are written down
         self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
+        self.image = self._write_image()  # what is written for an image in a user's turn; "" for nothing
+        self.images = {role for role in ("user", "tool") if self.image and self._takes_images(role)}  # roles that may send some
         switched = {self._render(question, enable_thinking=switch) for switch in (True, False)}
         self.thinking_switch = len(switched) == 2  # `enable_thinking` changes the prompt
 
@@ -159,6 +161,20 @@ class Capabilities:
         # Name and key may be there more than once: with the result, with a closing tag.
         is_named = _ONE in after_question and _KEY in after_question
         return is_named and "None" not in after_question and self._shows(called, _VALUE, _FOUR)
+
+    def _write_image(self) -> str:
+        """Return what the template writes for an image between two texts of a user; "" if it takes none."""
+        content = [*_parts(_ONE), {"type": "image"}, *_parts(_TWO)]
+        turn = [{"role": "user", "content": content}]
+        return self._render(turn).partition(_ONE)[2].partition(_TWO)[0] if self._shows(turn, _ONE, _TWO) else ""
+
+    def _takes_images(self, role: str) -> bool:
+        content = [*_parts(_FIVE), {"type": "image"}, *_parts(_TWO)]
+        before = [] if role == "user" else self._call()[:-1] if self.arguments else None
+        if before is None:
+            return False
+        messages = [*before, {"role": role, "content": content, "tool_call_id": self._call_id.format(name=_ONE)}]
+        return self._shows(messages, _FIVE, _TWO) and self._render(messages).count(self.image) == 1
 
     def _find_reasoning_key(self) -> str:
         for key in ("reasoning_content", "thinking", "reasoning"):

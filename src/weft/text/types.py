@@ -25,7 +25,10 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a conversation; `content` is a string, a list of parts ({"type": "text", "text": …}), or None."""
+    """One message of a conversation; `content` is a string, a list of parts, or None.
+
+    Parts are texts ({"type": "text", "text": …}) and images, in the form in which the dialect has them.
+    """
 
     role: Role
     content: str | list[dict[str, Any]] | None
@@ -38,9 +41,9 @@ class Message:
 
     @property
     def texts(self) -> list[str]:
-        """The texts of the content's parts; string content is one part, and absent or empty content is one empty string."""
+        """The texts of the content's parts, empty for images; string content is one part, absent content one empty string."""
         content = self.content or ""
-        return [content] if isinstance(content, str) else [part["text"] for part in content]
+        return [content] if isinstance(content, str) else [part.get("text", "") for part in content]
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    image_tokens: int = 0  # of the prompt's
     reasoning_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0

@@ -91,7 +91,10 @@ class OpenAIReply(Reply):
             "prompt_tokens": total.prompt_tokens,
             "completion_tokens": total.completion_tokens,
             "total_tokens": total.prompt_tokens + total.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": total.cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": total.cached_tokens,
+                **({"image_tokens": total.image_tokens} if total.image_tokens else {}),
+            },
             "completion_tokens_details": self.completion_details(total),
         }
 
@@ -112,6 +115,7 @@ def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in usages[::n]),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages[::n]),
+        image_tokens=sum(usage.image_tokens for usage in usages[::n]),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
         queue_seconds=max(usage.queue_seconds for usage in usages),
         prefill_seconds=max(usage.prefill_seconds for usage in usages),

@@ -170,7 +170,11 @@ def _lifecycle(what: str, response: Item | msgspec.Raw) -> Event:
 def _usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": dialect.kept_tokens(usage)},
+        "input_tokens_details": {
+            "cached_tokens": usage.cached_tokens,
+            "cache_write_tokens": dialect.kept_tokens(usage),
+            **({"image_tokens": usage.image_tokens} if usage.image_tokens else {}),
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

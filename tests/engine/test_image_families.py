@@ -1,0 +1,151 @@
+"""Images of every family: prompts cut, interrupted, cached or computed together with others are what they are alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from driver import SMALL, Run, adapter_for
+from golden.checkpoints import CONFIGS, SIZES
+from seeing import Build, prompt_logits, request, vision_of, write_checkpoint
+from weft.config import EngineConfig
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import Submit
+from weft.model.adapter import Adapter
+from weft.model.loader import load
+
+CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
+EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)
+
+
+@EVERY_FAMILY
+def test_a_prompt_cut_at_every_token_of_an_image_is_what_it_is_whole(seeing: Build, family: str) -> None:
+    adapter, given = seeing(family), request(family, "two_images")
+    whole = prompt_logits(adapter, given)
+    places = [place for image in given.images for place in range(image.start - 1, image.end + 2)]
+
+    for place in places:
+        assert mx.array_equal(prompt_logits(adapter, given, (place,)), whole), place
+    assert mx.array_equal(prompt_logits(adapter, given, tuple(range(7, len(given.prompt), 7))), whole)
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("config", [SMALL, CACHED], ids=["plain", "cached"])
+def test_rows_with_and_without_images_together_are_what_they_are_alone(seeing: Build, family: str, config: EngineConfig) -> None:
+    together = Run(seeing(family), config, keep_logits=True)
+    rows = [together.engine.submit_all(request(family, name, number))[0] for number, name in enumerate([*SIZES, *SIZES])]
+    together.finish()
+
+    for row, name in zip(rows, [*SIZES, *SIZES], strict=True):
+        single = Run(seeing(family), SMALL, keep_logits=True)
+        (alone,) = single.engine.submit_all(request(family, name))
+        single.finish()
+        assert row.error is None
+        assert row.output == alone.output
+        assert np.array_equal(together.logits_of(row), single.logits_of(alone))
+
+
+@EVERY_FAMILY
+def test_an_encoding_that_is_interrupted_at_every_block_is_what_it_is_at_once(seeing: Build, family: str) -> None:
+    """With a clock that no layer fits into, each turn evaluates one state of tower or model."""
+    adapter = seeing(family)
+    run = Run(adapter, dataclasses.replace(CACHED, unsliced_tokens=0, gap_factor=0.0), keep_logits=True)
+    talkative = Sampling(temperature=0.0, max_tokens=80, ignore_eos=True)
+    text = run.engine.submit_all(Submit((9,), request(family, "no_image").prompt, (talkative,)))[0]
+    while not text.output:
+        run.turn()
+    turns, row = 0, run.engine.submit_all(request(family, "two_images"))[0]
+    while not row.is_prefilled:
+        run.turn()
+        turns += 1
+    run.finish()
+    single = Run(adapter, SMALL, keep_logits=True)
+    (alone,) = single.engine.submit_all(request(family, "two_images"))
+    single.finish()
+
+    assert turns > 2 * len(vision_of(adapter).tower.blocks)
+    assert np.array_equal(run.logits_of(row), single.logits_of(alone))
+
+
+@EVERY_FAMILY
+def test_all_features_of_an_image_are_kept_and_counted(seeing: Build, family: str) -> None:
+    run = Run(seeing(family), SMALL)
+    rows = []
+    for number in range(2):
+        rows += run.engine.submit_all(request(family, "two_images", number))
+        run.finish()
+    features = run.engine.runner.images
+    vision, tokens = vision_of(seeing(family)), sum(image.num_tokens for image in request(family, "two_images").images)
+
+    assert features is not None
+    assert (features.num_encoded, features.num_hits) == (2, 2)
+    assert features.held_bytes == 4 * tokens * vision.tower.num_levels * vision.tower.config.out_hidden_size
+    assert rows[0].output == rows[1].output
+
+
+@EVERY_FAMILY
+def test_text_on_a_model_that_sees_has_the_bits_of_the_blind_one(seeing: Build, family: str, tmp_path: Path) -> None:
+    blind = Adapter(load(write_checkpoint(family, tmp_path)), with_vision=False)
+    prompt = request(family, "no_image").prompt
+    found = [one.prefill(prompt, one.new_caches(len(prompt)))[1] for one in (seeing(family), blind)]
+
+    assert mx.array_equal(*found)
+    assert blind.vision is None
+
+
+def test_a_family_that_is_not_built_serves_text_and_says_so(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    config = json.loads((checkpoint("mistral3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "pixtral"}}))
+    (tmp_path / "model.safetensors").write_bytes((checkpoint("mistral3") / "model.safetensors").read_bytes())
+    mx.save_safetensors(str(tmp_path / "model-vision.safetensors"), {"vision_tower.patch_conv.weight": mx.ones((4, 4))})
+    adapter = adapter_for(tmp_path)
+    run = Run(adapter)
+    row = run.submit([1, 2, 3], 4)
+    run.finish()
+
+    assert len(row.output) == 4
+    assert adapter.vision is None
+    assert adapter.no_vision == "images for mistral3 are not built, so it reads text only"
+
+
+def test_features_of_blocks_that_are_not_there_leave_text(tmp_path: Path) -> None:
+    folder = write_checkpoint("qwen3_vl_moe", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = [0, 1, 3]
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert adapter_for(folder).no_vision == (
+        "deepstack_visual_indexes names blocks that a tower of 3 does not have, so it reads text only"
+    )
+
+
+@EVERY_FAMILY
+def test_a_tower_that_lacks_a_tensor_leaves_text(family: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(family, tmp_path)
+    weights = dict(mx.load(str(folder / "model.safetensors")))
+    del weights[next(name for name in weights if name.endswith("blocks.1.attn.proj.bias"))]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    adapter = adapter_for(folder)
+
+    assert adapter.vision is None
+    assert "blocks.1.attn.proj.bias" in str(adapter.no_vision)
+
+
+@EVERY_FAMILY
+def test_the_names_and_kernels_of_conversions_make_the_same_tower(seeing: Build, family: str, tmp_path: Path) -> None:
+    folder, converted = write_checkpoint(family, tmp_path), {}
+    for name, array in mx.load(str(folder / "model.safetensors")).items():
+        last = array.transpose(0, 2, 3, 4, 1) if array.ndim == 5 else array
+        converted[re.sub(r"^(model\.)?visual\.", "vision_tower.", name)] = mx.contiguous(last)
+    mx.save_safetensors(str(folder / "model.safetensors"), converted)
+    image = request(family, "one_image").images[0]
+
+    assert not any("visual" in name for name in converted)
+    assert mx.array_equal(*(vision_of(one).encode(image)[-1] for one in (seeing(family), adapter_for(folder))))

@@ -1,0 +1,98 @@
+"""Writes the golden files of the vision tests: what transformers computes with the checkpoints of `checkpoints.py`.
+
+Needs an environment with torch and transformers (5.22 made the files), which weft's own need not be:
+`PYTHONPATH=tests python -m golden.make [family …]`
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from golden.checkpoints import COLOURS, CONFIGS, HERE, IMAGE, NUM_GREEDY, SIZES, Case, Checkpoint, case, logit_places
+
+MIN_LEAD = 0.01  # of a greedy token's logit: far more than rounding moves it
+
+
+def make(family: str) -> None:
+    """Write the golden file of one family."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Checkpoint(family, _shapes(family, Path(folder) / "empty"))
+        model = _model_class(family).from_pretrained(
+            checkpoint.write(Path(folder) / "drawn"), dtype=torch.float32, attn_implementation="eager"
+        )
+    model.eval()
+    stored: dict[str, Any] = {"shapes": json.dumps(checkpoint.shapes)}
+    with torch.no_grad():
+        for name, sizes in SIZES.items():
+            stored |= {f"{name}.{what}": array for what, array in _run(model, case(family, sizes)).items()}
+    np.savez_compressed(HERE / f"{family}.npz", **stored)
+    print(f"{family}: {(HERE / f'{family}.npz').stat().st_size} bytes")
+
+
+def _model_class(family: str) -> Any:
+    return getattr(transformers, CONFIGS[family]["architectures"][0])
+
+
+def _shapes(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the tensors as the reference saves them, which is as their makers do."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family]), encoding="utf-8")
+    _model_class(family)(transformers.AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "np") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
+    # A model that was not loaded saves its experts' matrices as it has them, (experts, out, in): the makers' are transposed.
+    return {name: (shape[0], shape[2], shape[1]) if ".experts." in name else shape for name, shape in shapes.items()}
+
+
+def _run(model: Any, given: Case) -> dict[str, Any]:
+    """Run the reference on one prompt: each image's features, positions, some logits, and greedy tokens without any cache."""
+    tower = model.config.vision_config
+    processor = Qwen2VLImageProcessorPil(
+        do_resize=False, patch_size=tower.patch_size, merge_size=tower.spatial_merge_size, **COLOURS
+    )
+    images: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    if given.pixels:
+        images = dict(processor(given.pixels, return_tensors="pt", input_data_format="channels_last"))
+        output = model.model.get_image_features(**images, return_dict=True)
+        for number, features in enumerate(output.pooler_output):
+            found[f"features.{number}"] = features.numpy()
+            for level, deeper in enumerate(getattr(output, "deepstack_features", None) or ()):
+                found[f"features.{number}.{level}"] = deeper[number].numpy()
+        found["positions"] = model.model.get_rope_index(**_ids(given.tokens), image_grid_thw=images["image_grid_thw"])[0][:, 0]
+    else:
+        found["positions"] = np.broadcast_to(np.arange(len(given.tokens)), (3, len(given.tokens)))
+    tokens, deciding = list(given.tokens), []
+    for step in range(NUM_GREEDY):
+        logits = model(**_ids(tokens), **images, use_cache=False).logits[0].numpy()
+        if step == 0:
+            found["logits"] = logits[logit_places(tokens)]
+            print(f"  {len(tokens)} tokens, logits' spread {logits.std():.3f}", end="; lead of greedy tokens")
+        deciding.append(logits[-1])
+        first, second = np.sort(logits[-1])[:-3:-1]
+        print(f" {first - second:.3f}", end="")
+        assert first - second > MIN_LEAD, "a greedy token is in doubt: take another seed"
+        tokens.append(int(logits[-1].argmax()))
+        assert tokens[-1] != IMAGE, "the model answers with an image token: take another seed"
+    print()
+    found["greedy"] = np.array(tokens[len(given.tokens) :], np.int32)
+    found["greedy_logits"] = np.stack(deciding)
+    return {name: np.asarray(array, np.float32 if "features" in name else None) for name, array in found.items()}
+
+
+def _ids(tokens: list[int]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([tokens])
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
+
+
+if __name__ == "__main__":
+    for chosen in sys.argv[1:] or CONFIGS:
+        make(chosen)
