@@ -16,7 +16,8 @@ import transformers
 from safetensors import safe_open
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from golden.checkpoints import COLOURS, CONFIGS, HERE, IMAGE, NUM_GREEDY, SIZES, Case, Checkpoint, case, logit_places
+from golden.checkpoints import CASES, HERE, NUM_GREEDY, Case, Checkpoint, case, logit_places
+from golden.configs import COLOURS, CONFIGS, IMAGE, layout
 
 MIN_LEAD = 0.01  # of a greedy token's logit: far more than rounding moves it
 
@@ -31,8 +32,8 @@ def make(family: str) -> None:
     model.eval()
     stored: dict[str, Any] = {"shapes": json.dumps(checkpoint.shapes)}
     with torch.no_grad():
-        for name, sizes in SIZES.items():
-            stored |= {f"{name}.{what}": array for what, array in _run(model, case(family, sizes)).items()}
+        for name in CASES:
+            stored |= {f"{name}.{what}": array for what, array in _run(model, family, case(family, name)).items()}
     np.savez_compressed(HERE / f"{family}.npz", **stored)
     print(f"{family}: {(HERE / f'{family}.npz').stat().st_size} bytes")
 
@@ -52,27 +53,25 @@ def _shapes(family: str, folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: (shape[0], shape[2], shape[1]) if ".experts." in name else shape for name, shape in shapes.items()}
 
 
-def _run(model: Any, given: Case) -> dict[str, Any]:
+def _run(model: Any, family: str, given: Case) -> dict[str, Any]:
     """Run the reference on one prompt: each image's features, positions, some logits, and greedy tokens without any cache."""
-    tower = model.config.vision_config
-    processor = Qwen2VLImageProcessorPil(
-        do_resize=False, patch_size=tower.patch_size, merge_size=tower.spatial_merge_size, **COLOURS
-    )
     images: dict[str, Any] = {}
     found: dict[str, Any] = {}
     if given.pixels:
-        images = dict(processor(given.pixels, return_tensors="pt", input_data_format="channels_last"))
+        images = PIXELS.get(family, _qwen_pixels)(model, given)
         output = model.model.get_image_features(**images, return_dict=True)
         for number, features in enumerate(output.pooler_output):
             found[f"features.{number}"] = features.numpy()
             for level, deeper in enumerate(getattr(output, "deepstack_features", None) or ()):
                 found[f"features.{number}.{level}"] = deeper[number].numpy()
-        found["positions"] = model.model.get_rope_index(**_ids(given.tokens), image_grid_thw=images["image_grid_thw"])[0][:, 0]
-    else:
+    if layout(family).has_places:
         found["positions"] = np.broadcast_to(np.arange(len(given.tokens)), (3, len(given.tokens)))
+        if given.pixels:
+            grids = images["image_grid_thw"]
+            found["positions"] = model.model.get_rope_index(**_ids(family, given.tokens), image_grid_thw=grids)[0][:, 0]
     tokens, deciding = list(given.tokens), []
     for step in range(NUM_GREEDY):
-        logits = model(**_ids(tokens), **images, use_cache=False).logits[0].numpy()
+        logits = model(**_ids(family, tokens), **images, use_cache=False).logits[0].numpy()
         if step == 0:
             found["logits"] = logits[logit_places(tokens)]
             print(f"  {len(tokens)} tokens, logits' spread {logits.std():.3f}", end="; lead of greedy tokens")
@@ -88,9 +87,30 @@ def _run(model: Any, given: Case) -> dict[str, Any]:
     return {name: np.asarray(array, np.float32 if "features" in name else None) for name, array in found.items()}
 
 
-def _ids(tokens: list[int]) -> dict[str, torch.Tensor]:
+def _qwen_pixels(model: Any, given: Case) -> dict[str, Any]:
+    tower = model.config.vision_config
+    sizes = {"patch_size": tower.patch_size, "merge_size": tower.spatial_merge_size}
+    processor = Qwen2VLImageProcessorPil(do_resize=False, **sizes, **COLOURS)
+    return dict(processor(given.pixels, return_tensors="pt", input_data_format="channels_last"))
+
+
+def _stacked_pixels(model: Any, given: Case) -> dict[str, Any]:  # noqa: ARG001 – all have this shape
+    """Images of one size, (images, channels, height, width)."""
+    return {"pixel_values": torch.stack([_normed(pixels) for pixels in given.pixels])}
+
+
+def _normed(pixels: Any) -> torch.Tensor:
+    mean, deviation = (torch.tensor(COLOURS[name]) for name in ("image_mean", "image_std"))
+    return ((torch.from_numpy(pixels.astype(np.float32)) / 255 - mean) / deviation).permute(2, 0, 1)
+
+
+PIXELS = {"gemma3": _stacked_pixels}
+
+
+def _ids(family: str, tokens: list[int]) -> dict[str, torch.Tensor]:
     ids = torch.tensor([tokens])
-    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()}
+    kinds = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+    return {"input_ids": ids, kinds: (ids == IMAGE).int()}
 
 
 if __name__ == "__main__":

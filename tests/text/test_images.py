@@ -17,15 +17,14 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from image_files import ODD, encoded, noise, png, spliced
 from weft.errors import BadModel, ImageProblem
 from weft.text import images
+from weft.text.image_sizing import ImageSizing, read_sizing
 from weft.text.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_JPEG_SEGMENTS,
-    DecodedImage,
-    ImageSizing,
+    Frame,
     read_base64,
     read_data_url,
-    read_sizing,
     sniff,
 )
 
@@ -108,7 +107,7 @@ def test_a_folder_that_describes_no_images_or_another_family_has_no_sizing(tmp_p
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"crop_size": 224, "size": {"shortest_edge": 224}}))
     clip = read_sizing(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(
-        json.dumps(EDGES | QWEN | {"image_processor_type": "Gemma3ImageProcessor"})
+        json.dumps(EDGES | QWEN | {"image_processor_type": "Phi4MultimodalImageProcessor"})
     )
 
     assert empty is None
@@ -279,11 +278,11 @@ def test_a_data_url_of_something_else_is_refused(head: str, words: str) -> None:
 
 def test_a_key_stands_for_pixels_and_size_together() -> None:
     pixels = bytes(range(24))
-    one = DecodedImage.of((4, 2), pixels, (9, 9))
+    one = Frame.of((4, 2), pixels)
 
     assert len(one.key) == 16
-    assert one.key == DecodedImage.of((4, 2), pixels, (5, 5)).key
-    assert len({one.key, DecodedImage.of((2, 4), pixels, (9, 9)).key, DecodedImage.of((4, 2), bytes(24), (9, 9)).key}) == 3
+    assert one.key == Frame.of((4, 2), pixels).key
+    assert len({one.key, Frame.of((2, 4), pixels).key, Frame.of((4, 2), bytes(24)).key}) == 3
 
 
 def test_pillow_is_not_imported_with_the_front() -> None:

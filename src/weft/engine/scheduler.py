@@ -12,6 +12,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import IMAGE_KEYS
 
 OUTPUT_WEIGHT = 2  # an output token costs about as much as two prompt tokens
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
@@ -77,9 +78,16 @@ class Scheduler:
     """Decides which sequences run: admission, preemption and each step's plan; owns the waiting, running and prefill queues."""
 
     def __init__(
-        self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection, *, has_checkpoints: bool = False
+        self,
+        config: EngineConfig,
+        budget: MemoryBudget,
+        bisection: Bisection,
+        *,
+        has_checkpoints: bool = False,
+        keeps_images_whole: bool = False,
     ) -> None:
         self.config = config
+        self.keeps_images_whole = keeps_images_whole  # no chunk ends amid an image
         self.has_checkpoints = has_checkpoints  # prompts go on only from where a chunk ended: one more ends near the prompt's end
         self.budget = budget
         self.bisection = bisection
@@ -183,6 +191,7 @@ class Scheduler:
         """Iterate over the ends of a prompt's remaining chunks: multiples of the chunk size, boundaries, the last but one token.
 
         No chunk has one token, unless the prompt has no more: some models compute a single token differently (MLA).
+        Where images are kept whole, an end amid one moves to its first token, or behind it if the chunk begins there.
         """
         tail = (len(sequence.prefill_ids) - 1) // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
         is_needed = self.has_checkpoints and (sequence.prefix.cut_at is None or sequence.prefix.cut_at <= tail)
@@ -194,9 +203,22 @@ class Scheduler:
             places = [position for position in sequence.boundaries if position > end + 1][:1]
             if tail >= end + TAIL_TOKENS:
                 places.append(tail)
-            end = min(((end + 1) // size + 1) * size, *places, last)
+            start, end = end, min(((end + 1) // size + 1) * size, *places, last)
+            end = self._around_image(sequence.prefill_ids, start, end) if self.keeps_images_whole else end
             end = last if end == last - 1 else end
             yield end
+
+    @staticmethod
+    def _around_image(ids: list[int], start: int, end: int) -> int:
+        """Move a chunk's end out of an image: to the image's first token, or behind it if the chunk begins near there."""
+        first = behind = end
+        while first > start and ids[first - 1] >= IMAGE_KEYS and ids[first] >= IMAGE_KEYS:
+            first -= 1
+        if first > start + 1 or first == end:
+            return first
+        while ids[behind] >= IMAGE_KEYS:
+            behind += 1
+        return behind
 
     def finish_chunk(self, row: Row) -> None:
         """Charge a computed chunk to its client and move its prompt to the end of the prefill queue, or out of it if complete."""

@@ -13,7 +13,7 @@ from weft.metrics import Metrics
 from weft.serving.engine_process import DraftTotals, Supervisor
 from weft.serving.queue import RequestQueue
 from weft.text.codec import Codec
-from weft.text.image_parts import ImageWriter
+from weft.text.image_writer import ImageWriter
 from weft.text.types import LateSystem
 
 log = logging.getLogger("weft.serving")

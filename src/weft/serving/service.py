@@ -26,7 +26,8 @@ from weft.serving.image_decoder import ImageDecoder
 from weft.serving.model import LOAD_HINT, ServedModel, ServerScreen
 from weft.text.codec import Codec, EncodedPrompt
 from weft.text.image_parts import ImageFile, image_places, read_images, with_images
-from weft.text.images import DecodedImage, ImageSizing
+from weft.text.image_sizing import Sizing
+from weft.text.images import DecodedImage
 from weft.text.types import Conversation, GenerationRequest, Prompt
 
 LONG_TEXT = 4096  # characters from which a prompt is encoded in a thread, so that streams do not wait for it
@@ -137,7 +138,7 @@ class Service:
             prompts.append(with_images(prompt, decoded))
         return replace(generation, prompts=tuple(prompts))
 
-    async def _decode(self, file: ImageFile, sizing: ImageSizing) -> DecodedImage:
+    async def _decode(self, file: ImageFile, sizing: Sizing) -> DecodedImage:
         try:
             return await self.decoder.decode(file.data, sizing, file.max_pixels)
         except ImageProblem as error:

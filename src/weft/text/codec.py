@@ -11,7 +11,7 @@ from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
-from weft.text.image_parts import ImageWriter
+from weft.text.image_writer import ImageWriter
 from weft.text.normalise import INSTRUCTING, PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
 from weft.text.sampling import merge_sampling, recommended_sampling

@@ -73,21 +73,28 @@ class Tower(nn.Module):  # type: ignore[misc]
     """A vision tower: a linear layer of patches, blocks, and what makes features of their states."""
 
     num_levels = 1  # of features: the first is the embedding, others are added to states of the language model
+    embed_scale = 1.0  # by which the language model multiplies embeddings; features are what comes out of that
 
     def __init__(self, config: TowerConfig, *, has_patch_bias: bool) -> None:
         super().__init__()
         self.config = config
         self.patch_embed = nn.Linear(config.in_channels * config.patch_size**2, config.hidden_size, bias=has_patch_bias)
 
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Rows and columns of tokens, where all images have the same."""
+        return None
+
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the weights of a checkpoint as this tower has them: the patches' convolution as a linear layer."""
         found = dict(weights)
         kernel = found.pop("patch_embed.proj.weight", None)
-        if kernel is not None and kernel.ndim == 5:
+        if kernel is not None and kernel.ndim > 2:
             if kernel.shape[1] != self.config.in_channels:  # conversions have the channels last
-                kernel = kernel.transpose(0, 4, 1, 2, 3)
-            # A still image is the same at all times of a patch, so the kernel's times add up.
-            found["patch_embed.weight"] = kernel.astype(mx.float32).sum(axis=2).flatten(1)
+                kernel = mx.moveaxis(kernel, -1, 1)
+            if kernel.ndim == 5:  # a still image is the same at all times of a patch, so the kernel's times add up
+                kernel = kernel.astype(mx.float32).sum(axis=2)
+            found["patch_embed.weight"] = kernel.flatten(1)
         if (bias := found.pop("patch_embed.proj.bias", None)) is not None:
             found["patch_embed.bias"] = bias
         return found
@@ -114,7 +121,7 @@ class Tower(nn.Module):  # type: ignore[misc]
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """Attention of the patches of an image to each other, with rotary positions of rows and columns."""
+    """Attention of the patches of an image to each other, in most families with rotary positions of rows and columns."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
@@ -122,10 +129,10 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def project(self, x: mx.array, angles: Angles) -> tuple[mx.array, mx.array, mx.array]:
-        """Return queries, keys and values (1, heads, P, size) of patches (P, H)."""
+    def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries, keys and values (1, heads, P, size) of patches (P, H); angles are None without rotary positions."""
         query, key, value = self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1).transpose(1, 2, 0, 3)[:, None]
-        return _turned(query, *angles), _turned(key, *angles), value
+        return (query, key, value) if angles is None else (_turned(query, *angles), _turned(key, *angles), value)
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, num_windows: int = 1) -> mx.array:
         """Return what patches, of which these are the queries, find in the others of their window, (patches, H)."""
@@ -143,7 +150,7 @@ class Block(nn.Module):  # type: ignore[misc]
         self.attn = Attention(config)
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, angles: Angles, windows: Windowing = ()) -> tuple[mx.array, list[mx.array]]:
+    def __call__(self, x: mx.array, angles: Angles | None, windows: Windowing = ()) -> tuple[mx.array, list[mx.array]]:
         """Return the patches (P, H) after this block, and the states to evaluate on the way there, one after the other."""
         query, key, value = self.attn.project(self.norm1(x), angles)
         parts = []

@@ -1,0 +1,172 @@
+"""Rules for the size of images, one for each way in which models were trained: to which size, and into which tiles.
+
+A rule is read from a model's files. Resizing itself is done by `serving/image_worker.py`.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from weft.errors import BadModel
+from weft.text.images import ImagePlan, Resampling, View, check_aspect
+
+RESAMPLING: dict[int, Resampling] = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
+
+Fields = dict[str, Any]
+
+
+class Sizing(Protocol):
+    """A model's rule for the size of images."""
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a token's side."""
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        """Return what is made of an image of this size; raises ImageProblem if it is too long."""
+
+    def capped(self, max_pixels: int | None) -> "Sizing":
+        """Return this rule with a lower bound on the area, or the rule itself if it has none or the bound is None."""
+
+
+class ImageSizing(msgspec.Struct, frozen=True):
+    """A model's rule for the size of images: sides are multiples of patch × merge, the area lies between two pixel counts.
+
+    It is the rule of Qwen's models. An extreme aspect ratio may exceed `max_pixels`, as no side is shorter than one multiple.
+    """
+
+    patch: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+
+    @property
+    def factor(self) -> int:
+        return self.patch * self.merge
+
+    def target(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height to which an image of this size is resized; raise ImageProblem if it is too long."""
+        check_aspect(width, height)
+        sides = (width, height)
+        target = [round(side / self.factor) * self.factor for side in sides]
+        if math.prod(target) > self.max_pixels:
+            shrink = math.sqrt(width * height / self.max_pixels)
+            target = [max(self.factor, math.floor(side / shrink / self.factor) * self.factor) for side in sides]
+        elif math.prod(target) < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (width * height))
+            target = [math.ceil(side * grow / self.factor) * self.factor for side in sides]
+        return target[0], target[1]
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        return ImagePlan((View((self.target(width, height),)),))
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return the number of prompt tokens that an image of this size takes; swapped sides take as many."""
+        return math.prod(self.target(width, height)) // self.factor**2
+
+    def capped(self, max_pixels: int | None) -> Self:
+        """Return this rule with a lower bound on the area, or the rule itself if the bound is None or not lower."""
+        if max_pixels is None or max_pixels >= self.max_pixels:
+            return self
+        most = max(max_pixels, self.factor**2)
+        return msgspec.structs.replace(self, max_pixels=most, min_pixels=min(self.min_pixels, most))
+
+
+class SquareSizing(msgspec.Struct, frozen=True):
+    """The rule of Gemma 3: every image becomes a square of one size, whatever its shape."""
+
+    side: int
+    factor: int
+    filter: Resampling
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        check_aspect(width, height)
+        return ImagePlan((View(((self.side, self.side),)),), self.filter)
+
+    def capped(self, max_pixels: int | None) -> Self:  # noqa: ARG002 – its tower knows one size
+        return self
+
+
+def read_sizing(folder: Path) -> Sizing | None:
+    """Read the sizing rule from a model's folder; None if it describes no images or a rule that is not known here."""
+    found = _processor_fields(folder)
+    if found is None:
+        return None
+    path, fields = found
+    kind = str(fields.get("image_processor_type", "Qwen2VL" if "merge_size" in fields else ""))
+    reader = next((reader for name, reader in READERS.items() if kind.startswith(name)), None)
+    return None if reader is None else reader(path, fields)
+
+
+def _read_qwen(path: Path, fields: Fields) -> ImageSizing:
+    size = fields.get("size")
+    size = size if isinstance(size, dict) else {}
+    values = {
+        "patch_size": fields.get("patch_size"),
+        "merge_size": fields.get("merge_size"),
+        "min_pixels": _first(fields.get("min_pixels"), size.get("min_pixels"), size.get("shortest_edge")),
+        "max_pixels": _first(fields.get("max_pixels"), size.get("max_pixels"), size.get("longest_edge")),
+    }
+    sizing = ImageSizing(*_counts(path, values))
+    if not max(sizing.min_pixels, sizing.factor**2) <= sizing.max_pixels:
+        pixels = f"between {sizing.min_pixels} and {sizing.max_pixels} pixels in squares of {sizing.factor} × {sizing.factor}"
+        raise BadModel(f"{path} asks for images of {pixels}, which no image can be; download the model again")
+    return sizing
+
+
+def _read_gemma3(path: Path, fields: Fields) -> SquareSizing | None:
+    if fields.get("do_pan_and_scan"):
+        return None  # crops beside the image are not built, and nobody was seen to ask for them by default
+    size = fields.get("size")
+    size = size if isinstance(size, dict) else {}
+    tokens = _first(fields.get("image_seq_length"), _config_of(path).get("mm_tokens_per_image"), 256)
+    side, width, count = _counts(path, {"height": size.get("height"), "width": size.get("width"), "image_seq_length": tokens})
+    across = math.isqrt(count)
+    if side != width or across**2 != count or side % across:
+        raise BadModel(f"{path} asks for images of {width} × {side} pixels with {count} tokens, which are no squares")
+    return SquareSizing(side, side // across, _filter(path, fields, 2))
+
+
+READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {"Qwen2VL": _read_qwen, "Gemma3Image": _read_gemma3}
+
+
+def _counts(path: Path, values: Fields) -> list[int]:
+    """Return values of the files that must be positive whole numbers; raises BadModel naming one that is not."""
+    for name, value in values.items():
+        if type(value) is not int or value < 1:
+            raise BadModel(f"{path} has the {name} {value!r}, which is not a positive whole number; download the model again")
+    return [*values.values()]
+
+
+def _filter(path: Path, fields: Fields, default: int) -> Resampling:
+    if (number := fields.get("resample", default)) not in RESAMPLING:
+        raise BadModel(f"{path} has the resample {number!r}, and images are resized by one of {RESAMPLING} here")
+    return RESAMPLING[number]
+
+
+def _config_of(path: Path) -> Fields:
+    config = path.with_name("config.json")
+    return msgspec.json.decode(config.read_bytes(), type=Fields) if config.is_file() else {}
+
+
+def _processor_fields(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the image processor's fields and the file they are in: processor_config.json before preprocessor_config.json."""
+    for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+            raise BadModel(f"{path} could not be read as a JSON object ({error}); download it again") from error
+        fields = content if key is None else content.get(key)
+        if isinstance(fields, dict):
+            return path, fields
+    return None
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

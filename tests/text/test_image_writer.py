@@ -1,0 +1,141 @@
+"""Images in prompts of every family are what transformers' own processor makes of them: sizes, pixels, tiles and tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+
+from image_files import encoded, noise
+from weft.errors import InvalidRequest
+from weft.serving.image_decoder import ImageDecoder
+from weft.text.codec import Codec
+from weft.text.image_parts import with_images
+from weft.text.types import Conversation, Message
+
+Json = dict[str, Any]
+SIZES = [(1, 1), (40, 30), (31, 97), (200, 150), (90, 420), (641, 479)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model's folder holds that concerns images, and transformers' processor for it."""
+
+    tokens: dict[str, str]  # by the name under which processors and configs know them, without "_token"
+    image: str  # what its template writes for an image
+    preprocessor: Json
+    processor: Callable[[Json, Any], Any]
+    config: Json = field(default_factory=dict)
+    suffix: str = "_token_id"  # of tokens' names in its config.json
+
+    def write(self, folder: Path) -> Path:
+        tokenizer = self.tokenizer()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        ids = {f"{name}{self.suffix}": tokenizer.token_to_id(text) for name, text in self.tokens.items()}
+        image = "{{ part.text if part.type == 'text' else " + json.dumps(self.image) + " }}"
+        template = "{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}"
+        template += "{% else %}{% for part in message.content %}" + image + "{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}"
+        (folder / "chat_template.jinja").write_text(template + "assistant: ")
+        (folder / "config.json").write_text(json.dumps({**self.config, **ids}))
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.preprocessor))
+        return folder
+
+    def tokenizer(self) -> Tokenizer:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tokenizer.add_special_tokens([*self.tokens.values()])
+        return tokenizer
+
+    def theirs(self) -> Any:
+        tokens = {f"{name}_token": text for name, text in self.tokens.items()}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer(), extra_special_tokens=tokens)
+        for name, text in tokens.items():
+            setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
+        return self.processor(self.preprocessor, tokenizer)
+
+
+FAMILIES = {
+    "gemma3": Family(
+        tokens={"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
+        image="<start_of_image>",
+        preprocessor={
+            "image_processor_type": "Gemma3ImageProcessor",
+            "do_pan_and_scan": None,
+            "image_seq_length": 16,
+            "resample": 2,
+            "size": {"height": 56, "width": 56},
+        },
+        processor=lambda fields, tokenizer: Gemma3Processor(Gemma3ImageProcessorPil(**fields), tokenizer, image_seq_length=16),
+        suffix="_token_index",
+    ),
+}
+EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[ImageDecoder]:
+    one = ImageDecoder()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Codec]:
+    made: dict[str, Codec] = {}
+
+    def build(name: str) -> Codec:
+        if name not in made:
+            made[name] = Codec(FAMILIES[name].write(tmp_path_factory.mktemp(name)))
+        return made[name]
+
+    return build
+
+
+def conversation(codec: Codec, decoder: ImageDecoder, pictures: list[Image.Image]) -> Conversation:
+    """A user's turn of a text, and images each with a text behind it."""
+    assert codec.images is not None
+    parts: list[Json] = [{"type": "text", "text": "Look: "}]
+    for number, _ in enumerate(pictures):
+        parts += [{"type": "image"}, {"type": "text", "text": f" image {number}"}]
+    sizing = codec.images.sizing
+    return with_images(
+        Conversation((Message("user", parts),)), [decoder.decode_now(encoded(one, "PNG"), sizing) for one in pictures]
+    )
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=str)
+def test_prompts_and_pixels_are_those_of_transformers(
+    codec: Callable[[str], Codec], decoder: ImageDecoder, name: str, sizes: list[tuple[int, int]]
+) -> None:
+    pictures = [noise(*size, seed=number) for number, size in enumerate(sizes)]
+    encoded_prompt = codec(name).encode(conversation(codec(name), decoder, pictures))
+    family = FAMILIES[name]
+    text = "user: Look: " + "".join(f"{family.image} image {number}" for number, _ in enumerate(pictures)) + "\nassistant: "
+    theirs = family.theirs()(images=[pictures], text=[text], images_kwargs={"do_rescale": False, "do_normalize": False})
+
+    assert encoded_prompt.ids == theirs["input_ids"][0]
+    images = encoded_prompt.images
+    assert len(images) == len(theirs["pixel_values"])
+    for image, pixels in zip(images, theirs["pixel_values"], strict=True):
+        ours = np.frombuffer(image.pixels, np.uint8).reshape(*np.shape(pixels)[1:], 3)
+        assert np.array_equal(ours.transpose(2, 0, 1), pixels)
+
+
+@EVERY_FAMILY
+def test_what_stands_for_images_is_refused_in_a_text(codec: Callable[[str], Codec], name: str) -> None:
+    family = FAMILIES[name]
+    for text in {family.image, family.tokens["image"]}:
+        with pytest.raises(InvalidRequest, match="stands for images here"):
+            codec(name).encode(Conversation((Message("user", f"Hello {text}!"),)))
