@@ -969,6 +969,20 @@ GUARDS = [
         "layers with a window stay within it inside images too",
     ),
     Guard(
+        "image-sight-layers", "model/vision/image_mask.py",
+        'if num_tokens == 1 or (self.sight == "in windows" and not has_window):',
+        "if num_tokens == 1:",
+        "tests/model/test_vision_golden.py::test_logits_are_those_of_the_reference[one_image-gemma4]",
+        "tokens of an image of Gemma 4's see those behind them on layers with a window only",
+    ),
+    Guard(
+        "image-reads-as", "model/vision/vision.py",
+        "return [self._stand_in if token == self.image_token else token for token in tokens]",
+        "return tokens",
+        "tests/model/test_vision_golden.py::test_logits_are_those_of_the_reference[one_image-gemma4_small]",
+        "embeddings in each layer are not those of the image token",
+    ),
+    Guard(
         "image-embed-scale", "model/vision/vision.py",
         "own if self.tower.embed_scale == 1.0 else own / self.tower.embed_scale",
         "own",

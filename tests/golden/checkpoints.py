@@ -19,11 +19,11 @@ from golden.configs import CONFIGS, IMAGE, VISION_END, VISION_START, layout, pro
 
 HERE = Path(__file__).parent
 SEED = 14  # of weights, prompts and pixels
-SEEDS = {"gemma3": 16}  # of weights, where the first one draws a model whose answers are of no use
+SEEDS = {"gemma3": 16, "gemma4_small": 16}  # of weights, where the first one draws a model whose answers are of no use
 NUM_LOGITS = 8  # places whose logits are stored
 NUM_GREEDY = 6
 CASES = ("no_image", "one_image", "two_images")
-SCALED = ("gemma3",)  # families that multiply embeddings, and make logits by the same matrix
+SCALED = ("gemma3", "gemma4", "gemma4_small")  # families that multiply embeddings, and make logits by the same matrix
 AROUND_ZERO = {  # norms that add 1 to their weights
     "qwen3_5": re.compile(r"language_model\.(.*layernorm|.*self_attn\..*norm|norm)\.weight$"),
     "gemma3": re.compile(r"(language_model\..*norm|mm_soft_emb_norm)\.weight$"),
@@ -86,6 +86,8 @@ def logit_places(tokens: list[int]) -> list[int]:
 def _draw(family: str, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
     """Draw a tensor's values, whose sizes keep the activations near one; nothing is zero or one throughout."""
     rng = np.random.default_rng([SEEDS.get(family, SEED), zlib.crc32(f"{family} {name}".encode())])
+    if name.endswith(("put_min", "put_max")):  # bounds that some activations are beyond
+        return np.array(rng.uniform(1.0, 1.5) * (-1 if name.endswith("min") else 1), np.float32)
     if name.endswith("A_log"):
         return rng.uniform(-1.0, 1.0, shape).astype(np.float32)
     if "embed" in name and "patch_embed" not in name:
@@ -95,6 +97,8 @@ def _draw(family: str, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]
         fan_in = shape[-2] if "experts" in name else int(np.prod(shape[1:]))
         return rng.normal(0.0, 1.5 / np.sqrt(fan_in), shape).astype(np.float32)
     centre = 1.0 if "norm" in name or "ln_q" in name else 0.0
+    if "gemma4" in family and name.endswith(("q_norm.weight", "k_norm.weight")):
+        centre = 0.5  # scores are not scaled there, and sharp ones make much of rounding
     if name.endswith("bias") or (family in AROUND_ZERO and AROUND_ZERO[family].search(name)):
         centre = 0.0
     return rng.normal(centre, 0.2, shape).astype(np.float32)

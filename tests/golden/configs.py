@@ -48,6 +48,33 @@ SIGLIP = {
     "hidden_act": "gelu_pytorch_tanh",
     "layer_norm_eps": 1e-6,
 }
+GEMMA4_TEXT = {
+    **TEXT,
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+GEMMA4_TOWER = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 12,
+    "patch_size": 8,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 24,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "model_type": "qwen3_5",
@@ -185,6 +212,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 84, "vision_use_head": False},
     },
+    "gemma4": {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "vocab_size": VOCABULARY,
+        "boi_token_id": VISION_START,
+        "eoi_token_id": VISION_END,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "audio_token_id": VIDEO,
+        "text_config": {
+            **GEMMA4_TEXT,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": {**GEMMA4_TOWER, "standardize": True},
+    },
+    "gemma4_small": {
+        "model_type": "gemma4",
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "vocab_size": VOCABULARY,
+        "boi_token_id": VISION_START,
+        "eoi_token_id": VISION_END,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "audio_token_id": VIDEO,
+        "text_config": {
+            **GEMMA4_TEXT,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "use_bidirectional_attention": None,
+        },
+        "vision_config": {**GEMMA4_TOWER, "use_clipped_linears": True},
+    },
 }
 
 
@@ -199,7 +265,13 @@ def _gemma3_processor(config: dict[str, Any]) -> dict[str, Any]:
     return {"image_processor_type": "Gemma3ImageProcessor", **COLOURS, "resample": 2, "size": {"height": side, "width": side}}
 
 
-PROCESSORS = {"gemma3": _gemma3_processor}
+def _gemma4_processor(config: dict[str, Any]) -> dict[str, Any]:
+    tower = config["vision_config"]
+    sizes = {"patch_size": tower["patch_size"], "pooling_kernel_size": tower["pooling_kernel_size"], "max_soft_tokens": 280}
+    return {"image_processor_type": "Gemma4ImageProcessor", "do_normalize": False, **sizes}
+
+
+PROCESSORS = {"gemma3": _gemma3_processor, "gemma4": _gemma4_processor, "gemma4_small": _gemma4_processor}
 
 
 def processor_config(family: str) -> dict[str, Any]:
@@ -224,4 +296,4 @@ def layout(family: str) -> Layout:
     return Layout(tower["patch_size"] * tower["spatial_merge_size"], has_places=True)
 
 
-LAYOUTS = {"gemma3": Layout(28, (3, 3), ((3, 3), (3, 3)))}
+LAYOUTS = {"gemma3": Layout(28, (3, 3), ((3, 3), (3, 3))), "gemma4": Layout(16), "gemma4_small": Layout(16)}

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors import safe_open
+from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from golden.checkpoints import CASES, HERE, NUM_GREEDY, Case, Checkpoint, case, logit_places
@@ -104,7 +105,23 @@ def _normed(pixels: Any) -> torch.Tensor:
     return ((torch.from_numpy(pixels.astype(np.float32)) / 255 - mean) / deviation).permute(2, 0, 1)
 
 
-PIXELS = {"gemma3": _stacked_pixels}
+def _gemma4_pixels(model: Any, given: Case) -> dict[str, Any]:
+    """Patches of images of several sizes, (images, patches, pixels), with their columns and rows; -1 where there is none."""
+    tower = model.config.vision_config
+    found = [_gemma4_patches(pixels, tower.patch_size) for pixels in given.pixels]
+    most = max(len(places) for _, places in found)
+    patches = [np.pad(one, ((0, most - len(one)), (0, 0))) for one, _ in found]
+    places = [np.pad(one, ((0, most - len(one)), (0, 0)), constant_values=-1) for _, one in found]
+    return {"pixel_values": torch.tensor(np.stack(patches)), "image_position_ids": torch.tensor(np.stack(places))}
+
+
+def _gemma4_patches(pixels: Any, side: int) -> tuple[Any, Any]:
+    image = pixels.astype(np.float32).transpose(2, 0, 1) / 255
+    columns, rows = np.meshgrid(np.arange(image.shape[2] // side), np.arange(image.shape[1] // side), indexing="xy")
+    return gemma4.convert_image_to_patches(image, side), np.stack([columns, rows], axis=-1).reshape(-1, 2)
+
+
+PIXELS = {"gemma3": _stacked_pixels, "gemma4": _gemma4_pixels, "gemma4_small": _gemma4_pixels}
 
 
 def _ids(family: str, tokens: list[int]) -> dict[str, torch.Tensor]:

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 
 from image_files import encoded, noise
 from weft.errors import InvalidRequest
@@ -24,6 +26,7 @@ from weft.text.image_parts import with_images
 from weft.text.types import Conversation, Message
 
 Json = dict[str, Any]
+RAW = {"do_rescale": False, "do_normalize": False}
 SIZES = [(1, 1), (40, 30), (31, 97), (200, 150), (90, 420), (641, 479)]
 
 
@@ -37,6 +40,7 @@ class Family:
     processor: Callable[[Json, Any], Any]
     config: Json = field(default_factory=dict)
     suffix: str = "_token_id"  # of tokens' names in its config.json
+    unpacked: Callable[[Any], list[Any]] = lambda found: list(found["pixel_values"])  # pixels (3, height, width) of what it gave
 
     def write(self, folder: Path) -> Path:
         tokenizer = self.tokenizer()
@@ -65,6 +69,27 @@ class Family:
         return self.processor(self.preprocessor, tokenizer)
 
 
+class _ImagesOnly(Gemma4Processor):  # type: ignore[misc]
+    """Gemma 4's processor without those of sounds and videos, which need torch."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:  # noqa: ARG002
+        return argument
+
+
+def _gemma4_processor(fields: Json, tokenizer: Any) -> Any:
+    return _ImagesOnly(None, Gemma4ImageProcessorPil(**fields), tokenizer, None)
+
+
+def _gemma4_images(found: Any) -> list[Any]:
+    """Put the patches of images together again, which come with their columns and rows."""
+    images = []
+    for patches, places in zip(found["pixel_values"], found["image_position_ids"], strict=True):
+        columns, rows = places.max(axis=0) + 1
+        cut = np.array(patches[: rows * columns]).reshape(rows, columns, 4, 4, 3)
+        images.append(cut.transpose(4, 0, 2, 1, 3).reshape(3, rows * 4, columns * 4))
+    return images
+
+
 FAMILIES = {
     "gemma3": Family(
         tokens={"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
@@ -78,6 +103,27 @@ FAMILIES = {
         },
         processor=lambda fields, tokenizer: Gemma3Processor(Gemma3ImageProcessorPil(**fields), tokenizer, image_seq_length=16),
         suffix="_token_index",
+    ),
+    "gemma4": Family(
+        tokens={
+            "image": "<|image|>",
+            "boi": "<|image>",
+            "eoi": "<image|>",
+            "audio": "<|audio|>",
+            "boa": "<|audio>",
+            "eoa": "<audio|>",
+        },
+        image="<|image|>",
+        preprocessor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "do_normalize": False,
+            "max_soft_tokens": 70,
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "resample": 3,
+        },
+        processor=_gemma4_processor,
+        unpacked=_gemma4_images,
     ),
 }
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
@@ -123,12 +169,12 @@ def test_prompts_and_pixels_are_those_of_transformers(
     encoded_prompt = codec(name).encode(conversation(codec(name), decoder, pictures))
     family = FAMILIES[name]
     text = "user: Look: " + "".join(f"{family.image} image {number}" for number, _ in enumerate(pictures)) + "\nassistant: "
-    theirs = family.theirs()(images=[pictures], text=[text], images_kwargs={"do_rescale": False, "do_normalize": False})
+    theirs = family.theirs()(images=[pictures], text=[text], images_kwargs=RAW, text_kwargs={"padding": False})
 
     assert encoded_prompt.ids == theirs["input_ids"][0]
-    images = encoded_prompt.images
-    assert len(images) == len(theirs["pixel_values"])
-    for image, pixels in zip(images, theirs["pixel_values"], strict=True):
+    images, expected = encoded_prompt.images, family.unpacked(theirs)
+    assert len(images) == len(expected)
+    for image, pixels in zip(images, expected, strict=True):
         ours = np.frombuffer(image.pixels, np.uint8).reshape(*np.shape(pixels)[1:], 3)
         assert np.array_equal(ours.transpose(2, 0, 1), pixels)
 

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from image_files import ODD, encoded, noise, png, spliced
 from weft.errors import BadModel, ImageProblem
 from weft.text import images
-from weft.text.image_sizing import ImageSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, ImageSizing, read_sizing
 from weft.text.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
@@ -62,6 +63,24 @@ def test_a_turned_image_has_the_turned_size_and_as_many_tokens(sizing: ImageSizi
         return
 
     assert sizing.target(height, width) == upright[::-1]
+
+
+@given(st.sampled_from([(16, 3, 280), (16, 3, 70), (14, 2, 1120)]), SIDES, SIDES)
+def test_gemma_4_sizes_are_those_of_transformers(rule: tuple[int, int, int], width: int, height: int) -> None:
+    patch, merge, tokens = rule
+    if max(width, height) > 200 * min(width, height):
+        with pytest.raises(ImageProblem, match="may differ 200 times"):
+            BudgetSizing(*rule, "BICUBIC").plan(width, height)
+        return
+    theirs = get_aspect_ratio_preserving_size(height, width, patch, tokens * merge**2, merge)
+
+    assert BudgetSizing(*rule, "BICUBIC").target(width, height) == theirs[::-1]
+
+
+def test_a_cap_takes_a_number_of_tokens_that_gemma_4_knows() -> None:
+    sizing = BudgetSizing(16, 3, 280, "BICUBIC")
+
+    assert [sizing.capped(pixels).max_tokens for pixels in (None, 1 << 30, 512 * 512, 1)] == [280, 280, 70, 70]
 
 
 def test_a_cap_makes_images_smaller_and_never_larger() -> None:

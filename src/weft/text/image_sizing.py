@@ -11,9 +11,11 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from weft.errors import BadModel
-from weft.text.images import ImagePlan, Resampling, View, check_aspect
+from weft.text.images import ImagePlan, Resampling, Size, View, check_aspect
 
 RESAMPLING: dict[int, Resampling] = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
+
+TOKEN_BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image of Gemma 4
 
 Fields = dict[str, Any]
 
@@ -90,6 +92,40 @@ class SquareSizing(msgspec.Struct, frozen=True):
         return self
 
 
+class BudgetSizing(msgspec.Struct, frozen=True):
+    """The rule of Gemma 4: an image is made as large as a number of tokens allows, in its shape."""
+
+    patch: int
+    merge: int
+    max_tokens: int
+    filter: Resampling
+
+    @property
+    def factor(self) -> int:
+        return self.patch * self.merge
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        return ImagePlan((View((self.target(width, height),)),), self.filter)
+
+    def target(self, width: int, height: int) -> Size:
+        """Return the width and height to which an image of this size is resized; raise ImageProblem if it is too long."""
+        check_aspect(width, height)
+        grow = math.sqrt(self.max_tokens * self.factor**2 / (width * height))
+        across, down = (math.floor(grow * side / self.factor) for side in (width, height))
+        if not down:
+            across, down = min(width // height, self.max_tokens), 1
+        elif not across:
+            across, down = 1, min(height // width, self.max_tokens)
+        return across * self.factor, down * self.factor
+
+    def capped(self, max_pixels: int | None) -> Self:
+        """Return this rule with fewer tokens, one of the numbers that models were trained with."""
+        if max_pixels is None:
+            return self
+        most = next((count for count in reversed(TOKEN_BUDGETS) if count * self.factor**2 <= max_pixels), TOKEN_BUDGETS[0])
+        return msgspec.structs.replace(self, max_tokens=min(self.max_tokens, most))
+
+
 def read_sizing(folder: Path) -> Sizing | None:
     """Read the sizing rule from a model's folder; None if it describes no images or a rule that is not known here."""
     found = _processor_fields(folder)
@@ -130,7 +166,21 @@ def _read_gemma3(path: Path, fields: Fields) -> SquareSizing | None:
     return SquareSizing(side, side // across, _filter(path, fields, 2))
 
 
-READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {"Qwen2VL": _read_qwen, "Gemma3Image": _read_gemma3}
+def _read_gemma4(path: Path, fields: Fields) -> BudgetSizing:
+    values = {
+        "patch_size": fields.get("patch_size"),
+        "pooling_kernel_size": fields.get("pooling_kernel_size"),
+        "max_soft_tokens": fields.get("max_soft_tokens"),
+    }
+    patch, merge, tokens = _counts(path, values)
+    return BudgetSizing(patch, merge, tokens, _filter(path, fields, 3))
+
+
+READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {
+    "Qwen2VL": _read_qwen,
+    "Gemma3Image": _read_gemma3,
+    "Gemma4Image": _read_gemma4,
+}
 
 
 def _counts(path: Path, values: Fields) -> list[int]:

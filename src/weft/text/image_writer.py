@@ -9,7 +9,7 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.ipc.messages import Image
 from weft.text.image_parts import images_of
-from weft.text.image_sizing import ImageSizing, Sizing, SquareSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, ImageSizing, Sizing, SquareSizing, read_sizing
 from weft.text.images import DecodedImage, Frame
 from weft.text.template import Capabilities
 from weft.text.tokenizer import Tokenizer
@@ -46,7 +46,16 @@ def _gemma3(token: str, text_of: TextOf) -> Markup | None:
     return None if start is None or end is None else Markup(token, start, f"\n\n{start}", f"{end}\n\n")
 
 
-MARKUPS: dict[type[Sizing], Callable[[str, TextOf], Markup | None]] = {ImageSizing: _plain, SquareSizing: _gemma3}
+def _gemma4(token: str, text_of: TextOf) -> Markup | None:
+    start, end = text_of("boi_token"), text_of("eoi_token")
+    return None if start is None or end is None else Markup(token, token, start, end)
+
+
+MARKUPS: dict[type[Sizing], Callable[[str, TextOf], Markup | None]] = {
+    ImageSizing: _plain,
+    SquareSizing: _gemma3,
+    BudgetSizing: _gemma4,
+}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,8 +30,6 @@ class SiglipConfig(TowerConfig):
     hidden_act: str = "gelu_pytorch_tanh"
     layer_norm_eps: float = 1e-6
 
-    RENAMED_FIELDS: ClassVar[dict[str, str]] = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
-
     def check(self) -> None:
         self.check_activation(self.hidden_act, "gelu_pytorch_tanh", "gelu_new", "gelu_tanh")
         if self.layer_norm_eps != 1e-6:
@@ -45,8 +43,7 @@ class SiglipConfig(TowerConfig):
     @classmethod
     def of(cls, vision: dict[str, Any], merge: int, size: int) -> "SiglipConfig":
         """Read it from a `vision_config`: `merge`² patches become a token, with a feature of `size` numbers."""
-        named = {cls.RENAMED_FIELDS.get(name, name): value for name, value in vision.items()}
-        return cls.read({**named, "spatial_merge_size": merge, "out_hidden_size": size})
+        return cls.read({**vision, "spatial_merge_size": merge, "out_hidden_size": size})
 
 
 class SiglipMLP(nn.Module):  # type: ignore[misc]

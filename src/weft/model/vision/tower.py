@@ -22,6 +22,7 @@ from weft.kernels.attention import ON_CPU, grouped_attention
 SCORES = 1 << 20  # of a step of attention on a CPU: some milliseconds on two cores
 FUSED_HEAD_SIZES = (64, 80, 128)  # of MLX's attention on GPUs; others are padded with zeros
 THETA = 10000.0
+RENAMED_FIELDS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
 
 layer_norm = functools.partial(nn.LayerNorm, eps=1e-6)
 rms_norm = functools.partial(nn.RMSNorm, eps=1e-6)
@@ -45,6 +46,7 @@ class TowerConfig:
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
         """Read a tower's shape; raises UnsupportedModel where something is missing or is not built here."""
+        config = {RENAMED_FIELDS.get(name, name): value for name, value in config.items()}
         for field in dataclasses.fields(cls):
             if field.name not in config and field.default is dataclasses.MISSING:
                 raise UnsupportedModel(f"vision_config has no {field.name}")
@@ -132,16 +134,39 @@ class Attention(nn.Module):  # type: ignore[misc]
     def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
         """Return queries, keys and values (1, heads, P, size) of patches (P, H); angles are None without rotary positions."""
         query, key, value = self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1).transpose(1, 2, 0, 3)[:, None]
-        return (query, key, value) if angles is None else (_turned(query, *angles), _turned(key, *angles), value)
+        return (query, key, value) if angles is None else (turned(query, *angles), turned(key, *angles), value)
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, num_windows: int = 1) -> mx.array:
         """Return what patches, of which these are the queries, find in the others of their window, (patches, H)."""
-        found = _attend(*(_by_window(array, num_windows) for array in (query, key, value)))
+        found = attend(_by_window(query, num_windows), _by_window(key, num_windows), _by_window(value, num_windows))
         return self.proj(found.swapaxes(1, 2).reshape(query.shape[2], -1))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):  # type: ignore[misc]
-    """One block of a tower, with its family's norms and MLP."""
+class TowerBlock(nn.Module):  # type: ignore[misc]
+    """One block of a tower, whose attention is cut into steps on a CPU."""
+
+    def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries, keys and values (1, heads, P, size) of patches (P, H)."""
+        raise NotImplementedError
+
+    def finish(self, x: mx.array, query: mx.array, key: mx.array, value: mx.array, num_windows: int) -> mx.array:
+        """Return the block's output for the patches (N, H) that these are the queries of."""
+        raise NotImplementedError
+
+    def __call__(self, x: mx.array, angles: Angles | None, windows: Windowing = ()) -> tuple[mx.array, list[mx.array]]:
+        """Return the patches (P, H) after this block, and the states to evaluate on the way there, one after the other."""
+        query, key, value = self.project(x, angles)
+        parts = []
+        for step in _steps(x.shape[0], query.shape[1], windows):
+            own = query[:, :, step.queries], key[:, :, step.keys], value[:, :, step.keys]
+            parts.append(self.finish(x[step.queries], *own, step.num_windows))
+        if len(parts) == 1:
+            return parts[0], parts
+        return mx.concatenate(parts), [query, key, value, *parts]
+
+
+class Block(TowerBlock):
+    """A block with its family's norms and MLP, one norm before each."""
 
     def __init__(self, config: TowerConfig, norm: Callable[[int], nn.Module], mlp: nn.Module) -> None:
         super().__init__()
@@ -150,17 +175,12 @@ class Block(nn.Module):  # type: ignore[misc]
         self.attn = Attention(config)
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, angles: Angles | None, windows: Windowing = ()) -> tuple[mx.array, list[mx.array]]:
-        """Return the patches (P, H) after this block, and the states to evaluate on the way there, one after the other."""
-        query, key, value = self.attn.project(self.norm1(x), angles)
-        parts = []
-        for step in _steps(x.shape[0], self.attn.num_heads, windows):
-            own = query[:, :, step.queries], key[:, :, step.keys], value[:, :, step.keys]
-            part = x[step.queries] + self.attn.attend(*own, step.num_windows)
-            parts.append(part + self.mlp(self.norm2(part)))
-        if len(parts) == 1:
-            return parts[0], parts
-        return mx.concatenate(parts), [query, key, value, *parts]
+    def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
+        return self.attn.project(self.norm1(x), angles)
+
+    def finish(self, x: mx.array, query: mx.array, key: mx.array, value: mx.array, num_windows: int) -> mx.array:
+        x = x + self.attn.attend(query, key, value, num_windows)
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -201,7 +221,8 @@ def angles_of(places: NDArray[np.int32], head_size: int) -> Angles:
     return mx.cos(turns), mx.sin(turns)
 
 
-def _turned(x: mx.array, cosine: mx.array, sine: mx.array) -> mx.array:
+def turned(x: mx.array, cosine: mx.array, sine: mx.array) -> mx.array:
+    """Turn the last axis by angles, its first half against its second."""
     half = x.shape[-1] // 2
     exact = x.astype(mx.float32)
     crossed = mx.concatenate([-exact[..., half:], exact[..., :half]], axis=-1)
@@ -213,9 +234,10 @@ def _by_window(x: mx.array, num_windows: int) -> mx.array:
     return x.reshape(x.shape[1], num_windows, -1, x.shape[-1]).swapaxes(0, 1)
 
 
-def _attend(query: mx.array, key: mx.array, value: mx.array) -> mx.array:
-    """Attention of queries (windows, heads, N, size) to the patches of their window."""
-    size, scale = query.shape[-1], query.shape[-1] ** -0.5
+def attend(query: mx.array, key: mx.array, value: mx.array, scale: float | None = None) -> mx.array:
+    """Attention of queries (windows, heads, N, size) to the patches of their window; `scale`: that of the size if None."""
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
     if ON_CPU:
         return grouped_attention(query, key, value, scale, None)
     fused = next((known for known in FUSED_HEAD_SIZES if known >= size), size)

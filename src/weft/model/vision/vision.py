@@ -33,7 +33,7 @@ from weft.model.vision.vision_families import FAMILIES, VisionFamily
 
 # How names of a vision part's tensors begin: those of the tower, and of what makes features of its states.
 TOWER = re.compile(r"^(?:model\.)?(?:visual|vision_tower|vision_model)\.(?:vision_model\.)?")
-PROJECTOR = re.compile(r"^(?:model\.)?(?:multi_modal_projector)\.")
+PROJECTOR = re.compile(r"^(?:model\.)?(?:multi_modal_projector|embed_vision)\.")
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 TRIAL_TOKENS = (2, 3)  # rows and columns of the image that a tower is tried on
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")
@@ -47,6 +47,7 @@ class Seen:
     offset: int | Places | None  # None: those that the caches say
     additions: tuple[mx.array, ...] = ()  # to the outputs of the first layers, (1, T, H) each
     mask: ImageMask | None = None
+    tokens: list[int] | None = None  # that stand for the chunk's, where a model reads them beside the embeddings
 
     def placed(self, caches: LayerCaches) -> LayerCaches:
         """Return the caches with the positions and masks of this forward, and what their layers add."""
@@ -65,6 +66,7 @@ class Vision:
     def __init__(self, family: VisionFamily, loaded: LoadedModel, weights: Mapping[str, mx.array], head: MTPHead | None) -> None:
         config = loaded.config
         self.family = family
+        self.sight = family.sight(config)
         self.image_token = _image_token(config, loaded.vocab_size)
         self.tower = _load(family.tower(config), weights, config.get("quantization"))
         _, stack = find_stack(loaded.model)
@@ -73,6 +75,7 @@ class Vision:
         text = config.get("text_config", config)
         if (size := self.tower.config.out_hidden_size) != text.get("hidden_size"):
             raise UnsupportedModel(f"its tower makes features of {size} numbers, not {text.get('hidden_size')}")
+        self._stand_in = None if family.reads_as is None else int(text.get(family.reads_as) or 0)
         if family.axes is not None:
             axes = family.axes(_sections(text))
             for module in (loaded.model, *(() if head is None else (head.module,))):
@@ -82,7 +85,7 @@ class Vision:
     @property
     def keeps_images_whole(self) -> bool:
         """Whether tokens of an image see those behind them, so that all must be in one chunk."""
-        return self.family.sight != "causal"
+        return self.sight != "causal"
 
     @property
     def token_pixels(self) -> int:
@@ -127,9 +130,9 @@ class Vision:
         if not inside:
             return Seen(None, start + self.shift_of([image for image in images if image.end <= start]))
         embeddings, *additions = self._embed_chunk(tokens, start, inside, features)
-        mask = ImageMask.of(inside, start, len(tokens), self.family.sight) if self.keeps_images_whole else None
+        mask = ImageMask.of(inside, start, len(tokens), self.sight) if self.keeps_images_whole else None
         if self.family.axes is None:
-            return Seen(embeddings, None, mask=mask)
+            return Seen(embeddings, None, mask=mask, tokens=self._read_as(tokens))
         positions = positions_of(images, start, len(tokens))
         assert not isinstance(positions, int)
         return Seen(embeddings, Places(positions), tuple(additions), mask)
@@ -150,6 +153,12 @@ class Vision:
         if done < end:
             parts.append(self._embed_text(tokens[done - start :]))
         return mx.concatenate(parts, axis=1)[:, None]
+
+    def _read_as(self, tokens: list[int]) -> list[int] | None:
+        """Return a chunk's tokens as a language model with embeddings in each layer reads them; None for other models."""
+        if self._stand_in is None:
+            return None
+        return [self._stand_in if token == self.image_token else token for token in tokens]
 
     def _embed_text(self, tokens: list[int]) -> mx.array:
         embedded = self._embed(mx.array(tokens))
@@ -239,6 +248,8 @@ def _normalisation(folder: Path) -> tuple[Any, Any]:
         if (folder / file).is_file():
             written = json.loads((folder / file).read_text(encoding="utf-8"))
             written = written.get("image_processor", written)
+            if written.get("do_normalize") is False:
+                return np.zeros(3, np.float32), np.ones(3, np.float32)
             mean, deviation = written.get("image_mean"), written.get("image_std")
             if isinstance(mean, list) and isinstance(deviation, list) and len(mean) == len(deviation) == 3 and all(deviation):
                 return np.array(mean, np.float32), np.array(deviation, np.float32)
