@@ -19,7 +19,11 @@ from golden.configs import CONFIGS, IMAGE, VISION_END, VISION_START, layout, pro
 
 HERE = Path(__file__).parent
 SEED = 14  # of weights, prompts and pixels
-SEEDS = {"gemma3": 16, "gemma4_small": 16}  # of weights, where the first one draws a model whose answers are of no use
+SEEDS = {
+    "gemma3": 16,
+    "gemma4_small": 16,
+    "smolvlm": 15,
+}  # of weights, where the first one draws a model whose answers are of no use
 NUM_LOGITS = 8  # places whose logits are stored
 NUM_GREEDY = 6
 CASES = ("no_image", "one_image", "two_images")

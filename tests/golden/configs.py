@@ -251,6 +251,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**GEMMA4_TOWER, "use_clipped_linears": True},
     },
+    "idefics3": {
+        "model_type": "idefics3",
+        "architectures": ["Idefics3ForConditionalGeneration"],
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 10000.0, "pad_token_id": 0},
+        "vision_config": {**SIGLIP, "model_type": "idefics3_vision", "image_size": 84},
+    },
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "image_token_id": IMAGE,
+        "scale_factor": 3,
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 10000.0, "pad_token_id": 0},
+        "vision_config": {**SIGLIP, "model_type": "smolvlm_vision", "image_size": 84},
+    },
 }
 
 
@@ -271,7 +289,19 @@ def _gemma4_processor(config: dict[str, Any]) -> dict[str, Any]:
     return {"image_processor_type": "Gemma4ImageProcessor", "do_normalize": False, **sizes}
 
 
-PROCESSORS = {"gemma3": _gemma3_processor, "gemma4": _gemma4_processor, "gemma4_small": _gemma4_processor}
+def _idefics3_processor(config: dict[str, Any]) -> dict[str, Any]:
+    side = config["vision_config"]["image_size"]
+    sizes = {"size": {"longest_edge": 4 * side}, "max_image_size": {"longest_edge": side}}
+    return {"image_processor_type": "Idefics3ImageProcessor", **COLOURS, "resample": 1, **sizes}
+
+
+PROCESSORS = {
+    "gemma3": _gemma3_processor,
+    "gemma4": _gemma4_processor,
+    "gemma4_small": _gemma4_processor,
+    "idefics3": _idefics3_processor,
+    "smolvlm": _idefics3_processor,
+}
 
 
 def processor_config(family: str) -> dict[str, Any]:
@@ -296,4 +326,10 @@ def layout(family: str) -> Layout:
     return Layout(tower["patch_size"] * tower["spatial_merge_size"], has_places=True)
 
 
-LAYOUTS = {"gemma3": Layout(28, (3, 3), ((3, 3), (3, 3))), "gemma4": Layout(16), "gemma4_small": Layout(16)}
+LAYOUTS = {
+    "gemma3": Layout(28, (3, 3), ((3, 3), (3, 3))),
+    "gemma4": Layout(16),
+    "gemma4_small": Layout(16),
+    "idefics3": Layout(28, (3, 3), ((3, 3), (3, 3))),
+    "smolvlm": Layout(42, (2, 2), ((2, 2), (2, 2))),
+}

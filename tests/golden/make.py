@@ -61,7 +61,7 @@ def _run(model: Any, family: str, given: Case) -> dict[str, Any]:
     if given.pixels:
         images = PIXELS.get(family, _qwen_pixels)(model, given)
         output = model.model.get_image_features(**images, return_dict=True)
-        for number, features in enumerate(output.pooler_output):
+        for number, features in enumerate(_by_image(output.pooler_output, given)):
             found[f"features.{number}"] = features.numpy()
             for level, deeper in enumerate(getattr(output, "deepstack_features", None) or ()):
                 found[f"features.{number}.{level}"] = deeper[number].numpy()
@@ -86,6 +86,11 @@ def _run(model: Any, family: str, given: Case) -> dict[str, Any]:
     found["greedy"] = np.array(tokens[len(given.tokens) :], np.int32)
     found["greedy_logits"] = np.stack(deciding)
     return {name: np.asarray(array, np.float32 if "features" in name else None) for name, array in found.items()}
+
+
+def _by_image(features: Any, given: Case) -> Any:
+    """Features of each image, which some models give in one piece."""
+    return features if len(features) == len(given.pixels) else torch.cat(list(features)).chunk(len(given.pixels))
 
 
 def _qwen_pixels(model: Any, given: Case) -> dict[str, Any]:
@@ -121,13 +126,27 @@ def _gemma4_patches(pixels: Any, side: int) -> tuple[Any, Any]:
     return gemma4.convert_image_to_patches(image, side), np.stack([columns, rows], axis=-1).reshape(-1, 2)
 
 
-PIXELS = {"gemma3": _stacked_pixels, "gemma4": _gemma4_pixels, "gemma4_small": _gemma4_pixels}
+def _tiled_pixels(model: Any, given: Case) -> dict[str, Any]:
+    """Tiles of one row of a batch, (1, tiles, channels, height, width)."""
+    return {"pixel_values": _stacked_pixels(model, given)["pixel_values"][None]}
+
+
+PIXELS = {
+    "gemma3": _stacked_pixels,
+    "gemma4": _gemma4_pixels,
+    "gemma4_small": _gemma4_pixels,
+    "idefics3": _tiled_pixels,
+    "smolvlm": _tiled_pixels,
+}
 
 
 def _ids(family: str, tokens: list[int]) -> dict[str, torch.Tensor]:
     ids = torch.tensor([tokens])
-    kinds = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
-    return {"input_ids": ids, kinds: (ids == IMAGE).int()}
+    kinds = KINDS.get(family, "mm_token_type_ids")
+    return {"input_ids": ids, **({} if kinds is None else {kinds: (ids == IMAGE).int()})}
+
+
+KINDS = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}  # what models call the places of images
 
 
 if __name__ == "__main__":

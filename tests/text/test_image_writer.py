@@ -17,6 +17,8 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 
 from image_files import encoded, noise
 from weft.errors import InvalidRequest
@@ -90,6 +92,12 @@ def _gemma4_images(found: Any) -> list[Any]:
     return images
 
 
+def _tiles(found: Any) -> list[Any]:
+    """Tiles of all images, without those that fill up a batch."""
+    return [tile for tile, mask in zip(found["pixel_values"][0], found["pixel_attention_mask"][0], strict=True) if mask.any()]
+
+
+TILES = {"resample": 1, "size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 48}, "do_image_splitting": True}
 FAMILIES = {
     "gemma3": Family(
         tokens={"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>"},
@@ -124,6 +132,22 @@ FAMILIES = {
         },
         processor=_gemma4_processor,
         unpacked=_gemma4_images,
+    ),
+    "idefics3": Family(
+        tokens={"image": "<image>", "fake": "<fake_token_around_image>", "whole": "<global-img>", "end": "<end_of_utterance>"},
+        image="<image>",
+        preprocessor=TILES | {"image_processor_type": "Idefics3ImageProcessor"},
+        processor=lambda fields, tokenizer: Idefics3Processor(Idefics3ImageProcessorPil(**fields), tokenizer, image_seq_len=16),
+        config={"vision_config": {"patch_size": 6}, "scale_factor": 2},
+        unpacked=_tiles,
+    ),
+    "smolvlm_whole": Family(
+        tokens={"image": "<image>", "fake": "<fake_token_around_image>", "whole": "<global-img>", "end": "<end_of_utterance>"},
+        image="<image>",
+        preprocessor=TILES | {"image_processor_type": "SmolVLMImageProcessor", "do_image_splitting": False},
+        processor=lambda fields, tokenizer: Idefics3Processor(Idefics3ImageProcessorPil(**fields), tokenizer, image_seq_len=16),
+        config={"vision_config": {"patch_size": 6}, "scale_factor": 2},
+        unpacked=_tiles,
     ),
 }
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)

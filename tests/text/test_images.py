@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
 from image_files import ODD, encoded, noise, png, spliced
 from weft.errors import BadModel, ImageProblem
 from weft.text import images
-from weft.text.image_sizing import BudgetSizing, ImageSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, ImageSizing, TileSizing, read_sizing
 from weft.text.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
@@ -81,6 +82,21 @@ def test_a_cap_takes_a_number_of_tokens_that_gemma_4_knows() -> None:
     sizing = BudgetSizing(16, 3, 280, "BICUBIC")
 
     assert [sizing.capped(pixels).max_tokens for pixels in (None, 1 << 30, 512 * 512, 1)] == [280, 280, 70, 70]
+
+
+@given(SIDES, SIDES)
+def test_tiles_are_as_many_as_those_of_transformers(width: int, height: int) -> None:
+    sizing = TileSizing(2048, 512, 64, "LANCZOS")
+    theirs = Idefics3ImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512})
+    if max(width, height) > 200 * min(width, height):
+        return
+    count, rows, columns = theirs.get_number_of_image_patches(height, width)
+    plan = sizing.plan(width, height)
+
+    assert len(plan.frames) == count
+    assert {*plan.frames} == {(512, 512)}
+    assert plan.views[0].grid == ((columns, rows) if rows else (1, 1))
+    assert len(sizing.capped(512 * 512).plan(width, height).frames) == 1
 
 
 def test_a_cap_makes_images_smaller_and_never_larger() -> None:

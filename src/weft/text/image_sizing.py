@@ -15,6 +15,7 @@ from weft.text.images import ImagePlan, Resampling, Size, View, check_aspect
 
 RESAMPLING: dict[int, Resampling] = {1: "LANCZOS", 2: "BILINEAR", 3: "BICUBIC"}  # Pillow's numbers
 
+MAX_TILED_EDGE = 4096  # pixels, of an image that is cut into tiles
 TOKEN_BUDGETS = (70, 140, 280, 560, 1120)  # tokens of an image of Gemma 4
 
 Fields = dict[str, Any]
@@ -126,6 +127,62 @@ class BudgetSizing(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, max_tokens=min(self.max_tokens, most))
 
 
+class TileSizing(msgspec.Struct, frozen=True):
+    """The rule of Idefics3 and SmolVLM: a large image is cut into square tiles; behind them it stands whole, as large as one."""
+
+    longest_edge: int  # of the image that is cut
+    tile: int
+    factor: int
+    filter: Resampling
+    splits: bool = True
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        check_aspect(width, height)
+        first, whole = self._first(width, height), (self.tile, self.tile)
+        canvas = self._canvas(*first) if self.splits else whole
+        if canvas == whole:
+            return ImagePlan((View((first, whole)),), self.filter)
+        return ImagePlan((View((first, canvas), self.tile), View((first, canvas, whole))), self.filter)
+
+    def _first(self, width: int, height: int) -> Size:
+        """Return the size with the longest edge asked for; the other one is even, and none beyond a bound."""
+        ratio, most = width / height, min(self.longest_edge, MAX_TILED_EDGE)
+        if width >= height:
+            down = int(self.longest_edge / ratio)
+            return _within(self.longest_edge, max(down + down % 2, 1), most)
+        across = int(self.longest_edge * ratio)
+        return _within(max(across + across % 2, 1), self.longest_edge, most)
+
+    def _canvas(self, width: int, height: int) -> Size:
+        """Return the size that tiles cover."""
+        ratio = width / height
+        if width >= height:
+            across = self._up(width)
+            return across, self._up(int(across / ratio))
+        down = self._up(height)
+        return self._up(int(down * ratio)), down
+
+    def _up(self, side: int) -> int:
+        return math.ceil(side / self.tile) * self.tile
+
+    def capped(self, max_pixels: int | None) -> Self:
+        """Return this rule for an image of fewer tiles, at least one."""
+        if max_pixels is None:
+            return self
+        edge = max(math.isqrt(max_pixels) // self.tile, 1) * self.tile
+        return msgspec.structs.replace(self, longest_edge=min(self.longest_edge, edge))
+
+
+def _within(width: int, height: int, most: int) -> Size:
+    """Return a size no edge of which is longer than `most`, in its shape."""
+    ratio = width / height
+    if width >= height and width > most:
+        return most, max(int(most / ratio), 1)
+    if height > width and height > most:
+        return max(int(most * ratio), 1), most
+    return width, height
+
+
 def read_sizing(folder: Path) -> Sizing | None:
     """Read the sizing rule from a model's folder; None if it describes no images or a rule that is not known here."""
     found = _processor_fields(folder)
@@ -176,11 +233,32 @@ def _read_gemma4(path: Path, fields: Fields) -> BudgetSizing:
     return BudgetSizing(patch, merge, tokens, _filter(path, fields, 3))
 
 
+def _read_idefics3(path: Path, fields: Fields) -> TileSizing:
+    config = _config_of(path)
+    values = {
+        "size.longest_edge": _inner(fields, "size", "longest_edge"),
+        "max_image_size.longest_edge": _inner(fields, "max_image_size", "longest_edge"),
+        "vision_config.patch_size": _inner(config, "vision_config", "patch_size"),
+        "scale_factor": config.get("scale_factor", 2),
+    }
+    edge, tile, patch, merge = _counts(path, values)
+    if tile % (patch * merge):
+        raise BadModel(f"{path} asks for tiles of {tile} pixels, which tokens of {patch * merge} pixels do not fill")
+    splits = fields.get("do_image_splitting", True) is not False
+    return TileSizing(edge, tile, patch * merge, _filter(path, fields, 1), splits)
+
+
 READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {
     "Qwen2VL": _read_qwen,
     "Gemma3Image": _read_gemma3,
     "Gemma4Image": _read_gemma4,
+    "Idefics3Image": _read_idefics3,
+    "SmolVLMImage": _read_idefics3,
 }
+
+
+def _inner(fields: Fields, name: str, inner: str) -> Any:
+    return found.get(inner) if isinstance(found := fields.get(name), dict) else None
 
 
 def _counts(path: Path, values: Fields) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.ipc.messages import Image
 from weft.text.image_parts import images_of
-from weft.text.image_sizing import BudgetSizing, ImageSizing, Sizing, SquareSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, ImageSizing, Sizing, SquareSizing, TileSizing, read_sizing
 from weft.text.images import DecodedImage, Frame
 from weft.text.template import Capabilities
 from weft.text.tokenizer import Tokenizer
@@ -37,6 +37,30 @@ class Markup:
         return self.before + "".join(self.token * (rows * columns) for rows, columns in counts) + self.after
 
 
+@dataclass(frozen=True)
+class TileMarkup(Markup):
+    """What Idefics3 and SmolVLM put for an image: its tiles with their rows and columns, and the whole behind them."""
+
+    fake: str = "<fake_token_around_image>"
+    whole: str = "<global-img>"
+
+    def write(self, image: DecodedImage, counts: Counts) -> str:
+        frames = [self.token * (rows * columns) for rows, columns in counts]
+        parts = []
+        if len(frames) > 1:
+            columns, rows = image.plan.views[0].grid
+            for row in range(rows):
+                tiles = enumerate(frames[row * columns : (row + 1) * columns])
+                parts += [f"{self.fake}<row_{row + 1}_col_{column + 1}>{tile}" for column, tile in tiles]
+                parts.append("\n")
+            parts.append("\n")
+        return "".join([*parts, self.fake, self.whole, frames[-1], self.fake])
+
+
+def _tiles(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
+    return TileMarkup(token, token)
+
+
 def _plain(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the template has the marks
     return Markup(token, token)
 
@@ -55,6 +79,7 @@ MARKUPS: dict[type[Sizing], Callable[[str, TextOf], Markup | None]] = {
     ImageSizing: _plain,
     SquareSizing: _gemma3,
     BudgetSizing: _gemma4,
+    TileSizing: _tiles,
 }
 
 

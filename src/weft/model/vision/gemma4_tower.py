@@ -1,4 +1,4 @@
-"""The vision tower of Gemma 4: images of any shape, with learned and rotary positions; a token is the mean of a square of patches."""
+"""Gemma 4's vision tower: images of any shape, learned and rotary positions; a token is the mean of a square of patches."""
 
 import re
 from dataclasses import dataclass

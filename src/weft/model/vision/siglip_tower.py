@@ -1,4 +1,4 @@
-"""SigLIP's vision tower, with learned positions, and what Gemma 3 makes of its patches: the mean of a square for each token."""
+"""SigLIP's vision tower, with learned positions, and what Gemma 3 and Idefics3 make of the patches of a token."""
 
 import re
 from dataclasses import dataclass
@@ -99,8 +99,21 @@ class PoolingProjector(nn.Module):  # type: ignore[misc]
         return mx.fast.rms_norm(pooled, 1.0 + self.mm_soft_emb_norm["weight"], self._eps) @ self.mm_input_projection_weight
 
 
-class Gemma3Tower(SiglipTower):
-    """The tower of Gemma 3: every image is a square of the same size, and has the same number of tokens."""
+class SquareTower(SiglipTower):
+    """A tower whose images are all squares of one size, and have one number of tokens."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        tokens = self._shape.side // self._shape.spatial_merge_size
+        return tokens, tokens
+
+    def __call__(self, pixels: mx.array) -> list[mx.array]:
+        states = self.run_blocks(pixels)
+        return [*states, self.projector(states[-1])[None]]
+
+
+class Gemma3Tower(SquareTower):
+    """The tower of Gemma 3."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         vision, hidden_size = config["vision_config"], config["text_config"]["hidden_size"]
@@ -112,14 +125,33 @@ class Gemma3Tower(SiglipTower):
         self.embed_scale = float(mx.array(hidden_size**0.5, mx.bfloat16))  # as mlx-lm has it
         self.projector = PoolingProjector(self._shape)
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        tokens = self._shape.side // self._shape.spatial_merge_size
-        return tokens, tokens
 
-    def __call__(self, pixels: mx.array) -> list[mx.array]:
-        states = self.run_blocks(pixels)
-        return [*states, self.projector(states[-1])[None]]
+class ShufflingProjector(nn.Module):  # type: ignore[misc]
+    """Makes one feature of the patches that a token stands for: all their numbers behind each other, by a linear layer."""
+
+    def __init__(self, config: SiglipConfig) -> None:
+        super().__init__()
+        merged = config.hidden_size * config.spatial_merge_size**2
+        self.modality_projection = {"proj": nn.Linear(merged, config.out_hidden_size, bias=False)}
+        self._merged = merged
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.modality_projection["proj"](x.reshape(-1, self._merged))  # type: ignore[no-any-return]
+
+
+class Idefics3Tower(SquareTower):
+    """The tower of Idefics3 and SmolVLM, which sees tiles of an image one by one.
+
+    The references find a patch's position by comparing fractions. For the sides of known models, of 26, 27 and 32 patches,
+    that is the patch's number, as it is here.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        merge, vision = config.get("scale_factor", 2), config["vision_config"]
+        super().__init__(SiglipConfig.of(vision, merge, config["text_config"].get("hidden_size", 4096)))
+        if self._shape.side % merge:
+            raise UnsupportedModel(f"its tower has {self._shape.side} patches in a row, and tokens of {merge} patches")
+        self.projector = ShufflingProjector(self._shape)
 
 
 def renamed_tensor(name: str) -> str:

@@ -33,7 +33,7 @@ from weft.model.vision.vision_families import FAMILIES, VisionFamily
 
 # How names of a vision part's tensors begin: those of the tower, and of what makes features of its states.
 TOWER = re.compile(r"^(?:model\.)?(?:visual|vision_tower|vision_model)\.(?:vision_model\.)?")
-PROJECTOR = re.compile(r"^(?:model\.)?(?:multi_modal_projector|embed_vision)\.")
+PROJECTOR = re.compile(r"^(?:model\.)?(?:multi_modal_projector|embed_vision|connector)\.")
 IMAGE_TOKENS = ("image_token_id", "image_token_index")
 TRIAL_TOKENS = (2, 3)  # rows and columns of the image that a tower is tried on
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json")

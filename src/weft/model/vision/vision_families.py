@@ -9,7 +9,7 @@ from weft.model.vision.gemma4_tower import Gemma4Tower
 from weft.model.vision.image_mask import Sight
 from weft.model.vision.qwen2_tower import Qwen2Tower, Qwen25Tower
 from weft.model.vision.qwen3_tower import Qwen3Tower
-from weft.model.vision.siglip_tower import Gemma3Tower
+from weft.model.vision.siglip_tower import Gemma3Tower, Idefics3Tower
 from weft.model.vision.tower import Tower
 
 
@@ -37,5 +37,7 @@ FAMILIES = {
     "qwen2_5_vl": VisionFamily(Qwen25Tower, AxisOfFrequency.in_runs),
     "qwen2_vl": VisionFamily(Qwen2Tower, AxisOfFrequency.in_runs),
     "gemma3": VisionFamily(Gemma3Tower, sight=lambda _: "everywhere"),
+    "idefics3": VisionFamily(Idefics3Tower),
+    "smolvlm": VisionFamily(Idefics3Tower),
     "gemma4": VisionFamily(Gemma4Tower, sight=_gemma4_sight, reads_as="pad_token_id"),
 }
