@@ -23,11 +23,12 @@ SEEDS = {
     "gemma3": 16,
     "gemma4_small": 16,
     "smolvlm": 15,
+    "lfm2_vl": 20,
 }  # of weights, where the first one draws a model whose answers are of no use
 NUM_LOGITS = 8  # places whose logits are stored
 NUM_GREEDY = 6
 CASES = ("no_image", "one_image", "two_images")
-SCALED = ("gemma3", "gemma4", "gemma4_small")  # families that multiply embeddings, and make logits by the same matrix
+SCALED = ("gemma3", "gemma4", "gemma4_small", "lfm2_vl")  # families that make logits by the matrix of embeddings
 AROUND_ZERO = {  # norms that add 1 to their weights
     "qwen3_5": re.compile(r"language_model\.(.*layernorm|.*self_attn\..*norm|norm)\.weight$"),
     "gemma3": re.compile(r"(language_model\..*norm|mm_soft_emb_norm)\.weight$"),

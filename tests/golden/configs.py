@@ -269,6 +269,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**TEXT, "model_type": "llama", "num_hidden_layers": 3, "rope_theta": 10000.0, "pad_token_id": 0},
         "vision_config": {**SIGLIP, "model_type": "smolvlm_vision", "image_size": 84},
     },
+    "lfm2_vl": {
+        "model_type": "lfm2_vl",
+        "architectures": ["Lfm2VlForConditionalGeneration"],
+        "image_token_id": IMAGE,
+        "downsample_factor": 2,
+        "projector_hidden_size": 72,
+        "tie_word_embeddings": True,
+        "text_config": {
+            **TEXT,
+            "model_type": "lfm2",
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "norm_eps": 1e-5,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 64,
+            "block_ff_dim": 96,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 25, "vision_use_head": False},
+    },
 }
 
 
@@ -295,7 +320,14 @@ def _idefics3_processor(config: dict[str, Any]) -> dict[str, Any]:
     return {"image_processor_type": "Idefics3ImageProcessor", **COLOURS, "resample": 1, **sizes}
 
 
+def _lfm2_processor(config: dict[str, Any]) -> dict[str, Any]:
+    sizes = {"encoder_patch_size": config["vision_config"]["patch_size"], "downsample_factor": config["downsample_factor"]}
+    tiles = {"tile_size": 112, "min_tiles": 2, "max_tiles": 4, "min_image_tokens": 4, "max_image_tokens": 16}
+    return {"image_processor_type": "Lfm2VlImageProcessorFast", **COLOURS, **sizes, **tiles, "max_pixels_tolerance": 2.0}
+
+
 PROCESSORS = {
+    "lfm2_vl": _lfm2_processor,
     "gemma3": _gemma3_processor,
     "gemma4": _gemma4_processor,
     "gemma4_small": _gemma4_processor,
@@ -327,6 +359,7 @@ def layout(family: str) -> Layout:
 
 
 LAYOUTS = {
+    "lfm2_vl": Layout(28),
     "gemma3": Layout(28, (3, 3), ((3, 3), (3, 3))),
     "gemma4": Layout(16),
     "gemma4_small": Layout(16),

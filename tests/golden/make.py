@@ -15,9 +15,10 @@ import torch
 import transformers
 from safetensors import safe_open
 from transformers.models.gemma4 import image_processing_pil_gemma4 as gemma4
+from transformers.models.lfm2_vl import image_processing_lfm2_vl as lfm2
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from golden.checkpoints import CASES, HERE, NUM_GREEDY, Case, Checkpoint, case, logit_places
+from golden.checkpoints import CASES, HERE, NUM_GREEDY, SEED, Case, Checkpoint, case, logit_places
 from golden.configs import COLOURS, CONFIGS, IMAGE, layout
 
 MIN_LEAD = 0.01  # of a greedy token's logit: far more than rounding moves it
@@ -35,6 +36,8 @@ def make(family: str) -> None:
     with torch.no_grad():
         for name in CASES:
             stored |= {f"{name}.{what}": array for what, array in _run(model, family, case(family, name)).items()}
+    if family == "lfm2_vl":
+        stored["sizes"] = _lfm2_sizes()
     np.savez_compressed(HERE / f"{family}.npz", **stored)
     print(f"{family}: {(HERE / f'{family}.npz').stat().st_size} bytes")
 
@@ -120,6 +123,18 @@ def _gemma4_pixels(model: Any, given: Case) -> dict[str, Any]:
     return {"pixel_values": torch.tensor(np.stack(patches)), "image_position_ids": torch.tensor(np.stack(places))}
 
 
+def _lfm2_sizes() -> Any:
+    """What becomes of images under the rule of real models: their size, columns and rows of tiles, size of the whole."""
+    processor, rng = lfm2.Lfm2VlImageProcessor(), np.random.default_rng(SEED)
+    found = []
+    for width, height in [(1, 1), (1, 200), (512, 512), (1024, 512), *rng.integers(1, 3000, (60, 2)).tolist()]:
+        if max(width, height) <= 200 * min(width, height):
+            given = processor(np.zeros((height, width, 3), np.uint8), return_row_col_info=True, input_data_format="channels_last")
+            rows, columns, size = given["image_rows"][0], given["image_cols"][0], given["image_sizes"][0]
+            found.append([width, height, int(columns), int(rows), int(size[1]), int(size[0])])
+    return np.array(found, np.int32)
+
+
 def _gemma4_patches(pixels: Any, side: int) -> tuple[Any, Any]:
     image = pixels.astype(np.float32).transpose(2, 0, 1) / 255
     columns, rows = np.meshgrid(np.arange(image.shape[2] // side), np.arange(image.shape[1] // side), indexing="xy")
@@ -131,7 +146,20 @@ def _tiled_pixels(model: Any, given: Case) -> dict[str, Any]:
     return {"pixel_values": _stacked_pixels(model, given)["pixel_values"][None]}
 
 
+def _lfm2_pixels(model: Any, given: Case) -> dict[str, Any]:
+    """Patches of images of several sizes, (images, patches, pixels), filled up; rows and columns; which of them there are."""
+    side = model.config.vision_config.patch_size
+    found = [lfm2.convert_image_to_patches(_normed(pixels)[None], side)[0] for pixels in given.pixels]
+    most = max(len(patches) for patches in found)
+    return {
+        "pixel_values": torch.stack([torch.nn.functional.pad(patches, (0, 0, 0, most - len(patches))) for patches in found]),
+        "spatial_shapes": torch.tensor([[size // side for size in pixels.shape[:2]] for pixels in given.pixels]),
+        "pixel_attention_mask": torch.tensor([[int(place < len(patches)) for place in range(most)] for patches in found]),
+    }
+
+
 PIXELS = {
+    "lfm2_vl": _lfm2_pixels,
     "gemma3": _stacked_pixels,
     "gemma4": _gemma4_pixels,
     "gemma4_small": _gemma4_pixels,
@@ -146,7 +174,7 @@ def _ids(family: str, tokens: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, **({} if kinds is None else {kinds: (ids == IMAGE).int()})}
 
 
-KINDS = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}  # what models call the places of images
+KINDS = {"lfm2_vl": None, "gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}  # what models call the places of images
 
 
 if __name__ == "__main__":

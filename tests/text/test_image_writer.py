@@ -209,3 +209,47 @@ def test_what_stands_for_images_is_refused_in_a_text(codec: Callable[[str], Code
     for text in {family.image, family.tokens["image"]}:
         with pytest.raises(InvalidRequest, match="stands for images here"):
             codec(name).encode(Conversation((Message("user", f"Hello {text}!"),)))
+
+
+LFM2 = Family(
+    tokens={"image": "<image>"},
+    image="<image>",
+    preprocessor={
+        "image_processor_type": "Lfm2VlImageProcessorFast",
+        **{"encoder_patch_size": 4, "downsample_factor": 2, "min_image_tokens": 4, "max_image_tokens": 16},
+        **{"tile_size": 32, "min_tiles": 2, "max_tiles": 4, "resample": 2},
+    },
+    processor=lambda *_: None,  # needs torch
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((40, 20), "<|image_start|>" + "<image>" * 10 + "<|image_end|>"),
+        (
+            (100, 50),
+            "<|image_start|><|img_row_1_col_1|>" + "<image>" * 16 + "<|img_row_1_col_2|>" + "<image>" * 16
+            + "<|img_thumbnail|>" + "<image>" * 10 + "<|image_end|>",
+        ),
+        (
+            (60, 150),
+            "<|image_start|>" + "".join(f"<|img_row_{row}_col_1|>" + "<image>" * 16 for row in (1, 2, 3))
+            + "<|img_thumbnail|>" + "<image>" * 12 + "<|image_end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_prompts_of_lfm2_have_tiles_with_their_places(
+    tmp_path: Path, decoder: ImageDecoder, size: tuple[int, int], expected: str
+) -> None:
+    codec = Codec(LFM2.write(tmp_path))
+    found = codec.encode(conversation(codec, decoder, [noise(*size)]))
+    picture = noise(*size)
+
+    assert codec.tokenizer.decode(found.ids, skip_special_tokens=False) == f"user: Look: {expected} image 0\nassistant: "
+    assert found.num_image_tokens == expected.count("<image>")
+    whole = found.images[-1]
+    assert whole.pixels == picture.resize((whole.columns * 8, whole.rows * 8), Image.Resampling.BILINEAR).tobytes()
+    if len(found.images) > 1:
+        across = {3: (64, 32), 4: (32, 96)}[len(found.images)]
+        assert found.images[0].pixels == picture.resize(across, Image.Resampling.BILINEAR).crop((0, 0, 32, 32)).tobytes()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,10 +17,11 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ra
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from golden.checkpoints import HERE
 from image_files import ODD, encoded, noise, png, spliced
 from weft.errors import BadModel, ImageProblem
 from weft.text import images
-from weft.text.image_sizing import BudgetSizing, ImageSizing, TileSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, TileSizing, read_sizing
 from weft.text.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
@@ -97,6 +99,21 @@ def test_tiles_are_as_many_as_those_of_transformers(width: int, height: int) -> 
     assert {*plan.frames} == {(512, 512)}
     assert plan.views[0].grid == ((columns, rows) if rows else (1, 1))
     assert len(sizing.capped(512 * 512).plan(width, height).frames) == 1
+
+
+def test_grids_of_tiles_are_those_of_transformers() -> None:
+    """Its processor needs torch, so what it made of some sizes is in the golden file."""
+    sizing = GridSizing(16, 2, 64, 256, 512, 2, 10, 2.0, "BILINEAR")
+    with np.load(HERE / "lfm2_vl.npz") as golden:
+        expected = golden["sizes"].tolist()
+
+    assert len(expected) > 50
+    for width, height, columns, rows, *whole in expected:
+        plan = sizing.plan(width, height)
+        assert plan.views[0].grid == (columns, rows)
+        assert plan.views[-1].size == (*whole,)
+        assert len(plan.frames) == (columns * rows + 1 if columns * rows > 1 else 1)
+        assert len(sizing.capped(512 * 512).plan(width, height).frames) == 1
 
 
 def test_a_cap_makes_images_smaller_and_never_larger() -> None:

@@ -53,15 +53,20 @@ class ImageSizing(msgspec.Struct, frozen=True):
     def target(self, width: int, height: int) -> tuple[int, int]:
         """Return the width and height to which an image of this size is resized; raise ImageProblem if it is too long."""
         check_aspect(width, height)
-        sides = (width, height)
-        target = [round(side / self.factor) * self.factor for side in sides]
+        rounded = round(width / self.factor) * self.factor, round(height / self.factor) * self.factor
+        return self.bounded((width, height), rounded)
+
+    def bounded(self, size: Size, target: Size) -> Size:
+        """Return the target of an image of this size, or the one nearest to it between the two pixel counts."""
         if math.prod(target) > self.max_pixels:
-            shrink = math.sqrt(width * height / self.max_pixels)
-            target = [max(self.factor, math.floor(side / shrink / self.factor) * self.factor) for side in sides]
-        elif math.prod(target) < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (width * height))
-            target = [math.ceil(side * grow / self.factor) * self.factor for side in sides]
-        return target[0], target[1]
+            shrink = math.sqrt(math.prod(size) / self.max_pixels)
+            width, height = (max(self.factor, math.floor(side / shrink / self.factor) * self.factor) for side in size)
+            return width, height
+        if math.prod(target) < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / math.prod(size))
+            width, height = (math.ceil(side * grow / self.factor) * self.factor for side in size)
+            return width, height
+        return target
 
     def plan(self, width: int, height: int) -> ImagePlan:
         return ImagePlan((View((self.target(width, height),)),))
@@ -173,6 +178,64 @@ class TileSizing(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, longest_edge=min(self.longest_edge, edge))
 
 
+class GridSizing(msgspec.Struct, frozen=True):
+    """The rule of LFM2-VL: a large image is cut into a grid of tiles near to its shape; behind them it stands whole, smaller."""
+
+    patch: int
+    merge: int
+    min_tokens: int  # of an image that is not cut, and of the whole behind tiles
+    max_tokens: int
+    tile: int
+    min_tiles: int
+    max_tiles: int
+    tolerance: float  # an image with so many times `max_tokens` is cut
+    filter: Resampling
+    has_whole: bool = True
+
+    @property
+    def factor(self) -> int:
+        return self.patch * self.merge
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        check_aspect(width, height)
+        whole = View((self._whole(width, height),))
+        rounded = math.prod(max(self.patch, round(side / self.factor) * self.factor) for side in (width, height))
+        is_large = rounded > self.max_tokens * self.factor**2 * self.tolerance
+        if not is_large or self.min_tiles == self.max_tiles == 1:
+            return ImagePlan((whole,), self.filter)
+        across, down = self._grid(width, height)
+        tiles = View(((across * self.tile, down * self.tile),), self.tile)
+        return ImagePlan((tiles, whole) if self.has_whole and across * down > 1 else (tiles,), self.filter)
+
+    def _whole(self, width: int, height: int) -> Size:
+        area = self.factor**2
+        across, down = (max(self.factor, round(side / self.factor) * self.factor) for side in (width, height))
+        bounds = ImageSizing(self.patch, self.merge, self.min_tokens * area, self.max_tokens * area)
+        return bounds.bounded((width, height), (across, down))
+
+    def _grid(self, width: int, height: int) -> Size:
+        """Return columns and rows of tiles: of the nearest shape, of equally near ones the largest that the image half fills."""
+        sides = range(1, self.max_tiles + 1)
+        grids = sorted(
+            {(across, down) for across in sides for down in sides if self.min_tiles <= across * down <= self.max_tiles},
+            key=lambda grid: math.prod(grid),
+        )
+        best, nearest = (1, 1), math.inf
+        for across, down in grids:
+            distance = abs(width / height - across / down)
+            fills = width * height > 0.5 * self.tile**2 * across * down
+            if distance < nearest or (distance == nearest and fills):
+                best, nearest = (across, down), distance
+        return best
+
+    def capped(self, max_pixels: int | None) -> Self:
+        """Return this rule without tiles, and for fewer tokens if the bound is lower still."""
+        if max_pixels is None:
+            return self
+        most = max(min(self.max_tokens, max_pixels // self.factor**2), 1)
+        return msgspec.structs.replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), min_tiles=1, max_tiles=1)
+
+
 def _within(width: int, height: int, most: int) -> Size:
     """Return a size no edge of which is longer than `most`, in its shape."""
     ratio = width / height
@@ -248,12 +311,35 @@ def _read_idefics3(path: Path, fields: Fields) -> TileSizing:
     return TileSizing(edge, tile, patch * merge, _filter(path, fields, 1), splits)
 
 
+def _read_lfm2(path: Path, fields: Fields) -> GridSizing:
+    splits = fields.get("do_image_splitting", True) is not False
+    values = {
+        "encoder_patch_size": fields.get("encoder_patch_size", 16),
+        "downsample_factor": fields.get("downsample_factor", 2),
+        "min_image_tokens": fields.get("min_image_tokens", 64),
+        "max_image_tokens": fields.get("max_image_tokens", 256),
+        "tile_size": fields.get("tile_size", 512),
+        "min_tiles": fields.get("min_tiles", 2) if splits else 1,
+        "max_tiles": fields.get("max_tiles", 10) if splits else 1,
+    }
+    patch, merge, least, most, tile, min_tiles, max_tiles = _counts(path, values)
+    if tile % (patch * merge):
+        raise BadModel(f"{path} asks for tiles of {tile} pixels, which tokens of {patch * merge} pixels do not fill")
+    return GridSizing(
+        *(patch, merge, least, most, tile, min_tiles, max_tiles),
+        tolerance=float(fields.get("max_pixels_tolerance", 2.0)),
+        filter=_filter(path, fields, 2),
+        has_whole=fields.get("use_thumbnail", True) is not False,
+    )
+
+
 READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {
     "Qwen2VL": _read_qwen,
     "Gemma3Image": _read_gemma3,
     "Gemma4Image": _read_gemma4,
     "Idefics3Image": _read_idefics3,
     "SmolVLMImage": _read_idefics3,
+    "Lfm2VlImage": _read_lfm2,
 }
 
 

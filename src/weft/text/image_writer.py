@@ -9,7 +9,7 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.ipc.messages import Image
 from weft.text.image_parts import images_of
-from weft.text.image_sizing import BudgetSizing, ImageSizing, Sizing, SquareSizing, TileSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, Sizing, SquareSizing, TileSizing, read_sizing
 from weft.text.images import DecodedImage, Frame
 from weft.text.template import Capabilities
 from weft.text.tokenizer import Tokenizer
@@ -57,6 +57,24 @@ class TileMarkup(Markup):
         return "".join([*parts, self.fake, self.whole, frames[-1], self.fake])
 
 
+@dataclass(frozen=True)
+class GridMarkup(Markup):
+    """What LFM2-VL puts for an image: its tokens, or its tiles with their rows and columns and the whole behind them."""
+
+    def write(self, image: DecodedImage, counts: Counts) -> str:
+        frames = [self.token * (rows * columns) for rows, columns in counts]
+        columns, rows = image.plan.views[0].grid
+        if rows * columns > 1:
+            marks = [f"<|img_row_{row + 1}_col_{column + 1}|>" for row in range(rows) for column in range(columns)]
+            marks += ["<|img_thumbnail|>"] * (len(frames) - len(marks))
+            frames = [mark + frame for mark, frame in zip(marks, frames, strict=True)]
+        return "".join(["<|image_start|>", *frames, "<|image_end|>"])
+
+
+def _grid(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
+    return GridMarkup(token, token)
+
+
 def _tiles(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
     return TileMarkup(token, token)
 
@@ -80,6 +98,7 @@ MARKUPS: dict[type[Sizing], Callable[[str, TextOf], Markup | None]] = {
     SquareSizing: _gemma3,
     BudgetSizing: _gemma4,
     TileSizing: _tiles,
+    GridSizing: _grid,
 }
 
 

@@ -142,10 +142,7 @@ class Gemma4Tower(Tower):
             for name, array in weights.items()
         }
         if (patches := found.pop("input_proj.weight", None)) is not None:
-            side = self._shape.patch_size
-            found["patch_embed.weight"] = (
-                patches.reshape(-1, side, side, self._shape.in_channels).transpose(0, 3, 1, 2).flatten(1)
-            )
+            found["patch_embed.weight"] = self.channels_first(patches)
         return found
 
     def __call__(self, pixels: mx.array) -> list[mx.array]:

@@ -2,10 +2,12 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.errors import UnsupportedModel
 from weft.model.vision.tower import Block, Tower, TowerConfig, layer_norm, patch_places
@@ -41,7 +43,7 @@ class SiglipConfig(TowerConfig):
         return self.image_size // self.patch_size
 
     @classmethod
-    def of(cls, vision: dict[str, Any], merge: int, size: int) -> "SiglipConfig":
+    def of(cls, vision: dict[str, Any], merge: int, size: int) -> Self:
         """Read it from a `vision_config`: `merge`² patches become a token, with a feature of `size` numbers."""
         return cls.read({**vision, "spatial_merge_size": merge, "out_hidden_size": size})
 
@@ -73,11 +75,16 @@ class SiglipTower(Tower):
         renamed = {renamed_tensor(name): array for name, array in weights.items() if not name.startswith("head.")}
         return super().sanitize(joined_projections(renamed))
 
+    def embed_positions(self, rows: int, columns: int, places: NDArray[np.int32]) -> mx.array:  # noqa: ARG002 – all are squares
+        """Return the learned positions (P, H) of patches at these rows and columns (P, 2)."""
+        row, column = places.T
+        return self.pos_embed(mx.array(row * self._shape.side + column))  # type: ignore[no-any-return]
+
     def run_blocks(self, pixels: mx.array) -> list[mx.array]:
         """Return the states of an image's patches in the order of their making; the last are normed, (P, H)."""
-        row, column = patch_places(*self.patches_of(pixels), self._shape.spatial_merge_size).T
-        x = self.embed_patches(pixels) + self.pos_embed(mx.array(row * self._shape.side + column))
-        states = [x]
+        rows, columns = self.patches_of(pixels)
+        places = patch_places(rows, columns, self._shape.spatial_merge_size)
+        states = [x := self.embed_patches(pixels) + self.embed_positions(rows, columns, places)]
         for block in self.blocks:
             x, steps = block(x, None)
             states += steps

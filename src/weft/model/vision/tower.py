@@ -90,8 +90,9 @@ class Tower(nn.Module):  # type: ignore[misc]
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the weights of a checkpoint as this tower has them: the patches' convolution as a linear layer."""
         found = dict(weights)
-        kernel = found.pop("patch_embed.proj.weight", None)
+        kernel = found.get("patch_embed.proj.weight")
         if kernel is not None and kernel.ndim > 2:
+            del found["patch_embed.proj.weight"]
             if kernel.shape[1] != self.config.in_channels:  # conversions have the channels last
                 kernel = mx.moveaxis(kernel, -1, 1)
             if kernel.ndim == 5:  # a still image is the same at all times of a patch, so the kernel's times add up
@@ -115,6 +116,11 @@ class Tower(nn.Module):  # type: ignore[misc]
         cut = pixels.reshape(height // (side * merge), merge, side, width // (side * merge), merge, side, channels)
         patches = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * side * side)
         return self.patch_embed(patches.astype(self.patch_embed.weight.dtype))  # type: ignore[no-any-return]
+
+    def channels_first(self, patches: mx.array) -> mx.array:
+        """Return the weight of a linear layer of patches whose pixels have the channels last, as this tower has it."""
+        side = self.config.patch_size
+        return patches.reshape(-1, side, side, self.config.in_channels).transpose(0, 3, 1, 2).flatten(1)
 
     def patches_of(self, pixels: mx.array) -> tuple[int, int]:
         """Return how many rows and columns of patches an image has."""

@@ -23,7 +23,7 @@ from weft.kernels.mrope import Places
 from weft.kernels.mrope import bind as bind_rope
 from weft.model.loader import LoadedModel
 from weft.model.mtp import MTPHead
-from weft.model.mtp_tensors import HALF_PRECISION, find_stack
+from weft.model.mtp_tensors import HALF_PRECISION
 from weft.model.saved_state import LayerCaches
 from weft.model.vision.image_mask import ImageMask
 from weft.model.vision.image_positions import positions_of, shift_of
@@ -69,7 +69,7 @@ class Vision:
         self.sight = family.sight(config)
         self.image_token = _image_token(config, loaded.vocab_size)
         self.tower = _load(family.tower(config), weights, config.get("quantization"))
-        _, stack = find_stack(loaded.model)
+        stack = _find_stack(loaded.model)
         self._embed = stack.embed_tokens
         self._mean, self._deviation = _normalisation(loaded.folder)
         text = config.get("text_config", config)
@@ -225,6 +225,14 @@ def _load(tower: Tower, weights: Mapping[str, mx.array], quantization: Any) -> T
     tower.load_weights([(name, array.astype(dtype) if array.dtype in kinds else array) for name, array in sanitized.items()])
     mx.eval(tower.parameters())  # sync: at load
     return tower
+
+
+def _find_stack(model: nn.Module) -> nn.Module:
+    """Return the module that holds a language model's embeddings and layers; raises UnsupportedModel."""
+    found = [(path, module) for path, module in model.named_modules() if {"layers", "embed_tokens"} <= module.keys()]
+    if not found:
+        raise UnsupportedModel("the language model keeps its embeddings and its layers in no one place")
+    return min(found, key=lambda one: len(one[0]))[1]
 
 
 def _image_token(config: dict[str, Any], vocab_size: int) -> int:

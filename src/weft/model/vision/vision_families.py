@@ -7,6 +7,7 @@ from typing import Any
 from weft.kernels.mrope import AxisOfFrequency
 from weft.model.vision.gemma4_tower import Gemma4Tower
 from weft.model.vision.image_mask import Sight
+from weft.model.vision.lfm2_tower import Lfm2Tower
 from weft.model.vision.qwen2_tower import Qwen2Tower, Qwen25Tower
 from weft.model.vision.qwen3_tower import Qwen3Tower
 from weft.model.vision.siglip_tower import Gemma3Tower, Idefics3Tower
@@ -39,5 +40,7 @@ FAMILIES = {
     "gemma3": VisionFamily(Gemma3Tower, sight=lambda _: "everywhere"),
     "idefics3": VisionFamily(Idefics3Tower),
     "smolvlm": VisionFamily(Idefics3Tower),
+    "lfm2_vl": VisionFamily(Lfm2Tower),
+    "lfm2-vl": VisionFamily(Lfm2Tower),
     "gemma4": VisionFamily(Gemma4Tower, sight=_gemma4_sight, reads_as="pad_token_id"),
 }
