@@ -212,3 +212,29 @@ def test_the_log_has_the_tenant_s_name_and_no_secret(caplog: pytest.LogCaptureFi
     lines = [record.getMessage() for record in caplog.records if record.name == "weft.request"]
     assert "tenant=anna" in lines[-1]
     assert "anna-secret" not in caplog.text
+
+
+def test_a_tenant_beyond_its_rate_is_told_when_to_come_again_in_every_dialect() -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    with front({"m": []}, api_keys=KEYS, requests_per_minute=2) as server:
+        first, _ = (server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 4}, headers=ANNA) for _ in range(2))
+        refused = server.post("/v1/chat/completions", chat, headers=ANNA)
+        as_message = server.post("/v1/messages", chat, headers=ANNA)
+        other = server.post("/v1/chat/completions", chat, headers=BEN)
+        unlimited = server.get("/v1/models", headers=ANNA)
+
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert 0 < int(refused.headers["retry-after"]) <= 30
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert (as_message.status_code, as_message.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (other.status_code, unlimited.status_code) == (200, 200)
+
+
+def test_tokens_of_prompt_and_answer_are_charged() -> None:
+    with front({"m": []}, api_keys=KEYS, tokens_per_minute=1) as server:
+        first, second = (server.post("/v1/completions", {"prompt": "Hi", "max_tokens": 4}, headers=ANNA) for _ in range(2))
+
+    assert first.json()["usage"]["total_tokens"] == 5
+    assert (second.status_code, second.headers["x-ratelimit-remaining-tokens"]) == (429, "0")
+    assert int(second.headers["retry-after"]) > 180  # the four beyond its one, at one a minute

@@ -32,6 +32,7 @@ from weft.errors import ContextTooLong, RequestTimedOut, WeftError
 from weft.ipc.limits import Sampling
 from weft.log import RequestRecord, log_request
 from weft.serving.active_request import ActiveRequest, Parts
+from weft.serving.rate_limit import RateLimiter
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
 from weft.serving.tenants import Keyring, Tenant
@@ -59,14 +60,14 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
         )
     registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
     admin, models, page = Admin(service, config, registry), ollama.OllamaModels(service, config), Page()
-    stored = StoredResponses(service, config)
+    stored, limiter = StoredResponses(service, config), RateLimiter()
 
     async def count_message_tokens(request: Request) -> Response:
         generation = await asyncio.to_thread(anthropic.translate_count, await read_json(request, config))
         return json_response({"input_tokens": await service.count_tokens(generation)})
 
     def generate(path: str, dialect: str, translate: Translate, recall: Recall | None = None) -> Route:
-        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall).handle)
+        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall, limiter).handle)
 
     def post(path: str, endpoint: Callable[[Request], Any]) -> Route:
         return Route(path, endpoint, methods=["POST"])
@@ -121,12 +122,14 @@ class GeneratingEndpoint:
     dialect: str
     translate: Translate
     recall: Recall | None
+    limiter: RateLimiter
 
     async def handle(self, request: Request) -> Any:
         """Parse the body, start generation, and return a stream or a whole reply; errors are logged, then raised to `Guard`."""
-        account, request_id = RequestAccount(request, self.dialect, self.service), request.state.request_id
+        account, request_id = RequestAccount(request, self.dialect, self.service, self.limiter), request.state.request_id
         try:
             deadline = Deadline.of(request.headers, self.config.request_timeout)
+            self.limiter.take_request(tenant_of(request))
             parsed = await self._parse(request)
             model = self.service.find(parsed.generation.model)
             account.model = model.name
@@ -152,6 +155,8 @@ class GeneratingEndpoint:
                 account.close(error)
                 reply = make_reply()
                 return Response(reply.frame_opening() + reply.frame_error(error), headers=headers, media_type=parsed.media_type)
+            account.charge()
+            headers |= self.limiter.headers(tenant_of(request))
             reply = make_reply(active.sampling)
             if parsed.stream:
                 return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
@@ -259,14 +264,25 @@ class RequestAccount:
     request: Request
     dialect: str
     service: Service
+    limiter: RateLimiter
     model: str = "-"
     active: ActiveRequest | None = None
     arrived: float = field(default_factory=time.monotonic)
+    num_charged: int = 0  # tokens so far
+
+    def charge(self) -> None:
+        """Charge the tenant for the tokens that were used since the last call."""
+        if self.active is not None and self.active.is_submitted:
+            usage = self.active.usage
+            num_used = usage.prompt_tokens + usage.completion_tokens
+            self.limiter.charge_tokens(tenant_of(self.request), num_used - self.num_charged)
+            self.num_charged = num_used
 
     def close(self, error: BaseException | None) -> None:
         path, address = self.request.scope["path"], self.request.client
         status = 200 if error is None else problems.status_of(error, path) if isinstance(error, Exception) else 499
         active = self.active if self.active is not None and self.active.is_submitted else None
+        self.charge()
         finish = "cancelled" if status == 499 else "error" if error is not None else active.finish if active else None
         measured: dict[str, Any] = {}
         if active is not None:
