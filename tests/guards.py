@@ -323,6 +323,13 @@ GUARDS = [
         "no tenant fills another's queue",
     ),
     Guard(
+        "one-engine", "serving/registry.py",
+        "self._find_served(name) or self._find_alias(identity)) is not None",
+        "self._find_served(name)) is not None",
+        "tests/server/test_loading.py::test_a_path_in_another_spelling_is_the_same_model",
+        "no spelling of a path starts another engine",
+    ),
+    Guard(
         "salt-on-disk", "memory/prefix_tree.py",
         "hashlib.blake2b(salt.encode(), digest_size=16, person=scope.encode())",
         "hashlib.blake2b(digest_size=16)",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
 from fronts import Front, front
+from servers import running
 from waiting import until
+from weft.serving.tenants import hash_secret
 
 KEYS = ("anna=anna-secret", "ben=ben-secret", "root=root-secret:admin")
 ANNA, BEN, ROOT = ({"authorization": f"Bearer {name}-secret"} for name in ("anna", "ben", "root"))
@@ -238,3 +242,20 @@ def test_tokens_of_prompt_and_answer_are_charged() -> None:
     assert first.json()["usage"]["total_tokens"] == 5
     assert (second.status_code, second.headers["x-ratelimit-remaining-tokens"]) == (429, "0")
     assert int(second.headers["retry-after"]) > 180  # the four beyond its one, at one a minute
+
+
+def test_a_hangup_lets_new_keys_in_and_removed_ones_no_more(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[anna]\nhash = "{hash_secret(b"anna-secret")}"', encoding="utf-8")
+    with running(tmp_path / "log", "tiny-hybrid", "--keys-file", str(file)) as server:
+        before = [server.get("/v1/models", headers=whose).status_code for whose in (ANNA, BEN)]
+        file.write_text("[ben", encoding="utf-8")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: "the keys stay as they were" in (tmp_path / "log").read_text())
+        kept = server.get("/v1/models", headers=ANNA).status_code
+        file.write_text(f'[ben]\nhash = "{hash_secret(b"ben-secret")}"', encoding="utf-8")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: server.get("/v1/models", headers=BEN).status_code == 200)
+        after = server.get("/v1/models", headers=ANNA).status_code
+
+    assert (before, kept, after) == ([200, 401], 200, 401)
