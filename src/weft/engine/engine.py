@@ -19,7 +19,7 @@ from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
 from weft.engine.runner import RowFailure, Runner, Step
 from weft.engine.sampler import NOT_FINITE, Logprobs
-from weft.engine.scheduler import OUTPUT_WEIGHT, Plan, Row, Scheduler
+from weft.engine.scheduler import Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.speculation import Speculation
 from weft.errors import InternalError, InvalidRequest, RowFailed
@@ -337,7 +337,7 @@ class Engine:
         except Exception as error:  # a border: a token belongs to its own row
             self._fail(sequence, "taking a token", error)
             return
-        self.scheduler.fairness.charge(sequence, OUTPUT_WEIGHT)
+        self.scheduler.fairness.charge_token(sequence)
         if is_first:
             sequence.note_first_token(self.clock())
         if sequence.ending is None:

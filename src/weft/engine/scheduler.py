@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
+from weft.engine.fairness import Fairness
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import IMAGE_KEYS
 
-OUTPUT_WEIGHT = 2  # an output token costs about as much as two prompt tokens
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
@@ -47,31 +47,6 @@ class Plan:
     upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
     step_tokens: int = 1  # of every row in the decode step
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)  # tokens that the step verifies, by sequence
-
-
-class Fairness:
-    """Fair queueing: orders sequences by priority, then by how few weighted tokens their client has been served.
-
-    A client that returns is owed nothing for its absence: it starts at the level of the least served client present.
-    """
-
-    def __init__(self) -> None:
-        self.served: dict[str, float] = {}  # virtual tokens by client
-
-    def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
-        """Raise an absent client's counter to that of the least served client present; drop those of other absent ones."""
-        clients = {one.client for one in present}
-        if sequence.client not in clients:
-            level = min((self.served[client] for client in clients), default=0.0)
-            self.served[sequence.client] = max(self.served.get(sequence.client, 0.0), level)
-            self.served = {client: count for client, count in self.served.items() if client in {*clients, sequence.client}}
-
-    def charge(self, sequence: Sequence, tokens: float) -> None:
-        self.served[sequence.client] = self.served.get(sequence.client, 0.0) + tokens
-
-    def first(self, waiting: Iterable[Sequence]) -> Sequence:
-        """Return the next sequence: highest priority, then least served client, then preempted ones, then the first given."""
-        return min(waiting, key=lambda one: (-one.request.priority, self.served.get(one.client, 0.0), not one.is_preempted))
 
 
 class Scheduler:
@@ -127,8 +102,8 @@ class Scheduler:
     def to_preempt(self) -> Sequence | None:
         """Return the running sequence that must give up its row now, or None.
 
-        The youngest when memory is over budget or a suspect waits for a row; the youngest of the client with the most rows
-        when a client waits that has none and was served less.
+        The youngest when memory is over budget or a suspect waits for a row; the youngest of whoever has most rows, when
+        somebody waits who was served less and has too few (`_overfed`).
         """
         running = [one for one in self.running if not one.is_finished]
         if len(running) > 1 and self.budget.is_over(running):
@@ -139,12 +114,24 @@ class Scheduler:
         is_full = len(self.running) >= self.config.max_rows or not self.budget.fits(first, running)
         if is_full and self.bisection.is_suspect(first):  # the others do not step before it has
             return next((one for one in reversed(running) if not self.bisection.is_suspect(one)), None)
-        client, count = Counter(one.client for one in running).most_common(1)[0]
-        if not is_full or count < 2 or self.fairness.served[first.client] >= self.fairness.served[client]:
-            return None
-        if any(one.client == first.client for one in running):
-            return None
-        return next(one for one in reversed(running) if one.client == client)
+        overfed = self._overfed(first, running) if is_full else []
+        return overfed[-1] if overfed else None
+
+    def _overfed(self, first: Sequence, running: list[Sequence]) -> list[Sequence]:
+        """Return the rows of which one is taken for a waiting sequence; [] if it has no right to any of them yet.
+
+        Tenants have equally many rows if all want more. Within a tenant a client that has none gets one.
+        """
+        levels, rows = self.fairness.tenants, Counter(one.tenant for one in running)
+        tenant, count = rows.most_common(1)[0]
+        if rows[first.tenant] + 1 < count and levels.level(first.tenant) < levels.level(tenant):
+            return [one for one in running if one.tenant == tenant]
+        own, clients = [one for one in running if one.tenant == first.tenant], self.fairness.clients
+        if not own or any(one.client == first.client for one in own):
+            return []
+        turn, count = Counter(one.turn for one in own).most_common(1)[0]
+        is_owed = count > 1 and clients.level(first.turn) < clients.level(turn)
+        return [one for one in own if one.turn == turn] if is_owed else []
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the front of the waiting queue."""
@@ -222,7 +209,7 @@ class Scheduler:
 
     def finish_chunk(self, row: Row) -> None:
         """Charge a computed chunk to its client and move its prompt to the end of the prefill queue, or out of it if complete."""
-        self.fairness.charge(row.sequence, row.count)
+        self.fairness.charge_chunk(row.sequence, row.start, row.count)
         self.prompts = [one for one in self.prompts if one is not row.sequence]
         if not row.sequence.is_prefilled:
             self.prompts.append(row.sequence)
