@@ -1,4 +1,4 @@
-"""Warming up: every number of rows is stepped once, prompts of many lengths are computed, and nothing of it is left behind."""
+"""Warming up computes steps of few and many rows, and prompts of many lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.engine.scheduler import Plan, Row
 from weft.engine.warm_up import warm_up
 
 
-def test_every_number_of_rows_and_prompts_of_many_lengths_are_computed(
+def test_steps_of_one_and_of_all_rows_and_prompts_of_many_lengths_are_computed(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = adapter_for(checkpoint("qwen3_5"))
@@ -34,5 +34,5 @@ def test_every_number_of_rows_and_prompts_of_many_lengths_are_computed(
     monkeypatch.setattr(Runner, "prefill", counted_prefill)
     warm_up(adapter, dataclasses.replace(SMALL, max_rows=6))
 
-    assert rows >= {1, 2, 3, 4, 5, 6}
+    assert rows >= {1, 6}
     assert len(lengths) > 4
