@@ -106,7 +106,7 @@ class ServerConfig:
     memory: int | None = None
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
-    """On Metal, and for models with experts on CUDA: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
+    """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
     speculate: str = "auto"

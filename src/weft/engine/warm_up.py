@@ -1,7 +1,7 @@
 """On a CUDA device: compute what requests will need once before the first one comes, so that none waits for it.
 
-There a kernel is compiled or loaded when it is first used: which ones are used depends on the number of rows and on the length of a
-prompt.
+There a kernel is compiled or loaded when it is first used, and which ones are used depends on the number of rows and on the
+length of a prompt.
 """
 
 from dataclasses import replace

@@ -252,10 +252,14 @@ class StepOfAttention:
 
 
 def bind(model: nn.Module) -> bool:
-    """Let a model's products and layers use these kernels; returns whether the numbers of a line depend on that line alone."""
-    left = cuda_product.bind(model)
+    """Let a model's products use these kernels, and its layers if all of them do; returns whether they do.
+
+    Then the numbers of a line depend on that line alone.
+    """
+    if cuda_product.bind(model):
+        return False
     bind_steps(model)
-    return not left
+    return True
 
 
 def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernels: type[Kernels] = PromptKernels) -> int:

@@ -5,6 +5,8 @@ order depends on K alone, so a row of a decode step has the same bits in any cro
 of a prompt is computed alone and goes to MLX's own products, which are faster for many lines.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,6 +16,8 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from weft.kernels.cuda import read_source
+
+log = logging.getLogger("weft.kernels")
 
 THREADS = 256
 SMALLEST_K = 128
@@ -46,6 +50,8 @@ FEW = {
 }
 MANY_ROWS, SOME_ROWS = 16_000, 6_000
 MANY = BlockSizes(8, 16, 2, 2, 4)
+TRIED_LINES = (3, 70)
+MOST_APART = 0.1  # of the spread of a product's numbers, in 16 bits; a wrong number is off by several times the spread
 MAX_STEP_TOKENS = 8  # of a row; more of one row are a prompt, whose numbers of lines depend on its request alone
 
 
@@ -82,6 +88,9 @@ class Weight:
         return cls(array) if is_plain and can_multiply(array.dtype, array.shape[1]) else None
 
 
+Product = Callable[[mx.array, Weight], mx.array]
+
+
 def can_multiply(dtype: mx.Dtype, width: int) -> bool:
     """Whether the kernel supports this dtype and this K."""
     return dtype in (mx.bfloat16, mx.float16) and width % 32 == 0 and width >= SMALLEST_K
@@ -104,6 +113,24 @@ def product(x: mx.array, weight: Weight) -> mx.array:
         output_dtypes=[x.dtype],
     )[0]
     return found.reshape(*x.shape[:-1], rows)  # type: ignore[no-any-return]
+
+
+def is_right(weight: Weight, multiply: Product = product) -> bool:
+    """Whether the kernel finds what MLX's product finds, for few lines and for more than one block has."""
+    dtype = weight.array.dtype if weight.scales is None else weight.scales.dtype
+    width = weight.array.shape[1] if weight.scales is None else weight.array.shape[1] * 32 // weight.bits
+    for lines in TRIED_LINES:
+        x = mx.sin(mx.arange(lines * width) * 0.37).reshape(lines, width).astype(dtype)
+        try:
+            found, wanted = (one(x, weight).astype(mx.float32) for one in (multiply, prompt_product))
+            share = float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.std(wanted), 1e-6))
+        except (RuntimeError, ValueError) as error:
+            log.warning("weft's matrix product for CUDA does not run here (%s); MLX's own is used", error)
+            return False
+        if not share <= MOST_APART:
+            log.warning("weft's matrix product for CUDA is %.2g of the spread off here; MLX's own is used", share)
+            return False
+    return True
 
 
 def choose_blocks(lines: int, rows: int) -> BlockSizes:
@@ -171,12 +198,19 @@ INVARIANT_LAYERS = {
 }
 
 
-def bind(model: nn.Module) -> list[str]:
-    """Let a model's linear layers use the kernel; returns the names of those that it does not support."""
+def bind(model: nn.Module, multiply: Product = product) -> list[str]:
+    """Let a model's linear layers use the kernel where it finds what MLX finds; returns the names of those that do not."""
     left = []
+    tried: dict[tuple[object, ...], bool] = {}  # by what the kernel is compiled for
     for name, layer in model.named_modules():
-        if (own := INVARIANT_LAYERS.get(type(layer))) is not None and Weight.of(layer) is not None:
-            layer.__class__ = own
+        if (own := INVARIANT_LAYERS.get(type(layer))) is not None and (weight := Weight.of(layer)) is not None:
+            kind = (weight.bits, *((array.shape, array.dtype) for array in weight.arrays))
+            if kind not in tried:
+                tried[kind] = is_right(weight, multiply)
+            if tried[kind]:
+                layer.__class__ = own
+            else:
+                left.append(name)
         elif isinstance(layer, nn.Linear | nn.QuantizedLinear | SwitchLinear | QuantizedSwitchLinear):
             left.append(name)
     return left

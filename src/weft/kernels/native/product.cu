@@ -63,7 +63,7 @@ for (int stage = 0; stage < stages; stage++) {
         uint4 lines[OWN_LINES];
 #pragma unroll
         for (int i = 0; i < OWN_LINES; i++)
-            lines[i] = in_order<BITS>(here[FIRST_LINE + swizzled<LINE_PIECES, 4>(own_line + i * 8 + group, block * 4 + quad)]);
+            lines[i] = here[FIRST_LINE + swizzled<LINE_PIECES, 4>(own_line + i * 8 + group, block * 4 + quad)];
 #pragma unroll
         for (int j = 0; j < OWN_ROWS; j++) {
             const uint4 high = row_numbers(here, own_row + j * 16 + group, block * 32 + quad * 8);
