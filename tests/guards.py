@@ -991,8 +991,8 @@ GUARDS = [
     ),
     Guard(
         "image-additions-cut", "model/vision/vision.py",
-        "features[image.key][:, first - image.start : last - image.start]",
-        "features[image.key][:, : last - first]",
+        "features[image.key][:, known + first - run[0] : known + last - run[0]]",
+        "features[image.key][:, known : known + last - first]",
         "tests/engine/test_image_families.py::test_a_prompt_cut_at_every_token_of_an_image_is_what_it_is_whole[qwen3_vl]",
         "a chunk that begins amid an image has the features of its own tokens",
     ),

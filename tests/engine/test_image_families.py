@@ -137,7 +137,7 @@ def test_all_features_of_an_image_are_kept_and_counted(seeing: Build, family: st
         rows += run.engine.submit_all(request(family, "two_images", number))
         run.finish()
     features = run.engine.runner.images
-    vision, tokens = vision_of(seeing(family)), sum(image.num_tokens for image in request(family, "two_images").images)
+    vision, tokens = vision_of(seeing(family)), sum(image.num_features for image in request(family, "two_images").images)
 
     assert features is not None
     assert (features.num_encoded, features.num_hits) == (2, 2)
@@ -156,9 +156,9 @@ def test_text_on_a_model_that_sees_has_the_bits_of_the_blind_one(seeing: Build, 
 
 
 def test_a_family_that_is_not_built_serves_text_and_says_so(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    config = json.loads((checkpoint("mistral3") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "pixtral"}}))
-    (tmp_path / "model.safetensors").write_bytes((checkpoint("mistral3") / "model.safetensors").read_bytes())
+    config = json.loads((checkpoint("kimi_vl") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "moonvit"}}))
+    (tmp_path / "model.safetensors").write_bytes((checkpoint("kimi_vl") / "model.safetensors").read_bytes())
     mx.save_safetensors(str(tmp_path / "model-vision.safetensors"), {"vision_tower.patch_conv.weight": mx.ones((4, 4))})
     adapter = adapter_for(tmp_path)
     run = Run(adapter)
@@ -167,7 +167,16 @@ def test_a_family_that_is_not_built_serves_text_and_says_so(checkpoint: Callable
 
     assert len(row.output) == 4
     assert adapter.vision is None
-    assert adapter.no_vision == "images for mistral3 are not built, so it reads text only"
+    assert adapter.no_vision == "images for kimi_vl are not built, so it reads text only"
+
+
+def test_a_tower_of_another_family_leaves_text(tmp_path: Path) -> None:
+    folder = write_checkpoint("pixtral", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["model_type"] = "clip_vision_model"
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert adapter_for(folder).no_vision == "its tower is clip_vision_model, which is not built, so it reads text only"
 
 
 def test_features_of_blocks_that_are_not_there_leave_text(tmp_path: Path) -> None:
@@ -185,7 +194,7 @@ def test_features_of_blocks_that_are_not_there_leave_text(tmp_path: Path) -> Non
 def test_a_tower_that_lacks_a_tensor_leaves_text(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     weights = dict(mx.load(str(folder / "model.safetensors")))
-    own = re.compile(r"(blocks|encoder\.layers)\.1\..*proj\.(linear\.)?(bias|weight)$")
+    own = re.compile(r"(blocks|(encoder|transformer)\.layers)\.1\..*proj\.(linear\.)?(bias|weight)$")
     gone = next(name for name in weights if own.search(name))
     del weights[gone]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)

@@ -236,6 +236,25 @@ class GridSizing(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, max_tokens=most, min_tokens=min(self.min_tokens, most), min_tiles=1, max_tiles=1)
 
 
+class EdgeSizing(msgspec.Struct, frozen=True):
+    """The rule of Pixtral and Mistral 3: an image is scaled down to a longest edge, and never up."""
+
+    longest_edge: int
+    factor: int
+    filter: Resampling
+
+    def plan(self, width: int, height: int) -> ImagePlan:
+        check_aspect(width, height)
+        ratio = max(1.0, width / self.longest_edge, height / self.longest_edge)
+        sides = (width, height) if ratio == 1.0 else (math.floor(width / ratio), math.floor(height / ratio))
+        across, down = (max(math.ceil(side / self.factor), 1) * self.factor for side in sides)
+        return ImagePlan((View(((across, down),)),), self.filter)
+
+    def capped(self, max_pixels: int | None) -> Self:
+        edge = self.longest_edge if max_pixels is None else max(min(self.longest_edge, math.isqrt(max_pixels)), self.factor)
+        return msgspec.structs.replace(self, longest_edge=edge)
+
+
 def _within(width: int, height: int, most: int) -> Size:
     """Return a size no edge of which is longer than `most`, in its shape."""
     ratio = width / height
@@ -333,6 +352,17 @@ def _read_lfm2(path: Path, fields: Fields) -> GridSizing:
     )
 
 
+def _read_pixtral(path: Path, fields: Fields) -> EdgeSizing:
+    config = _config_of(path)
+    values = {
+        "size.longest_edge": _inner(fields, "size", "longest_edge"),
+        "vision_config.patch_size": _inner(config, "vision_config", "patch_size"),
+        "spatial_merge_size": config.get("spatial_merge_size", 2 if config.get("model_type") == "mistral3" else 1),
+    }
+    edge, patch, merge = _counts(path, values)
+    return EdgeSizing(edge, patch * merge, _filter(path, fields, 3))
+
+
 READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {
     "Qwen2VL": _read_qwen,
     "Gemma3Image": _read_gemma3,
@@ -340,6 +370,7 @@ READERS: dict[str, Callable[[Path, Fields], Sizing | None]] = {
     "Idefics3Image": _read_idefics3,
     "SmolVLMImage": _read_idefics3,
     "Lfm2VlImage": _read_lfm2,
+    "PixtralImage": _read_pixtral,
 }
 
 
