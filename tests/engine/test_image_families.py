@@ -16,15 +16,16 @@ import pytest
 
 from driver import SMALL, Run, adapter_for
 from golden.checkpoints import CASES
-from golden.configs import CONFIGS
+from golden.configs import CONFIGS, layout
 from seeing import Build, prompt_logits, request, vision_of, write_checkpoint
 from weft.config import EngineConfig
 from weft.errors import InvalidRequest
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import Submit
+from weft.ipc.messages import Image, Submit
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.vision.vision_families import FAMILIES
+from weft.text.image_sizing import read_sizing
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)
@@ -143,6 +144,22 @@ def test_all_features_of_an_image_are_kept_and_counted(seeing: Build, family: st
     assert (features.num_encoded, features.num_hits) == (2, 2)
     assert features.held_bytes == 4 * tokens * vision.tower.num_levels * vision.tower.config.out_hidden_size
     assert rows[0].output == rows[1].output
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if not layout(family).has_places])
+@pytest.mark.parametrize("size", [(1, 1), (100, 60), (50, 400), (300, 290)])
+def test_the_front_and_the_engine_count_the_same_tokens(
+    seeing: Build, family: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    sizing, vision = read_sizing(write_checkpoint(family, tmp_path)), vision_of(seeing(family))
+    assert sizing is not None
+
+    assert sizing.factor == vision.token_pixels
+    for width, height in sizing.plan(*size).frames:
+        rows, columns = height // sizing.factor, width // sizing.factor
+        ends = layout(family).row_ends
+        prompt = [1, 2, *([vision.image_token] * columns + [1] * ends) * rows, 3, 4]
+        assert vision.check(Image(2, rows, columns, b"", bytes(3 * width * height), ends), prompt) is None
 
 
 @EVERY_FAMILY

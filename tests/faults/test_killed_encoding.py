@@ -8,7 +8,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 from image_files import encoded, noise
 from servers import Server, running
