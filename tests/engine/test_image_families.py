@@ -25,7 +25,7 @@ from weft.ipc.messages import Image, Submit
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.vision.vision_families import FAMILIES
-from weft.text.image_sizing import read_sizing
+from weft.text.sizing_reader import read_sizing
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)

@@ -17,9 +17,9 @@ from weft.text.image_sizing import (
     Sizing,
     SquareSizing,
     TileSizing,
-    read_sizing,
 )
 from weft.text.images import DecodedImage, Frame
+from weft.text.sizing_reader import read_sizing
 from weft.text.template import Capabilities
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
