@@ -218,8 +218,12 @@ def conversation(codec: Codec, decoder: ImageDecoder, pictures: list[Image.Image
     )
 
 
+def _sizes_id(sizes: list[tuple[int, int]]) -> str:
+    return "+".join(f"{width}x{height}" for width, height in sizes)
+
+
 @EVERY_FAMILY
-@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=str)
+@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=_sizes_id)
 def test_prompts_and_pixels_are_those_of_transformers(
     codec: Callable[[str], Codec], decoder: ImageDecoder, name: str, sizes: list[tuple[int, int]]
 ) -> None:
