@@ -19,6 +19,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from image_files import encoded, noise
 from weft.errors import InvalidRequest
@@ -97,6 +98,25 @@ def _tiles(found: Any) -> list[Any]:
     return [tile for tile, mask in zip(found["pixel_values"][0], found["pixel_attention_mask"][0], strict=True) if mask.any()]
 
 
+def _pixtral_processor(fields: Json, tokenizer: Any) -> Any:
+    """Do what Pixtral's processor does, which needs torch: that of its images does not."""
+
+    def process(images: list[list[Image.Image]], text: list[str], images_kwargs: Json, **_: Any) -> Json:
+        pixels = PixtralImageProcessorPil(**fields)(images[0], **images_kwargs, patch_size=14)
+        pieces = text[0].split("[IMG]")
+        written = ["[IMG_BREAK]".join(["[IMG]" * (width // 14)] * (height // 14)) for height, width in pixels["image_sizes"]]
+        whole = pieces[0] + "".join(f"{one}[IMG_END]{piece}" for one, piece in zip(written, pieces[1:], strict=True))
+        return {**pixels, "input_ids": [tokenizer.encode(whole, add_special_tokens=False)]}
+
+    return process
+
+
+def _cut(found: Any) -> list[Any]:
+    """Images without what fills them up to the largest."""
+    sizes = zip(found["pixel_values"], found["image_sizes"], strict=True)
+    return [pixels[:, : size[0], : size[1]] for pixels, size in sizes]
+
+
 TILES = {"resample": 1, "size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 48}, "do_image_splitting": True}
 FAMILIES = {
     "gemma3": Family(
@@ -149,6 +169,20 @@ FAMILIES = {
         config={"vision_config": {"patch_size": 6}, "scale_factor": 2},
         unpacked=_tiles,
     ),
+    "mistral3": Family(
+        tokens={"image": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
+        image="[IMG]",
+        preprocessor={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 180},
+            "patch_size": 7,
+            "resample": 3,
+        },
+        processor=_pixtral_processor,
+        config={"model_type": "mistral3", "vision_config": {"patch_size": 7}, "spatial_merge_size": 2},
+        suffix="_token_index",
+        unpacked=_cut,
+    ),
 }
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 
@@ -184,8 +218,12 @@ def conversation(codec: Codec, decoder: ImageDecoder, pictures: list[Image.Image
     )
 
 
+def _sizes_id(sizes: list[tuple[int, int]]) -> str:
+    return "+".join(f"{width}x{height}" for width, height in sizes)
+
+
 @EVERY_FAMILY
-@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=str)
+@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=_sizes_id)
 def test_prompts_and_pixels_are_those_of_transformers(
     codec: Callable[[str], Codec], decoder: ImageDecoder, name: str, sizes: list[tuple[int, int]]
 ) -> None:

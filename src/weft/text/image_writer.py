@@ -9,8 +9,17 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.ipc.messages import Image
 from weft.text.image_parts import images_of
-from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, Sizing, SquareSizing, TileSizing, read_sizing
+from weft.text.image_sizing import (
+    BudgetSizing,
+    EdgeSizing,
+    GridSizing,
+    ImageSizing,
+    Sizing,
+    SquareSizing,
+    TileSizing,
+)
 from weft.text.images import DecodedImage, Frame
+from weft.text.sizing_reader import read_sizing
 from weft.text.template import Capabilities
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
@@ -27,6 +36,7 @@ class Markup:
     placeholder: str
     before: str = ""
     after: str = ""
+    row_ends: int = 0  # tokens behind each row of an image
 
     @property
     def reserved(self) -> set[str]:
@@ -71,6 +81,21 @@ class GridMarkup(Markup):
         return "".join(["<|image_start|>", *frames, "<|image_end|>"])
 
 
+@dataclass(frozen=True)
+class RowMarkup(Markup):
+    """What Pixtral and Mistral 3 put for an image: a mark behind each row of its tokens, another one behind the last."""
+
+    row_ends: int = 1
+
+    def write(self, image: DecodedImage, counts: Counts) -> str:  # noqa: ARG002 – its counts say everything
+        ((rows, columns),) = counts
+        return "[IMG_BREAK]".join([self.token * columns] * rows) + "[IMG_END]"
+
+
+def _rows(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
+    return RowMarkup(token, token)
+
+
 def _grid(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
     return GridMarkup(token, token)
 
@@ -99,6 +124,7 @@ MARKUPS: dict[type[Sizing], Callable[[str, TextOf], Markup | None]] = {
     BudgetSizing: _gemma4,
     TileSizing: _tiles,
     GridSizing: _grid,
+    EdgeSizing: _rows,
 }
 
 
@@ -152,7 +178,7 @@ class ImageWriter:
         found, start = [], 0
         for frame in (frame for image in images_of(conversation) for frame in image.frames):
             start = ids.index(self.token, start)
-            found.append(Image(start, *self._tokens(frame), frame.key, frame.pixels))
+            found.append(Image(start, *self._tokens(frame), frame.key, frame.pixels, self.markup.row_ends))
             start = found[-1].end
         return tuple(found)
 
