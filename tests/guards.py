@@ -330,6 +330,20 @@ GUARDS = [
         "no spelling of a path starts another engine",
     ),
     Guard(
+        "typed-control-tokens", "text/codec.py",
+        "self.control = None if parse_special else ControlTokens(self.tokenizer)",
+        "self.control: ControlTokens | None = None",
+        "tests/text/test_control_tokens.py::test_what_a_client_writes_is_never_a_control_token",
+        "what a client writes is never a control token",
+    ),
+    Guard(
+        "untyped-ids", "text/normalise.py",
+        "            if not hiding.has_typed(plain, own):",
+        "            if False:",
+        "tests/text/test_control_tokens.py::test_prompts_without_typed_control_tokens_have_the_ids_they_had",
+        "prompts without typed control tokens have the ids they had",
+    ),
+    Guard(
         "salt-on-disk", "memory/prefix_tree.py",
         "hashlib.blake2b(salt.encode(), digest_size=16, person=scope.encode())",
         "hashlib.blake2b(digest_size=16)",

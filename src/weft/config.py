@@ -111,6 +111,8 @@ class ServerConfig:
     """Web pages that may call the server from a browser, beside those of this machine."""
     late_system: Literal["fold", "hoist"] = "fold"
     """A system message amid a conversation: fold it into its place, or hoist it to the front, which costs the cache."""
+    parse_special: bool = False
+    """Let control tokens that clients write into messages, such as <|im_end|>, act as such; else they are text."""
     memory: int | None = None
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -242,11 +243,20 @@ def test_prompts_and_pixels_are_those_of_transformers(
 
 
 @EVERY_FAMILY
-def test_what_stands_for_images_is_refused_in_a_text(codec: Callable[[str], Codec], name: str) -> None:
-    family = FAMILIES[name]
+def test_what_stands_for_images_is_text_in_a_text_or_refused_where_control_tokens_are_parsed(
+    codec: Callable[[str], Codec], name: str
+) -> None:
+    family, one, parsing = FAMILIES[name], codec(name), copy.copy(codec(name))
+    parsing.control = None
+    assert one.images is not None
     for text in {family.image, family.tokens["image"]}:
+        written = Conversation((Message("user", f"Hello {text}!"),))
+        encoded_prompt = one.encode(written)
+
+        assert one.images.token not in encoded_prompt.ids
+        assert text in one.tokenizer.decode(encoded_prompt.ids, skip_special_tokens=False)
         with pytest.raises(InvalidRequest, match="stands for images here"):
-            codec(name).encode(Conversation((Message("user", f"Hello {text}!"),)))
+            parsing.encode(written)
 
 
 LFM2 = Family(

@@ -154,14 +154,18 @@ class ImageWriter:
         return cls(token, markup, sizing) if markup is not None and is_known else None
 
     def expand(self, conversation: Conversation, prompt: str) -> str:
-        """Put tokens and marks for the images of a rendered prompt; raises InvalidRequest if a text has what stands for one."""
-        for index, message in enumerate(conversation.messages):
-            if written := [one for one in self.markup.reserved if any(one in text for text in message.texts)]:
-                place = message.place or f"messages[{index}]"
-                raise InvalidRequest(f"{place} has {written[0]} in its text, which stands for images here; leave it out", place)
-        images = images_of(conversation)
-        pieces = prompt.split(self.markup.placeholder)
-        if len(pieces) != len(images) + 1:
+        """Put tokens and marks for the images of a rendered prompt.
+
+        Raises InvalidRequest if a text has what stands for one, unless that is hidden in it (`Hiding`).
+        """
+        images, markup = images_of(conversation), self.markup
+        pieces = prompt.split(markup.placeholder)
+        if len(pieces) != len(images) + 1 or any(one in prompt for one in markup.reserved - {markup.placeholder}):
+            for index, message in enumerate(conversation.messages):
+                if written := [one for one in markup.reserved if any(one in text for text in message.texts)]:
+                    place = message.place or f"messages[{index}]"
+                    words = f"{place} has {written[0]} in its text, which stands for images here; leave it out"
+                    raise InvalidRequest(words, place)
             count = f"the prompt has {self.markup.placeholder} {len(pieces) - 1} times, and the request has {len(images)} images"
             raise InvalidRequest(f"{count}; leave it out of texts", "messages")
         found = [pieces[0]]
