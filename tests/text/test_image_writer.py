@@ -264,8 +264,14 @@ LFM2 = Family(
     image="<image>",
     preprocessor={
         "image_processor_type": "Lfm2VlImageProcessorFast",
-        **{"encoder_patch_size": 4, "downsample_factor": 2, "min_image_tokens": 4, "max_image_tokens": 16},
-        **{"tile_size": 32, "min_tiles": 2, "max_tiles": 4, "resample": 2},
+        "encoder_patch_size": 4,
+        "downsample_factor": 2,
+        "min_image_tokens": 4,
+        "max_image_tokens": 16,
+        "tile_size": 32,
+        "min_tiles": 2,
+        "max_tiles": 4,
+        "resample": 2,
     },
     processor=lambda *_: None,  # needs torch
 )
