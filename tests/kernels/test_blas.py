@@ -145,7 +145,7 @@ def test_masked_positions_at_the_end_do_not_change_the_bits_of_attention(
 class Scores(ctypes.Structure):
     """struct weft_scores of native/weft.h."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("m", "span", "k", "ldk", "tokens")] + [
+    _fields_ = [(name, ctypes.c_size_t) for name in ("m", "span", "k", "ldq", "ldk", "ld_bias", "tokens")] + [
         (name, ctypes.c_void_p) for name in ("q", "keys", "bias", "c")
     ]
 
@@ -168,7 +168,7 @@ def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens:
     weights = np.full((m, n), np.nan, np.float32)
     bias_at = None if bias is None else bias.ctypes.data
     library.weft_scores(
-        ctypes.byref(Scores(m, n, k, k, tokens, queries.ctypes.data, keys.ctypes.data, bias_at, weights.ctypes.data))
+        ctypes.byref(Scores(m, n, k, k, k, n, tokens, queries.ctypes.data, keys.ctypes.data, bias_at, weights.ctypes.data))
     )
     return weights
 

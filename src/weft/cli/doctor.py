@@ -164,8 +164,7 @@ def _check_device() -> Iterator[Finding]:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
         from weft.engine.budget import MemoryBudget  # isort: skip
-        from weft.engine.process import safe_memory  # isort: skip
-        from weft.kernels import primitives  # isort: skip
+        from weft.engine.process import missing_operations, safe_memory  # isort: skip
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:
@@ -175,7 +174,7 @@ def _check_device() -> Iterator[Finding]:
     yield Finding("ok", "device", f"{machine}, MLX on {llm.device}")
     yield _judge_products(BLAS.name, BLAS.threads, BLAS.warning)
     if llm.device == "cpu":
-        yield _judge_operations(primitives.missing)
+        yield _judge_operations(missing_operations())
     adapter = llm.engine.adapter
     yield _judge_gated_delta(llm.device, adapter.gated_delta_modules)
     budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, safe_memory())

@@ -14,7 +14,8 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from weft.kernels import modules_behind, primitives
+from weft.kernels import modules_behind, packed, primitives
+from weft.kernels.primitives import ops
 from weft.memory.positions import current_notes
 
 LANES, STATE_ROWS = 16, 4  # as in native/weft.h: numbers are read in lanes, and rows of a state are taken four at a time
@@ -23,13 +24,13 @@ LANES, STATE_ROWS = 16, 4  # as in native/weft.h: numbers are read in lanes, and
 def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
     """Fused softmax(queries @ keysᵀ), (…, heads · tokens, dim) by (…, span, dim); `mask`: additive bias, "causal" or None."""
     bias = mask if isinstance(mask, mx.array) else None
-    return primitives.ops.attention_weights(queries, keys, bias, tokens if isinstance(mask, str) else 0)
+    return ops.attention_weights(queries, keys, bias, tokens if isinstance(mask, str) else 0)
 
 
 def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
     """Apply RoPE to the first dims of x (B, heads, T, dim), fused; `angles` (B or 1, 1, T, dims): cosines, then sines."""
     # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
-    return primitives.ops.rotate(x, angles, is_traditional)
+    return ops.rotate(x, angles, is_traditional)
 
 
 class Recurred(NamedTuple):
@@ -57,7 +58,7 @@ def recurrence(
         value, key, query = _longer(value, missing_height), _longer(key, missing_width), _longer(query, missing_width)
         gate = gate if gate.shape[-1] == 1 else _longer(gate, missing_width)
     keeps_states = current_notes() is not None
-    output, states = primitives.ops.recur(state, value, key, query, gate, beta, keeps_states)
+    output, states = ops.recur(state, value, key, query, gate, beta, keeps_states)
     output, states = output[..., :height], states[..., :height, :width]
     return Recurred(output, states[:, -1], states) if keeps_states else Recurred(output, states, None)
 
@@ -105,15 +106,15 @@ def is_bound(dtype: mx.Dtype) -> bool:
         return False
     queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4) / 20
     causal = mx.where(mx.arange(5)[None] <= mx.arange(2, 5)[:, None], 0.0, -1e30)
-    norm = primitives.ops.Norm(queries[0, 0], 0.1)
+    norm = ops.Norm(queries[0, 0], 0.1)
     rotated = rotate(queries[None], RotaryAngles().at(7, 3, 4, 100.0, 1.0, None), is_traditional=False)
     scores = queries @ keys.swapaxes(-1, -2)
     pairs = [
         (attention_weights(queries, keys, None, 3), mx.softmax(scores, axis=-1)),
         (attention_weights(queries, keys, "causal", 3), mx.softmax(scores + causal, axis=-1)),
         (attention_weights(queries, keys, causal, 3), mx.softmax(scores + causal, axis=-1)),
-        (primitives.ops.silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
-        (primitives.ops.norm(queries, norm), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
+        (ops.silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
+        (ops.norm(queries, norm), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
         (rotated, mx.fast.rope(queries[None], 4, traditional=False, base=100.0, scale=1.0, offset=7)),
     ]
     return all(bool(mx.allclose(found, right, atol=1e-5)) for found, right in pairs)
@@ -124,17 +125,17 @@ class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.ndim > 1 and is_bound(x.dtype):
-            return primitives.ops.norm(x, norm_of(self))
+            return ops.norm(x, norm_of(self))
         return super().__call__(x)  # type: ignore[no-any-return]
 
 
-def norm_of(layer: Any) -> "primitives.ops.Norm":
+def norm_of(layer: Any) -> "ops.Norm":
     """Return the weight of an RMSNorm as weft's operations take it, made once for each weight that the layer has."""
     held = layer.__dict__.get("weft_norm")
     if held is None or held[0] is not layer["weight"]:
-        held = (layer["weight"], primitives.ops.Norm(layer["weight"], layer.eps))
+        held = (layer["weight"], ops.Norm(layer["weight"], layer.eps))
         layer.__dict__["weft_norm"] = held
-    found: primitives.ops.Norm = held[1]
+    found: ops.Norm = held[1]
     return found
 
 
@@ -146,10 +147,14 @@ class FusedRotation:
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         if x.ndim != 4 or not is_bound(x.dtype):
             return super().__call__(x, offset)  # type: ignore[misc,no-any-return]
+        return rotate(x, self.angles_for(offset, x.shape[2]), is_traditional=self.traditional)
+
+    def angles_for(self: Any, offset: int | mx.array, tokens: int) -> mx.array:
+        """Return the angles (B or 1, 1, T, dims) of `tokens` positions from each row's offset, cosines then sines."""
         freqs = getattr(self, "_freqs", None)
         base, scale = (self.base, self.scale) if freqs is None else (None, 1.0)
-        angles = self.angles.at(offset, x.shape[2], self.dims, base, scale, freqs)
-        return rotate(x, angles, is_traditional=self.traditional)
+        found: mx.array = self.angles.at(offset, tokens, self.dims, base, scale, freqs)
+        return found
 
 
 class FusedRoPE(FusedRotation, nn.RoPE):  # type: ignore[misc]
@@ -165,7 +170,7 @@ FUSED_LAYERS = {nn.RMSNorm: FusedRMSNorm, nn.RoPE: FusedRoPE, Llama3RoPE: FusedL
 
 def silu(x: mx.array) -> mx.array:
     """Compute x · sigmoid(x), fused where weft's operations are there; zero where e^−x overflows, as it should be."""
-    return primitives.ops.silu(x) if x.ndim > 1 and is_bound(x.dtype) else x / (1.0 + mx.power(math.e, -x))
+    return ops.silu(x) if x.ndim > 1 and is_bound(x.dtype) else x / (1.0 + mx.power(math.e, -x))
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -196,6 +201,7 @@ def bind(model: Any) -> list[str]:
     if mx.default_device() == mx.gpu:
         return []
     mx.disable_compile()
+    packed.bind(model)
     angles = RotaryAngles()
     for layer in model.modules():
         layer.__class__ = FUSED_LAYERS.get(type(layer), type(layer))

@@ -28,7 +28,8 @@ def _why_not(error: str, built_for: str | None) -> str | None:
 
 try:
     from weft.kernels import _primitives as ops
-except ImportError as error:  # `ops` is not there, and nobody asks for it who has looked at `missing`
+except ImportError as error:
+    ops = None  # type: ignore[assignment]  # nobody asks for it who has looked at `missing`
     missing: Final = _why_not(str(error), None)
 else:
     missing: Final = _why_not("", ops.mlx_version)  # type: ignore[misc]

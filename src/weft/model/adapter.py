@@ -12,6 +12,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from weft.errors import UnsupportedModel
 from weft.kernels.attention import seam_over
+from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.recurrent import bind as bind_recurrent
@@ -89,6 +90,7 @@ class Adapter:
         bind_recurrent(loaded.model)
         bind_layers(loaded.model)
         _bind_seam(loaded.model)
+        self.fused_layers = bind_blocks(loaded.model)
         self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
         self._examine(way)
         if self.head is not None and self.step_tokens == 1:

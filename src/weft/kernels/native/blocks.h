@@ -166,8 +166,8 @@ static void softmax_rows(const void *subject, size_t begin, size_t end) {
 
 EXPORT void weft_scores(const struct weft_scores *s) {
     struct product p = {.m = s->m, .n = s->span, .k = s->k, .alpha = 1.0f, .beta = s->bias != NULL, .a = s->q, .b = s->keys, .c = s->c,
-                        .a_row = s->k, .a_column = 1, .ldb = s->ldk, .ldc = s->span};
-    if (s->bias != NULL) memcpy(s->c, s->bias, s->m * s->span * sizeof(float));
+                        .a_row = s->ldq, .a_column = 1, .ldb = s->ldk, .ldc = s->span};
+    for (size_t m = 0; s->bias != NULL && m < s->m; m++) memcpy(s->c + m * s->span, s->bias + m * s->ld_bias, s->span * sizeof(float));
     if (!dot_product(&p)) abort();
     share_sized(softmax_rows, s, s->m, 1, 8 * s->m * s->span);
 }

@@ -22,6 +22,21 @@ namespace mx = mlx::core;
 using Arrays = std::vector<mx::array>;
 using Work = std::function<void(const Arrays& inputs, Arrays& outputs)>;
 
+// What Python holds of an object that operations share. Never nanobind's own shared pointer: its last owner may be the stream's
+// thread, which would then wait for the interpreter's lock, and at the interpreter's end for ever.
+template <class T>
+struct Handle : std::shared_ptr<const T> {
+  explicit Handle(std::shared_ptr<const T> held) : std::shared_ptr<const T>(std::move(held)) {}
+};
+
+template <class T>
+std::shared_ptr<const T> pointer_of(const Handle<T>* handle) {
+  if (!handle) return {};
+  return *handle;
+}
+
+enum class Takes { contiguous, strided_rows };  // of inputs: all numbers one after the other, or those of each row
+
 // Copies an array of any strides to a row-contiguous one of four-byte numbers; slow, and seldom needed.
 inline void copy_strided(const mx::array& from, mx::array& to) {
   const auto& shape = from.shape();
@@ -45,15 +60,19 @@ inline void copy_strided(const mx::array& from, mx::array& to) {
 class Operation : public mx::Primitive {
  public:
   // `in_place`: the output is the first input changed; its memory is used again where nobody else looks at it.
-  Operation(const char* name, Work work, bool in_place = false)
-      : Primitive(mx::default_stream(mx::Device::cpu)), name_(name), work_(std::move(work)), in_place_(in_place) {}
+  Operation(const char* name, Work work, bool in_place = false, Takes takes = Takes::contiguous)
+      : Primitive(mx::default_stream(mx::Device::cpu)),
+        name_(name),
+        work_(std::make_shared<const Work>(std::move(work))),
+        in_place_(in_place),
+        takes_(takes) {}
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     Arrays used, strided;
     used.reserve(inputs.size());
     for (const auto& input : inputs) {
-      if (input.flags().row_contiguous) {
+      if (can_take(input)) {
         used.push_back(mx::array::unsafe_weak_copy(input));
         continue;
       }
@@ -75,7 +94,7 @@ class Operation : public mx::Primitive {
                       made = std::move(made)]() mutable {
       for (size_t i = 0; i < strided.size(); i += 2) copy_strided(strided[i], strided[i + 1]);
       if (must_copy) std::memcpy(made[0].data<char>(), used[0].data<char>(), used[0].nbytes());
-      work(used, made);
+      (*work)(used, made);
     });
   }
 
@@ -83,13 +102,30 @@ class Operation : public mx::Primitive {
   const char* name() const override { return name_; }
 
  private:
+  bool can_take(const mx::array& x) const {
+    return x.flags().row_contiguous || (takes_ == Takes::strided_rows && x.ndim() >= 2 && (x.shape(-1) == 1 || x.strides(-1) == 1));
+  }
+
   const char* name_;
-  Work work_;
+  std::shared_ptr<const Work> work_;
   bool in_place_;
+  Takes takes_;
 };
 
-inline mx::array operation(const char* name, mx::Shape shape, Arrays inputs, Work work, bool in_place = false) {
-  return mx::array(std::move(shape), mx::float32, std::make_shared<Operation>(name, std::move(work), in_place), std::move(inputs));
+inline mx::array operation(const char* name, mx::Shape shape, Arrays inputs, Work work, bool in_place = false,
+                           Takes takes = Takes::contiguous) {
+  auto primitive = std::make_shared<Operation>(name, std::move(work), in_place, takes);
+  return mx::array(std::move(shape), mx::float32, std::move(primitive), std::move(inputs));
+}
+
+// The place of matrix `index` of an array whose last two axes are matrices.
+inline const float* matrix_at(const mx::array& x, size_t index) {
+  int64_t offset = 0;
+  for (int axis = static_cast<int>(x.ndim()) - 3; axis >= 0; axis--) {
+    offset += int64_t(index % x.shape(axis)) * x.strides(axis);
+    index /= x.shape(axis);
+  }
+  return x.data<float>() + offset;
 }
 
 inline void require(bool holds, const char* what) {

@@ -73,33 +73,84 @@ static inline TARGET void NAME(expand_codes)(const struct weft_weights *w, const
 }
 
 #if WIDTH == 16
-/* Sixteen codes of 1 to 8 bits are up to sixteen bytes: each lane gets the two bytes its code begins in, and shifts it down. */
-INLINE __m512i NAME(codes)(const uint8_t *from, size_t bits, __m512i places, __m512i shifts) {
-    const __m128i bytes = _mm_maskz_loadu_epi8((__mmask16)((1u << 2 * bits) - 1), from);
-    return _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), places), shifts);
+enum { GROUPS_AT_ONCE = 64 }; /* whose scales are converted together */
+
+/* Scales, or biases, of `count` groups as float32. */
+INLINE void NAME(scales)(enum weft_kind kind, const void *from, size_t at, size_t count, float *to) {
+    if (kind == WEFT_F32)
+        memcpy(to, (const float *)from + at, count * sizeof(float));
+    else if (kind == WEFT_F16 || kind == WEFT_BF16)
+        for (size_t i = 0; i < count; i += 16) {
+            const __mmask16 there = count - i < 16 ? (__mmask16)((1u << (count - i)) - 1) : (__mmask16)0xFFFF;
+            const __m256i halves = _mm256_maskz_loadu_epi16(there, (const uint16_t *)from + at + i);
+            const __m512 wide = kind == WEFT_F16 ? _mm512_cvtph_ps(halves)
+                                                 : _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+            _mm512_storeu_ps(to + i, wide);
+        }
+    else
+        for (size_t i = 0; i < count; i++) to[i] = number_at(kind, from, at + i);
 }
 
-/* Codes of up to four bits choose among the sixteen numbers of their group, which are computed once. */
-TARGET static void NAME(expand_packed)(const struct weft_weights *w, size_t n, float *to) {
-    const uint8_t *row = (const uint8_t *)w->codes + n * row_bytes_of(w);
-    const size_t bits = w->bits, groups = w->k / w->group;
-    const enum weft_kind kind = w->kind == WEFT_AFFINE ? w->scale_kind : w->kind;
-    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i begins = _mm512_mullo_epi32(lanes, _mm512_set1_epi32((int)bits)), byte = _mm512_srli_epi32(begins, 3);
-    const __m512i shifts = _mm512_and_si512(begins, _mm512_set1_epi32(7)), mask = _mm512_set1_epi32((1 << bits) - 1);
-    const __m512i high = _mm512_slli_epi32(_mm512_min_epi32(_mm512_add_epi32(byte, _mm512_set1_epi32(1)), _mm512_set1_epi32(15)), 8);
-    const __m512i places = _mm512_or_si512(_mm512_or_si512(byte, high), _mm512_set1_epi32((int)0x80800000));
-    const __m512 numbers = w->kind == WEFT_AFFINE ? _mm512_cvtepi32_ps(_mm512_and_si512(lanes, mask)) : _mm512_loadu_ps(FOUR_BIT_FLOATS);
-    for (size_t group = 0; group < groups; group++) {
-        const __m512 scale = _mm512_set1_ps(number_at(kind, w->scales, n * groups + group));
-        const __m512 bias = _mm512_set1_ps(w->kind == WEFT_AFFINE ? number_at(kind, w->biases, n * groups + group) : -0.0f);
-        const __m512 table = _mm512_add_ps(_mm512_mul_ps(numbers, scale), bias);
-        for (size_t i = 0; i < w->group; i += 16, row += 2 * bits, to += 16) {
-            const __m512i codes = NAME(codes)(row, bits, places, shifts);
-            const __m512 found = bits <= 4 ? _mm512_permutexvar_ps(codes, table)
-                                           : _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_and_si512(codes, mask)), scale), bias);
-            _mm512_storeu_ps(to, found);
+/* How sixteen codes lie in up to sixteen bytes: each lane takes the two bytes its code begins in, and shifts it down. */
+struct NAME(layout) {
+    __m512i places, shifts, mask;
+    __m512 numbers; /* of codes of up to four bits, before their scale */
+};
+
+INLINE struct NAME(layout) NAME(layout_of)(const int bits, int is_affine) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), one = _mm512_set1_epi32(1);
+    const __m512i begins = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(bits)), byte = _mm512_srli_epi32(begins, 3);
+    const __m512i next = _mm512_min_epi32(_mm512_add_epi32(byte, one), _mm512_set1_epi32(15));
+    const __m512i upper = _mm512_set1_epi32((int)0x80800000), mask = _mm512_set1_epi32((1 << bits) - 1);
+    const __m512 codes = _mm512_cvtepi32_ps(_mm512_and_si512(lanes, mask));
+    return (struct NAME(layout)){_mm512_or_si512(_mm512_or_si512(byte, _mm512_slli_epi32(next, 8)), upper),
+                                 _mm512_and_si512(begins, _mm512_set1_epi32(7)), mask, is_affine ? codes : _mm512_loadu_ps(FOUR_BIT_FLOATS)};
+}
+
+/* One group of codes of up to four bits, which choose among the group's numbers, or of more, which are computed each. */
+INLINE void NAME(expand_group)(const int bits, const struct NAME(layout) *l, const uint8_t *row, size_t count, __m512 scale, __m512 bias, float *to) {
+    const __m512 table = _mm512_add_ps(_mm512_mul_ps(l->numbers, scale), bias);
+    for (size_t i = 0; i < count; i += 16, row += 2 * bits) {
+        __m512 found;
+        if (bits == 8) {
+            const __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)row)));
+            found = _mm512_add_ps(_mm512_mul_ps(codes, scale), bias);
+        } else {
+            const __m128i bytes = bits == 4 ? _mm_loadl_epi64((const __m128i *)row) : _mm_maskz_loadu_epi8((__mmask16)((1u << 2 * bits) - 1), row);
+            const __m512i codes = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), l->places), l->shifts);
+            found = bits <= 4 ? _mm512_permutexvar_ps(codes, table)
+                              : _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_and_si512(codes, l->mask)), scale), bias);
         }
+        _mm512_storeu_ps(to + i, found);
+    }
+}
+
+INLINE void NAME(expand_bits)(const int bits, const struct weft_weights *w, size_t n, float *to) {
+    const size_t groups = w->k / w->group, group = w->group;
+    const uint8_t *row = (const uint8_t *)w->codes + n * row_bytes_of(w);
+    const int is_affine = w->kind == WEFT_AFFINE;
+    const struct NAME(layout) layout = NAME(layout_of)(bits, is_affine);
+    float scales[GROUPS_AT_ONCE], biases[GROUPS_AT_ONCE];
+    for (size_t first = 0; first < groups; first += GROUPS_AT_ONCE) {
+        const size_t count = groups - first < GROUPS_AT_ONCE ? groups - first : GROUPS_AT_ONCE;
+        NAME(scales)(is_affine ? w->scale_kind : w->kind, w->scales, n * groups + first, count, scales);
+        if (is_affine)
+            NAME(scales)(w->scale_kind, w->biases, n * groups + first, count, biases);
+        else
+            for (size_t i = 0; i < count; i++) biases[i] = -0.0f; /* changes nothing, not even a zero's sign */
+        for (size_t i = 0; i < count; i++, row += group / 8 * bits, to += group)
+            NAME(expand_group)(bits, &layout, row, group, _mm512_set1_ps(scales[i]), _mm512_set1_ps(biases[i]), to);
+    }
+}
+
+TARGET static void NAME(expand_packed)(const struct weft_weights *w, size_t n, float *to) {
+    switch (w->bits) {
+        case 2: NAME(expand_bits)(2, w, n, to); return;
+        case 3: NAME(expand_bits)(3, w, n, to); return;
+        case 4: NAME(expand_bits)(4, w, n, to); return;
+        case 5: NAME(expand_bits)(5, w, n, to); return;
+        case 6: NAME(expand_bits)(6, w, n, to); return;
+        default: NAME(expand_bits)(8, w, n, to); return;
     }
 }
 #else

@@ -4,7 +4,6 @@
 // Weights are handed over once, evaluated, and are not nodes of the graph: a step would otherwise visit them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -60,7 +59,7 @@ class Weights {
       weights_.bits = 8 * mx::size_of(held_[0].dtype());
       weights_.k = weights_.group = shape.back();
     } else {
-      require(bits >= 1 && bits <= 8 && group % 16 == 0 && group > 0, "codes have 1 to 8 bits, groups a multiple of 16");
+      require(bits >= 2 && bits <= 8 && bits != 7 && group % 16 == 0 && group > 0, "codes have 2 to 6 or 8 bits, groups a multiple of 16");
       weights_.kind = mode == "affine" ? WEFT_AFFINE : mode == "mxfp4" ? WEFT_MXFP4 : WEFT_NVFP4;
       require(mode == "affine" || mode == "mxfp4" || mode == "nvfp4", "an unknown mode of quantisation");
       require((mode == "affine") == biases.has_value(), "biases belong to the affine mode");
@@ -108,8 +107,6 @@ class Weights {
   weft_weights weights_{};
 };
 
-using WeightsPointer = std::shared_ptr<Weights>;
-
 // The weight of an RMSNorm and its epsilon.
 class Norm {
  public:
@@ -124,7 +121,7 @@ class Norm {
   float eps;
 };
 
-using NormPointer = std::shared_ptr<Norm>;
+using NormPointer = std::shared_ptr<const Norm>;
 
 void require_numbers(const mx::array& x, size_t last) {
   require(x.dtype() == mx::float32 && x.ndim() > 0 && size_t(x.shape(-1)) == last, "rows must be float32 and as long as the weights'");
@@ -143,7 +140,8 @@ struct Rows {
 };
 
 // The products of (normed) rows with several weights, beside each other in one output line; a residual is added to the whole.
-mx::array linear(const mx::array& x, std::vector<WeightsPointer> parts, NormPointer norm, Optional residual) {
+mx::array linear(const mx::array& x, std::vector<Handle<Weights>> parts, const Handle<Norm>* its_norm, Optional residual) {
+  const NormPointer norm = pointer_of(its_norm);
   require(!parts.empty(), "there must be weights");
   size_t width = 0;
   for (const auto& part : parts) {
@@ -155,7 +153,7 @@ mx::array linear(const mx::array& x, std::vector<WeightsPointer> parts, NormPoin
           "a residual is as large as the output of one product");
   Arrays inputs{x};
   if (residual) inputs.push_back(*residual);
-  auto work = [parts = std::move(parts), norm = std::move(norm), width](const Arrays& in, Arrays& out) {
+  auto work = [parts = std::move(parts), norm, width](const Arrays& in, Arrays& out) {
     const Rows rows(in[0], norm);
     float* c = out[0].data<float>();
     for (const auto& part : parts) {
@@ -168,12 +166,13 @@ mx::array linear(const mx::array& x, std::vector<WeightsPointer> parts, NormPoin
   return operation("weft.linear", with_last(x.shape(), width), std::move(inputs), std::move(work));
 }
 
-mx::array gated(const mx::array& x, WeightsPointer gate, WeightsPointer up, NormPointer norm) {
+mx::array gated(const mx::array& x, const Handle<Weights>& gate, const Handle<Weights>& up, const Handle<Norm>* its_norm) {
+  const NormPointer norm = pointer_of(its_norm);
   require_numbers(x, gate->k());
   require(up->k() == gate->k() && up->n() == gate->n() && !gate->bias() && !up->bias(), "gate and up have one shape and no bias");
   require(!norm || norm->size() == gate->k(), "the norm is as long as a row");
   const auto shape = with_last(x.shape(), gate->n());
-  auto work = [gate = std::move(gate), up = std::move(up), norm = std::move(norm)](const Arrays& in, Arrays& out) {
+  auto work = [gate, up, norm](const Arrays& in, Arrays& out) {
     const Rows rows(in[0], norm);
     const struct weft_gated one{lines_of(in[0]), rows.data, out[0].data<float>(), gate->get(), up->get()};
     weft_gated(&one);
@@ -181,12 +180,94 @@ mx::array gated(const mx::array& x, WeightsPointer gate, WeightsPointer up, Norm
   return operation("weft.gated", shape, {x}, std::move(work));
 }
 
+// ---- mixtures of experts
+
+// The places of `indices` (one expert each) by expert.
+std::vector<std::vector<size_t>> places_by_expert(const mx::array& indices, size_t experts) {
+  std::vector<std::vector<size_t>> places(experts);
+  for (size_t i = 0; i < indices.size(); i++) {
+    const uint32_t expert = indices.data<uint32_t>()[i];
+    if (expert < experts) places[expert].push_back(i);
+  }
+  return places;
+}
+
+void gather(const float* from, const std::vector<size_t>& places, size_t share, size_t width, std::vector<float>& to) {
+  to.resize(places.size() * width);
+  for (size_t i = 0; i < places.size(); i++) std::memcpy(&to[i * width], from + places[i] / share * width, width * sizeof(float));
+}
+
+void scatter(const std::vector<float>& from, const std::vector<size_t>& places, size_t width, float* to) {
+  for (size_t i = 0; i < places.size(); i++) std::memcpy(to + places[i] * width, &from[i * width], width * sizeof(float));
+}
+
+void multiply(const Weights& weights, size_t expert, const std::vector<float>& rows, std::vector<float>& found) {
+  const weft_weights one = weights.expert(expert);
+  const size_t m = rows.size() / one.k;
+  found.resize(m * one.n);
+  const float* bias = weights.bias() ? weights.bias() + expert * one.n : nullptr;
+  const struct weft_linear product{m, one.k, one.n, rows.data(), bias, nullptr, found.data(), &one};
+  weft_linear(&product);
+}
+
+void require_indices(const mx::array& x, const mx::array& indices, size_t k) {
+  require_numbers(x, k);
+  require(indices.dtype() == mx::int32 || indices.dtype() == mx::uint32, "experts are named by whole numbers of 32 bits");
+  require(lines_of(x) > 0 && indices.size() % lines_of(x) == 0, "each line has as many experts as any other");
+}
+
+// Each line's product with the weights of each of its experts: x (lines, k), indices (lines, top) -> (lines, top, n). With as
+// many lines as indices each has its own.
+mx::array switched(const mx::array& x, const mx::array& indices, const Handle<Weights>& weights) {
+  require_indices(x, indices, weights->k());
+  auto shape = indices.shape();
+  shape.push_back(static_cast<int>(weights->n()));
+  auto work = [weights](const Arrays& in, Arrays& out) {
+    const size_t share = in[1].size() / lines_of(in[0]);
+    const auto places = places_by_expert(in[1], weights->experts());
+    std::vector<float> rows, found;
+    for (size_t expert = 0; expert < places.size(); expert++) {
+      if (places[expert].empty()) continue;
+      gather(in[0].data<float>(), places[expert], share, weights->k(), rows);
+      multiply(*weights, expert, rows, found);
+      scatter(found, places[expert], weights->n(), out[0].data<float>());
+    }
+  };
+  return operation("weft.switched", shape, {x, indices}, std::move(work));
+}
+
+// The gated MLP of each of a line's experts: x (..., k), indices (..., top) -> (..., top, k).
+mx::array experts(const mx::array& x, const mx::array& indices, const Handle<Weights>& gate, const Handle<Weights>& up,
+                  const Handle<Weights>& down) {
+  require_indices(x, indices, gate->k());
+  require(up->k() == gate->k() && up->n() == gate->n() && down->k() == gate->n() && !gate->bias() && !up->bias(), "experts have one shape");
+  require(up->experts() == gate->experts() && down->experts() == gate->experts(), "every expert has three matrices");
+  auto shape = indices.shape();
+  shape.push_back(static_cast<int>(down->n()));
+  auto work = [gate, up, down](const Arrays& in, Arrays& out) {
+    const size_t share = in[1].size() / lines_of(in[0]);
+    const auto places = places_by_expert(in[1], gate->experts());
+    std::vector<float> rows, inner, found;
+    for (size_t expert = 0; expert < places.size(); expert++) {
+      if (places[expert].empty()) continue;
+      gather(in[0].data<float>(), places[expert], share, gate->k(), rows);
+      inner.resize(places[expert].size() * gate->n());
+      const weft_weights its_gate = gate->expert(expert), its_up = up->expert(expert);
+      const struct weft_gated first{places[expert].size(), rows.data(), inner.data(), &its_gate, &its_up};
+      weft_gated(&first);
+      multiply(*down, expert, inner, found);
+      scatter(found, places[expert], down->n(), out[0].data<float>());
+    }
+  };
+  return operation("weft.experts", shape, {x, indices}, std::move(work));
+}
+
 // Rows of an embedding. A token that is not there has zeros: the caller has checked it.
-mx::array embed(const mx::array& tokens, WeightsPointer weights) {
+mx::array embed(const mx::array& tokens, const Handle<Weights>& weights) {
   require(tokens.dtype() == mx::int32 || tokens.dtype() == mx::uint32, "tokens are whole numbers of 32 bits");
   auto shape = tokens.shape();
   shape.push_back(static_cast<int>(weights->k()));
-  auto work = [weights = std::move(weights)](const Arrays& in, Arrays& out) {
+  auto work = [weights](const Arrays& in, Arrays& out) {
     for (size_t i = 0; i < in[0].size(); i++) {
       const uint32_t token = in[0].data<uint32_t>()[i];
       float* to = out[0].data<float>() + i * weights->k();
@@ -199,9 +280,9 @@ mx::array embed(const mx::array& tokens, WeightsPointer weights) {
   return operation("weft.embed", shape, {tokens}, std::move(work));
 }
 
-mx::array norm(const mx::array& x, NormPointer norm) {
+mx::array norm(const mx::array& x, const Handle<Norm>& norm) {
   require_numbers(x, norm->size());
-  auto work = [norm = std::move(norm)](const Arrays& in, Arrays& out) {
+  auto work = [norm](const Arrays& in, Arrays& out) {
     weft_norm(in[0].data<float>(), norm->weight(), norm->eps, out[0].data<float>(), lines_of(in[0]), norm->size());
   };
   return operation("weft.norm", x.shape(), {x}, std::move(work));
@@ -228,10 +309,12 @@ mx::array rotate(const mx::array& x, const mx::array& angles, bool of_neighbours
   return operation("weft.rotate", x.shape(), {x, angles}, std::move(work));
 }
 
+size_t stride_of(const mx::array& x) { return x.shape(-2) == 1 ? x.shape(-1) : x.strides(-2); }
+
 // softmax(q @ keys^T + bias), (..., m, dim) by (..., span, dim); leading axes are broadcast.
 mx::array attention_weights(mx::array q, mx::array keys, Optional bias, size_t tokens) {
   require(q.ndim() >= 2 && q.ndim() == keys.ndim() && q.shape(-1) == keys.shape(-1), "queries and keys have one width");
-  require(q.dtype() == mx::float32 && keys.dtype() == mx::float32, "queries and keys are float32");
+  q = mx::astype(q, mx::float32), keys = mx::astype(keys, mx::float32);  // nothing where they are
   auto shape = q.shape();
   for (size_t axis = 0; axis + 2 < shape.size(); axis++) shape[axis] = std::max(shape[axis], keys.shape(axis));
   auto whole_keys = shape, whole_q = shape;
@@ -243,20 +326,23 @@ mx::array attention_weights(mx::array q, mx::array keys, Optional bias, size_t t
   auto work = [tokens](const Arrays& in, Arrays& out) {
     const size_t m = out[0].shape(-2), span = out[0].shape(-1), k = in[0].shape(-1);
     for (size_t i = 0; i < out[0].size() / (m * span); i++) {
-      const struct weft_scores one{m, span, k, k, tokens, in[0].data<float>() + i * m * k, in[1].data<float>() + i * span * k,
-                            in.size() > 2 ? in[2].data<float>() + i * m * span : nullptr, out[0].data<float>() + i * m * span};
+      const struct weft_scores one{m, span, k, stride_of(in[0]), stride_of(in[1]), in.size() > 2 ? stride_of(in[2]) : 0, tokens,
+                                   matrix_at(in[0], i), matrix_at(in[1], i), in.size() > 2 ? matrix_at(in[2], i) : nullptr,
+                                   out[0].data<float>() + i * m * span};
       weft_scores(&one);
     }
   };
-  return operation("weft.attention_weights", shape, std::move(inputs), std::move(work));
+  return operation("weft.attention_weights", shape, std::move(inputs), std::move(work), false, Takes::strided_rows);
 }
 
 // ---- attention over slabs
 
 // The rows of a step: of each the slab, the slot there, the tokens it has, how many come, and the line of the first of these.
+using Row = std::tuple<size_t, size_t, size_t, size_t, size_t>;
+
 class StepRows {
  public:
-  explicit StepRows(const std::vector<std::tuple<size_t, size_t, size_t, size_t, size_t>>& rows) : rows_(rows) {
+  explicit StepRows(const std::vector<Row>& rows) : rows_(rows) {
     for (const auto& [slab, slot, first, tokens, line] : rows_) {
       lines_ = std::max(lines_, line + tokens);
       slabs_ = std::max(slabs_, slab + 1);
@@ -289,11 +375,9 @@ class StepRows {
   }
 
  private:
-  std::vector<std::tuple<size_t, size_t, size_t, size_t, size_t>> rows_;
+  std::vector<Row> rows_;
   size_t lines_ = 0, slabs_ = 0;
 };
-
-using RowsPointer = std::shared_ptr<StepRows>;
 
 // How an attention layer's heads lie in a line of the joint product, and what is done to them.
 struct Heads {
@@ -302,8 +386,6 @@ struct Heads {
   bool of_neighbours;
   NormPointer q_norm, k_norm;
 };
-
-using HeadsPointer = std::shared_ptr<Heads>;
 
 size_t line_width(const Heads& h) { return (h.heads + 2 * h.kv_heads) * h.dim; }
 
@@ -316,12 +398,12 @@ void require_lines(const mx::array& lines, const Heads& h, const StepRows& rows,
 }
 
 // A slab (slots, heads, places, dim) with the new keys, or values, of its rows.
-mx::array append(const mx::array& slab, const mx::array& lines, Optional angles, RowsPointer rows, HeadsPointer h, size_t which, bool is_values) {
+mx::array append(const mx::array& slab, const mx::array& lines, Optional angles, const Handle<StepRows>& rows, const Handle<Heads>& h, size_t which, bool is_values) {
   require_lines(lines, *h, *rows, angles);
   require(rows->fits(which, slab) && size_t(slab.shape(1)) == h->kv_heads && size_t(slab.shape(3)) == h->dim, "rows have their place");
   Arrays inputs{slab, lines};
   if (angles && !is_values) inputs.push_back(*angles);
-  auto work = [rows = std::move(rows), h = std::move(h), which, is_values](const Arrays& in, Arrays& out) {
+  auto work = [rows, h, which, is_values](const Arrays& in, Arrays& out) {
     const auto found = rows->at(out, 0, 0, which);
     const float* x = in[1].data<float>() + (h->heads + (is_values ? h->kv_heads : 0)) * h->dim;
     const Norm* norm = is_values ? nullptr : h->k_norm.get();
@@ -334,7 +416,8 @@ mx::array append(const mx::array& slab, const mx::array& lines, Optional angles,
 }
 
 // Attention of every line over its row's keys and values, which the slabs have already.
-mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional angles, RowsPointer rows, HeadsPointer h) {
+mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional angles, const Handle<StepRows>& rows,
+                 const Handle<Heads>& h) {
   require_lines(lines, *h, *rows, angles);
   require(keys.size() == rows->slabs() && values.size() == keys.size(), "each slab has keys and values");
   for (size_t i = 0; i < keys.size(); i++)
@@ -347,7 +430,7 @@ mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional an
   inputs.insert(inputs.end(), values.begin(), values.end());
   if (angles) inputs.push_back(*angles);
   const auto shape = with_last(lines.shape(), h->heads * h->dim);
-  auto work = [rows = std::move(rows), h = std::move(h), num_slabs](const Arrays& in, Arrays& out) {
+  auto work = [rows, h, num_slabs](const Arrays& in, Arrays& out) {
     const auto found = rows->at(in, 1, 1 + num_slabs, std::nullopt);
     const bool has_angles = in.size() > 1 + 2 * num_slabs;
     const Norm* norm = h->q_norm.get();
@@ -407,24 +490,33 @@ NB_MODULE(_primitives, m) {
   if (weft_api() != WEFT_API) throw std::runtime_error("weft's two libraries are of different versions: reinstall weft");
   m.attr("mlx_version") = WEFT_MLX_VERSION;
 
-  nb::class_<Weights>(m, "Weights")
-      .def(nb::init<mx::array, Optional, Optional, const std::string&, size_t, size_t, Optional>(), "codes"_a, "scales"_a.none() = nb::none(),
-           "biases"_a.none() = nb::none(), "mode"_a = "affine", "bits"_a = 0, "group_size"_a = 0, "bias"_a.none() = nb::none())
-      .def_prop_ro("num_outputs", &Weights::n)
-      .def_prop_ro("num_inputs", &Weights::k);
-  nb::class_<Norm>(m, "Norm").def(nb::init<mx::array, float>(), "weight"_a, "eps"_a);
-  nb::class_<StepRows>(m, "StepRows")
-      .def(nb::init<const std::vector<std::tuple<size_t, size_t, size_t, size_t, size_t>>&>(), "rows"_a);
-  nb::class_<Heads>(m, "Heads")
-      .def("__init__", [](Heads* self, size_t heads, size_t kv_heads, size_t dim, float scale, bool of_neighbours, NormPointer q_norm,
-                          NormPointer k_norm) {
+  nb::class_<Handle<Weights>>(m, "Weights")
+      .def("__init__", [](Handle<Weights>* self, mx::array codes, Optional scales, Optional biases, const std::string& mode, size_t bits,
+                          size_t group, Optional bias) {
+        new (self) Handle<Weights>(std::make_shared<const Weights>(codes, scales, biases, mode, bits, group, bias));
+      }, "codes"_a, "scales"_a.none() = nb::none(), "biases"_a.none() = nb::none(), "mode"_a = "affine", "bits"_a = 0, "group_size"_a = 0,
+           "bias"_a.none() = nb::none())
+      .def_prop_ro("num_outputs", [](const Handle<Weights>& self) { return self->n(); })
+      .def_prop_ro("num_inputs", [](const Handle<Weights>& self) { return self->k(); });
+  nb::class_<Handle<Norm>>(m, "Norm").def("__init__", [](Handle<Norm>* self, mx::array weight, float eps) {
+    new (self) Handle<Norm>(std::make_shared<const Norm>(weight, eps));
+  }, "weight"_a, "eps"_a);
+  nb::class_<Handle<StepRows>>(m, "StepRows").def("__init__", [](Handle<StepRows>* self, const std::vector<Row>& rows) {
+    new (self) Handle<StepRows>(std::make_shared<const StepRows>(rows));
+  }, "rows"_a);
+  nb::class_<Handle<Heads>>(m, "Heads")
+      .def("__init__", [](Handle<Heads>* self, size_t heads, size_t kv_heads, size_t dim, float scale, bool of_neighbours,
+                          const Handle<Norm>* q_norm, const Handle<Norm>* k_norm) {
         require(kv_heads > 0 && heads % kv_heads == 0 && dim > 0, "query heads share heads of keys evenly");
-        require((!q_norm || q_norm->size() == dim) && (!k_norm || k_norm->size() == dim), "a head's norm is as long as a head");
-        new (self) Heads{heads, kv_heads, dim, scale, of_neighbours, std::move(q_norm), std::move(k_norm)};
+        require((!q_norm || (*q_norm)->size() == dim) && (!k_norm || (*k_norm)->size() == dim), "a head's norm is as long as a head");
+        new (self) Handle<Heads>(
+            std::make_shared<const Heads>(Heads{heads, kv_heads, dim, scale, of_neighbours, pointer_of(q_norm), pointer_of(k_norm)}));
       }, "num_heads"_a, "num_kv_heads"_a, "dim"_a, "scale"_a, "of_neighbours"_a, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none());
 
   m.def("linear", &linear, "x"_a, "weights"_a, "norm"_a.none() = nb::none(), "residual"_a.none() = nb::none());
   m.def("gated", &gated, "x"_a, "gate"_a, "up"_a, "norm"_a.none() = nb::none());
+  m.def("switched", &switched, "x"_a, "indices"_a, "weights"_a);
+  m.def("experts", &experts, "x"_a, "indices"_a, "gate"_a, "up"_a, "down"_a);
   m.def("embed", &embed, "tokens"_a, "weights"_a);
   m.def("norm", &norm, "x"_a, "norm"_a);
   m.def("silu", &silu, "x"_a);

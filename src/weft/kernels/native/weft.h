@@ -73,7 +73,7 @@ void weft_rotate(const struct weft_rotation *);
 /* Attention's weights: c (m, span) = softmax(q (m, k) * keys^T (span, k) + bias). With `tokens` the rows are those of as many
  * last tokens, head after head, each of which sees up to itself. */
 struct weft_scores {
-    size_t m, span, k, ldk, tokens;
+    size_t m, span, k, ldq, ldk, ld_bias, tokens;
     const float *q, *keys, *bias; /* bias (m, span) or NULL */
     float *c;
 };
