@@ -65,14 +65,14 @@ def joined(layers: list[nn.Module]) -> Weight | None:
 
 
 @dataclass(frozen=True)
-class FusedMLP:
+class CudaMLP:
     """The second half of a layer: add what attention found, normalise, and add what the MLP makes of it."""
 
     bits: tuple[int, int]
     eps: float
 
     @classmethod
-    def of(cls, layer: nn.Module) -> "tuple[FusedMLP, Arrays] | None":
+    def of(cls, layer: nn.Module) -> "tuple[CudaMLP, Arrays] | None":
         mlp = layer.mlp
         parts = [mlp.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
         if type(mlp) not in (llama.MLP, qwen3.MLP, qwen3_next.Qwen3NextMLP) or "bias" in parts[2]:
@@ -102,7 +102,7 @@ def split_weights(arrays: Arrays, bits: tuple[int, ...]) -> list[Weight]:
 
 
 @dataclass(frozen=True)
-class FusedDelta:
+class CudaDelta:
     """A gated delta layer (Qwen3.5) in a decode step."""
 
     layout: DeltaLayout
@@ -110,13 +110,13 @@ class FusedDelta:
     num_taps: int
     bits: tuple[int, int]
     eps: tuple[float, float]
-    mlp: FusedMLP
+    mlp: CudaMLP
 
     @classmethod
-    def of(cls, layer: nn.Module) -> "tuple[FusedDelta, Arrays] | None":
+    def of(cls, layer: nn.Module) -> "tuple[CudaDelta, Arrays] | None":
         own = layer.linear_attn
         inward = joined([own.in_proj_qkv, own.in_proj_z, own.in_proj_b, own.in_proj_a])
-        outward, mlp = Weight.of(own.out_proj), FusedMLP.of(layer)
+        outward, mlp = Weight.of(own.out_proj), CudaMLP.of(layer)
         if inward is None or outward is None or mlp is None or own.head_k_dim % 32 or own.head_v_dim % 32:
             return None
         channels, width = own.conv_dim, inward.array.shape[0]
@@ -157,7 +157,7 @@ class FusedDelta:
 
 
 @dataclass(frozen=True)
-class FusedAttention:
+class CudaAttention:
     """An attention layer in a decode step: before and after attention itself, which reads the slabs."""
 
     heads: tuple[int, int]  # of queries, of keys
@@ -165,14 +165,14 @@ class FusedAttention:
     is_gated: bool  # each query head comes with a gate
     bits: tuple[int, int]
     eps: tuple[float, ...]  # of the layer's norm, and of those of queries and keys
-    mlp: FusedMLP
+    mlp: CudaMLP
 
     @classmethod
-    def of(cls, layer: nn.Module) -> "tuple[FusedAttention, Arrays, Arrays] | None":
+    def of(cls, layer: nn.Module) -> "tuple[CudaAttention, Arrays, Arrays] | None":
         own = layer.self_attn
         is_gated = type(own) is qwen3_next.Qwen3NextAttention
         heads = (own.num_attention_heads, own.num_key_value_heads) if is_gated else (own.n_heads, own.n_kv_heads)
-        inward, outward, mlp = joined([own.q_proj, own.k_proj, own.v_proj]), Weight.of(own.o_proj), FusedMLP.of(layer)
+        inward, outward, mlp = joined([own.q_proj, own.k_proj, own.v_proj]), Weight.of(own.o_proj), CudaMLP.of(layer)
         if inward is None or outward is None or mlp is None or "bias" in own.o_proj:
             return None
         norm, inner = layer.input_layernorm, [own[name] for name in ("q_norm", "k_norm") if name in own]
@@ -267,7 +267,7 @@ def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernel
     made: dict[Any, Any] = {}
     count = 0
     for layer in list(model.modules()):
-        if type(layer) is qwen3_5.DecoderLayer and layer.is_linear and (found := FusedDelta.of(layer)) is not None:
+        if type(layer) is qwen3_5.DecoderLayer and layer.is_linear and (found := CudaDelta.of(layer)) is not None:
             step, arrays = found
             for keeps in (False, True):
                 if (step, keeps) not in made:
@@ -276,7 +276,7 @@ def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernel
             layer.__class__ = _with(StepOfDelta, type(layer))
             count += 1
         elif type(layer) in (qwen3_5.DecoderLayer, llama.TransformerBlock, qwen3.TransformerBlock):
-            if (attention := FusedAttention.of(layer)) is None:
+            if (attention := CudaAttention.of(layer)) is None:
                 continue
             kind, before, after = attention
             rope = layer.self_attn.rope
