@@ -52,7 +52,7 @@ class Options(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     num_predict: int | None = None  # 0 and less: the rest of the context
-    stop: dialect.Texts | None = None
+    stop: dialect.StopText | dialect.StopTexts | None = None
     speculate: bool | None = None  # false: no draft tokens are verified
 
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.api.anthropic.reply import MessagesReply
-from weft.api.dialect import FieldRules, ParsedRequest, SomeText, unseal
+from weft.api.dialect import FieldRules, ParsedRequest, StopTexts, unseal
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec
 from weft.text.reasoning import BUDGETS
@@ -123,7 +123,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=0)]  # 0: the prompt is computed and cached, and nothing is generated
     stream: bool | None = None
-    stop_sequences: list[SomeText] | None = None
+    stop_sequences: StopTexts | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import ANY_OBJECT, FieldRules, FormatType, SomeText, Texts
+from weft.api.dialect import ANY_OBJECT, FieldRules, FormatType, SomeText, StopText, StopTexts
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import GrammarSpec
@@ -115,7 +115,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    stop: Texts | None = None
+    stop: StopText | StopTexts | None = None
     stop_token_ids: list[TokenId] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
