@@ -12,6 +12,7 @@ from weft.errors import ContextTooLong, InsufficientMemory, InvalidRequest
 
 MAX_LOGPROBS = 128
 MAX_BIASES = 4096
+MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128  # of an HTTP request: its target and headers
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 256  # stop strings of a request, and the characters of one: a table of 8,192 states
 
 

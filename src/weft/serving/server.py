@@ -4,10 +4,8 @@ import asyncio
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
-import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
@@ -15,16 +13,18 @@ from weft import log
 from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.metrics import Metrics
+from weft.serving.connections import make_http_server
 from weft.serving.engine_process import Supervisor
+from weft.serving.loop_watch import watch_event_loop
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.service import Service
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
-GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end what did not finish in time
-KEEP_ALIVE_SECONDS = 75
 DRAIN_TICK_SECONDS = 0.05
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
+RESERVED_FILES = 128  # never taken by connections: an engine that is replaced needs pipes and sockets, a model its files
+MIN_FILES = RESERVED_FILES + 64
 
 
 def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Service, ServerConfig], ASGIApp]) -> int:
@@ -35,15 +35,15 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Servic
     listener = _listen(config)
     service = make_service(config)
     host, port = listener.getsockname()[:2]
-    screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    scheme = "http" if config.tls_cert is None else "https"
+    screen.serving(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(service, config, screen, listener, make_app(service, config)))
     return 1 if service.has_failed else 0
 
 
 async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket, app: ASGIApp) -> None:
-    server = Uvicorn(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False))
-    server.config.timeout_graceful_shutdown, server.config.timeout_keep_alive = GOODBYE_SECONDS, KEEP_ALIVE_SECONDS
+    server = make_http_server(app, config, allowed_files() - RESERVED_FILES)
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
 
@@ -65,18 +65,12 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     await service.start(screen, on_failure=end)
+    watch = loop.create_task(watch_event_loop(service.metrics.loop_stall))
     try:
         await server.serve([listener])
     finally:
+        watch.cancel()
         await service.stop()
-
-
-class Uvicorn(uvicorn.Server):
-    """uvicorn.Server without signal handlers: they would re-raise signals at exit, and an orderly shutdown has status 0."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def make_service(config: ServerConfig) -> Service:
@@ -96,6 +90,14 @@ def _raise_file_limit() -> None:
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if (allowed := allowed_files()) < MIN_FILES:
+        raise WeftError(f"the limit on open files is {allowed}, and weft needs {MIN_FILES}: raise it (ulimit -Hn, LimitNOFILE)")
+
+
+def allowed_files() -> int:
+    """Return how many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _listen(config: ServerConfig) -> socket.socket:
