@@ -182,13 +182,18 @@ class Admin:
     async def tokenize(self, request: Request) -> Response:
         given = await self._read(request, TokenizeRequest)
         codec, ready = self.service.find(given.model).require()
-        if given.messages is not None:
-            ids = (await asyncio.to_thread(codec.encode, Conversation(read_messages(given.messages)))).ids
-        elif (text := given.prompt if given.prompt is not None else given.content) is not None:
-            special = given.add_special_tokens is not False
-            ids = await asyncio.to_thread(codec.tokenizer.encode, text, add_special_tokens=special)
-        else:
+        text = given.prompt if given.prompt is not None else given.content
+        if given.messages is None and text is None:
             raise InvalidRequest("give a prompt, a content or messages to tokenize", "prompt")
+        check = codec.length_check(ready.limits.context_length)
+
+        def encode() -> list[int]:
+            if given.messages is not None:
+                return codec.encode(Conversation(read_messages(given.messages)), check=check).ids
+            check.check(text or "")
+            return codec.tokenizer.encode(text or "", add_special_tokens=given.add_special_tokens is not False)
+
+        ids = await self.service.lanes.run(request.state.body_bytes, encode)
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:

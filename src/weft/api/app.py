@@ -136,6 +136,7 @@ class GeneratingEndpoint:
                 return json_response(make_reply().make_body(), headers=headers)
             active = account.active = ActiveRequest(request_id, parsed.generation, may_wait=parsed.stream)
             parts = self.service.generate(active, self.config.heartbeat_seconds if parsed.stream else SILENCE_SECONDS)
+            watch = asyncio.create_task(_abandon_when_gone(active, request.receive, deadline))
             try:
                 await deadline.hold(anext(parts))
             except ContextTooLong as error:
@@ -144,6 +145,8 @@ class GeneratingEndpoint:
                 account.close(error)
                 reply = make_reply()
                 return Response(reply.frame_opening() + reply.frame_error(error), headers=headers, media_type=parsed.media_type)
+            finally:
+                watch.cancel()
             reply = make_reply(active.sampling)
             if parsed.stream:
                 return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
@@ -157,7 +160,7 @@ class GeneratingEndpoint:
     async def _parse(self, request: Request) -> ParsedRequest:
         body = await read_json(request, self.config)
         past = {} if self.recall is None else {"past": await self.recall(body, request.state.api_key)}
-        is_large = self.recall is not None or int(request.headers.get("content-length") or 0) > LARGE_BODY_BYTES
+        is_large = self.recall is not None or request.state.body_bytes > LARGE_BODY_BYTES
         parsed = await asyncio.to_thread(self.translate, body, **past) if is_large else self.translate(body)
         session = parsed.generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
         who = request.state.api_key + b"\0" + session.encode()  # clients take turns; they are known by key and session

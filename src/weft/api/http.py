@@ -88,6 +88,7 @@ async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
         raise BorderError(408, "request_timeout", message, {"connection": "close"}) from None
     except ClientDisconnect:
         raise Disconnected from None
+    request.state.body_bytes = len(body)
     # The check of eight million numbers takes a second; in a thread it gives way to the event loop.
     return await asyncio.to_thread(_parse, bytes(body)) if len(body) > LARGE_BYTES else _parse(bytes(body))
 

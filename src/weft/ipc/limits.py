@@ -13,6 +13,8 @@ from weft.errors import ContextTooLong, InsufficientMemory, InvalidRequest
 MAX_LOGPROBS = 128
 MAX_BIASES = 4096
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128  # of an HTTP request: its target and headers
+MAX_TEMPLATE_CHARACTERS = 1 << 20  # of a model's chat template; the longest in use have a twentieth of it
+MAX_RENDERED_CHARACTERS = 16 << 20  # that a chat template may write for one prompt
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 256  # stop strings of a request, and the characters of one: a table of 8,192 states
 
 
@@ -77,12 +79,13 @@ class Limits(msgspec.Struct, frozen=True):
         """Check prompt and sampling against the limits; return the maximum answer length in tokens, or raise RequestError."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
+        sampling.check(self.vocab_size)
+        room = self._context_room(len(prompt), sampling.max_tokens)  # before all of it is looked at
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             place, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < self.vocab_size)
             message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "prompt")
-        sampling.check(self.vocab_size)
-        return self._memory_room(len(prompt), self._context_room(len(prompt), sampling.max_tokens), sampling.max_tokens)
+        return self._memory_room(len(prompt), room, sampling.max_tokens)
 
     def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
         """Return `room` cut to what fits into memory; raise InsufficientMemory if `wanted` (None: one) tokens do not fit."""

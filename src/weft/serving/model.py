@@ -12,6 +12,7 @@ from weft.ipc.messages import Ready
 from weft.metrics import Metrics
 from weft.serving.engine_process import DraftTotals, Supervisor
 from weft.serving.queue import RequestQueue
+from weft.serving.text_processes import TextProcesses
 from weft.text.codec import Codec
 from weft.text.image_parts import ImageWriter
 from weft.text.types import LateSystem
@@ -47,6 +48,7 @@ class ServedModel:
         self.is_leaving = False  # being unloaded
         self.needed_bytes = 0  # to load it, where that was computed
         self.queue = RequestQueue()
+        self.processes = TextProcesses()  # for the chat template, and for answers that are checked by schemas
         self._late_system = late_system
         self._counted_drafts = DraftTotals()  # those that are in the metrics
         self._folder: str | None = None  # of which the codec was made
@@ -69,7 +71,7 @@ class ServedModel:
         if ready.folder == self._folder:  # the same model in another process
             return
         try:
-            self.codec = await asyncio.to_thread(Codec, Path(ready.folder), self._late_system)
+            self.codec = await asyncio.to_thread(Codec, Path(ready.folder), self._late_system, self.processes)
             self.name, self._folder = ready.model, ready.folder
         except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
             log.exception("the files of %s can not be read", self.name)
