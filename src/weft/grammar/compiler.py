@@ -38,6 +38,12 @@ DEEP_STACK_BYTES = 256 << 20
 STEP_FUEL = 500_000  # of the lexer for one mask: 15 ms of a Zen 4 core. Under llguidance's 200,000 a key of ^.{1,500}$ fails
 MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 8, 64  # of an answer that is tried when a grammar is compiled
 TRIAL_SECONDS = 0.1  # of a core; after that a trial has no more than its fewest tokens
+# Earley items that the parser may have after a token. The more ways there are to read an answer the more items, and the time of a
+# mask grows with their square: where a text can be read in every way there are 1,000 after 240 tokens, and a mask takes 600 ms.
+MAX_ITEMS = {"json_schema": 8_000, "regex": 1_000, "choice": 1_000, "lark": 1_000, "structural_tag": 1_000}
+MAX_TRIAL_ITEMS = (
+    150  # while a client's own grammar is tried: two for each token, as a list has that names itself last, are fewer
+)
 MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
 
@@ -109,13 +115,19 @@ class Compiler:
         except Exception as error:  # llguidance's converters raise bare ones; whatever they say is about this text alone
             return GrammarRejected(f"the {spec.kind} can not be read: {error}")
         # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
-        rows = 8_000 if spec.kind == "json_schema" else 1_000
-        limits = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows, step_lexer_fuel=STEP_FUEL)
-        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
-        matcher = Matcher(inner, self.tokenizer, is_private=is_private)
-        if why := matcher.error or _error_of_trials(matcher):
+        matcher = self._matcher(grammar, MAX_ITEMS[spec.kind], is_private=is_private)
+        is_clients = spec.kind == "lark" and not spec.is_ours
+        tried = self._matcher(grammar, MAX_TRIAL_ITEMS) if is_clients else matcher
+        if why := matcher.error or _error_of_trials(tried):
             return GrammarRejected(f"the {spec.kind} can not be enforced: {why}")
         return matcher
+
+    def _matcher(self, grammar: str, max_items: int, *, is_private: bool = False) -> Matcher:
+        limits = LLParserLimits(
+            verbose_errors=False, max_grammar_size=30_000, max_items_in_row=max_items, step_lexer_fuel=STEP_FUEL
+        )
+        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
+        return Matcher(inner, self.tokenizer, is_private=is_private)
 
 
 def _run_aside(make: Callable[[], Made]) -> Made:
