@@ -41,7 +41,9 @@ def template(source: str, processes: TextProcesses) -> ChatTemplate:
 
 
 def test_a_prompt_is_the_same_as_in_this_process(processes: TextProcesses) -> None:
-    talk = Conversation((Message("system", "Be brief"), Message("user", "Hello"), Message("assistant", "Hi"), Message("user", "ü")))
+    talk = Conversation(
+        (Message("system", "Be brief"), Message("user", "Hello"), Message("assistant", "Hi"), Message("user", "ü"))
+    )
 
     assert Codec(TINY_HYBRID, "fold", processes).encode(talk) == Codec(TINY_HYBRID).encode(talk)
 

@@ -78,11 +78,12 @@ class Admin:
     started: float = field(default_factory=time.time)
 
     async def health(self, _: Request) -> Response:
-        """Respond 503 if the server is stopping or a model given at start is loading, failed or sick, else 200; list models."""
+        """Respond 503 if the server is stopping, no model is there, or one given at start is not ready, else 200; list models."""
         models = {model.name: condition_of(model) for model in self.service.models}
         states = {condition_of(model)["status"] for model in self.service.models if not model.is_guest}
         states |= {"stopping"} if self.service.is_stopping else set()
-        status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
+        states |= set() if models else {"empty"}
+        status = next((state for state in ("failed", "stopping", "sick", "loading", "empty") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
         return json_response({"status": status, "models": models}, code, headers)
 

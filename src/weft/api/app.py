@@ -22,7 +22,7 @@ from weft.api import ollama, openapi, problems
 from weft.api.admin import Admin
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, pick_fields
-from weft.api.http import STREAM_HEADERS, Deadline, Disconnected, Guard, Page, json_response, read_json, until_gone
+from weft.api.http import STREAM_HEADERS, Deadline, Disconnected, Guard, Page, json_response, make_unique, read_json, until_gone
 from weft.api.live import LiveEvents
 from weft.api.openai import chat, completions, responses
 from weft.api.openai.response_store import StoredResponses
@@ -117,6 +117,8 @@ class GeneratingEndpoint:
     async def handle(self, request: Request) -> Any:
         """Parse the body, start generation, and return a stream or a whole reply; errors are logged, then raised to `Guard`."""
         account, request_id = RequestAccount(request, self.dialect, self.service), request.state.request_id
+        # A stored response is found by its id, and a client may send the same x-request-id twice.
+        reply_id = request_id if self.recall is None else make_unique(request_id, request.headers)
         try:
             deadline = Deadline.of(request.headers, self.config.request_timeout)
             parsed = await self._parse(request)
@@ -127,7 +129,7 @@ class GeneratingEndpoint:
             def make_reply(sampling: Sampling | None = None) -> Reply:
                 ready = next((one.ready for one in self.service.models), None)
                 fingerprint = ready.versions if ready is not None else "weft"
-                return parsed.reply(ReplyHeader(request_id, int(time.time()), model.name, fingerprint, sampling))
+                return parsed.reply(ReplyHeader(reply_id, int(time.time()), model.name, fingerprint, sampling))
 
             if not parsed.generation.prompts:  # the client wants the model loaded and nothing else
                 await deadline.hold(model.settled.wait())

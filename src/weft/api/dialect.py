@@ -248,9 +248,12 @@ def kept_tokens(usage: Usage) -> int:
 
 
 def request_ids(given: str) -> Iterator[str]:
-    """Yield the request ids that a client's id may mean: the id itself, and the id without a prefix such as `chatcmpl-`."""
+    """Yield the request ids that a client's id may mean: the id itself, and without its prefix and the letters made unique."""
     yield given
-    yield from (given.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_") if given.startswith(prefix))
+    for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
+        if given.startswith(prefix):
+            plain = given.removeprefix(prefix)
+            yield from dict.fromkeys((plain, re.sub(r"\.[0-9a-f]{8}\Z", "", plain)))
 
 
 def seal(reasoning: str) -> str:

@@ -53,6 +53,11 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
+def make_unique(request_id: str, headers: Headers) -> str:
+    """Return a request's id, with random letters behind a dot if the client chose it: `request_ids` leaves them out again."""
+    return f"{request_id}.{uuid.uuid4().hex[:8]}" if headers.get("x-request-id") == request_id else request_id
+
+
 class Disconnected(BorderError):
     """Error for a client that left while its body was read or a whole reply was computed; logged as status 499."""
 

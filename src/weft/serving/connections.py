@@ -27,7 +27,7 @@ from weft.ipc.limits import MAX_HEAD_BYTES, MAX_HEADERS
 
 log = logging.getLogger("weft.serving")
 
-GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end what did not finish in time
+GOODBYE_SECONDS = 1  # for the last bytes of answers, and the errors that end what did not finish in time
 KEEP_ALIVE_SECONDS = 75
 LINGER_SECONDS, LINGER_BYTES = (
     2.0,

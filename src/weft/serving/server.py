@@ -1,9 +1,12 @@
 """The server process: binds the port, handles signals, runs the models and the HTTP application until it is stopped."""
 
 import asyncio
+import logging
+import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable
 
 import uvloop
@@ -19,9 +22,13 @@ from weft.serving.loop_watch import watch_event_loop
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.service import Service
 
+logger = logging.getLogger("weft.serving")
+
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
 DRAIN_TICK_SECONDS = 0.05
+LAST_SECONDS = 4.9  # after `drain_seconds`, for the last bytes, and for engines and threads to end
+FORCED_STATUS = 1
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 RESERVED_FILES = 128  # never taken by connections: an engine that is replaced needs pipes and sockets, a model its files
 MIN_FILES = RESERVED_FILES + 64
@@ -59,6 +66,7 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
         if drains:
             service.abandon_all()
         else:
+            end_process_after(config.drain_seconds + LAST_SECONDS)
             service.take_nothing_new()
             drains.append(loop.create_task(drain()))
 
@@ -71,6 +79,23 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
     finally:
         watch.cancel()
         await service.stop()
+
+
+def end_process_after(seconds: float) -> threading.Timer:
+    """End this process when so many seconds have passed, whatever it still does; threads at work can not be ended otherwise.
+
+    Engines and other children see that it is gone and end by themselves.
+    """
+
+    def end() -> None:
+        logger.error("the server did not end within %g s of being told to: its process is ended", seconds)
+        logging.shutdown()
+        os._exit(FORCED_STATUS)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def make_service(config: ServerConfig) -> Service:
