@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft import __version__
-from weft.api.dialect import Body, SomeText, convert, pick_fields, request_ids, reused_fields
+from weft.api.dialect import Body, Label, SomeLabel, convert, pick_fields, request_ids, reused_fields
 from weft.api.http import json_response, read_json
 from weft.api.openai.chat import ChatMessage, read_messages
 from weft.api.openai.request import TokenId
 from weft.api.problems import BorderError
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
+from weft.ipc.limits import MAX_MESSAGES, MAX_TOKEN_IDS
 from weft.ipc.messages import Prefixes
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
@@ -37,28 +38,28 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     prompt: str | None = None
     content: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    model: str | None = None
+    model: Label | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of POST /detokenize: the token ids to decode to text."""
 
-    tokens: list[TokenId]
-    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+    model: Label | None = None
 
 
 class ClearRequest(msgspec.Struct, kw_only=True):
     """The optional body of POST /v1/cache/clear: the model whose prefix cache is cleared; absent: all models."""
 
-    model: str | None = None
+    model: Label | None = None
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/models/unload. The name is required: unloading cancels requests that do not finish in time."""
 
-    model: SomeText
+    model: SomeLabel
 
 
 class LoadRequest(UnloadRequest, kw_only=True):

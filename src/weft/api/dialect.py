@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.errors import InvalidRequest, UnsupportedParameter
-from weft.ipc.limits import MAX_STOP_CHARACTERS, MAX_STOPS, Sampling
+from weft.ipc.limits import MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS, Sampling
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import CallArguments, Delta, Effort, Finish, GenerationRequest, Reasoning, Role, Text, Usage
 
@@ -29,6 +29,9 @@ CONSTRAINING = frozenset("budget schema grammar guided regex choice format stop 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 
 SomeText = Annotated[str, Meta(min_length=1)]
+Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARACTERS)]
+SomeLabel = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARACTERS)]
+Entries = Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]

@@ -189,7 +189,7 @@ class Connection(HttpToolsProtocol):
         is_asking = cycle is not None and not (cycle.response_started or cycle.more_body or self._is_refused)
         if not is_asking or self.scheme == "https" or self.scope["http_version"] != "1.1":
             return False
-        self._probe(FIRST_PROBE_SECONDS)
+        self.loop.call_later(FIRST_PROBE_SECONDS, self._probe, FIRST_PROBE_SECONDS)  # most answers are there before
         return True
 
     def _probe(self, seconds: float) -> None:
