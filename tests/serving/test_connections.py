@@ -209,14 +209,7 @@ def test_a_half_closed_client_gets_its_answer() -> None:
         peer.recv(1)  # the interim response: the server has seen the end
         at.app.go_on.set()
 
-        assert BODY in _until_body(peer)
-
-
-def _until_body(peer: socket.socket) -> bytes:
-    read = b""
-    while BODY not in read and (part := peer.recv(65536)):
-        read += part
-    return read
+        assert BODY in read_all(peer)  # and the connection is closed: nothing more can come on it
 
 
 def test_a_client_that_is_gone_before_its_answer_is_noticed() -> None:

@@ -113,6 +113,7 @@ class Connection(HttpToolsProtocol):
         self._book = book
         self._address = ""
         self._is_refused = False
+        self._is_half_closed = False  # the client sends no more, and waits for its answer
         self._is_in_head = False
         self._num_head_bytes = 0
         self._num_unread_bytes = 0  # that came after a refusal
@@ -179,6 +180,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_half_closed:
+            self.transport.close()
         is_over, is_body_due = self.cycle.response_complete, self.cycle.more_body
         if is_over and is_body_due and not self.transport.is_closing():  # answered before its body was here: 413, 401 …
             self._linger()
@@ -189,6 +192,7 @@ class Connection(HttpToolsProtocol):
         is_asking = cycle is not None and not (cycle.response_started or cycle.more_body or self._is_refused)
         if not is_asking or self.scheme == "https" or self.scope["http_version"] != "1.1":
             return False
+        self._is_half_closed = True
         self.loop.call_later(FIRST_PROBE_SECONDS, self._probe, FIRST_PROBE_SECONDS)  # most answers are there before
         return True
 

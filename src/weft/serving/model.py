@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.config import DRAFT_SOURCES
-from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel
+from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel, WeftError
 from weft.ipc.messages import Ready
 from weft.metrics import Metrics
 from weft.serving.engine_process import DraftTotals, Supervisor
@@ -74,7 +74,8 @@ class ServedModel:
             self.codec = await asyncio.to_thread(Codec, Path(ready.folder), self._late_system, self.processes)
             self.name, self._folder = ready.model, ready.folder
         except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
-            log.exception("the files of %s can not be read", self.name)
+            is_known = isinstance(error, WeftError)
+            log.error("the files of %s can not be read: %s", self.name, error, exc_info=None if is_known else error)
             self.failed = str(error)
 
     def _show(self, screen: ServerScreen) -> None:
