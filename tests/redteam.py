@@ -32,6 +32,7 @@ from weft.ipc.limits import MAX_BODY_BRACKETS, MAX_HEAD_BYTES
 
 MODEL = Path(weft.model.__file__).parent / "tiny-hybrid"
 ORDINARY, HOSTILE = "ordinary-key", "hostile-key"
+NAME = "tiny-hybrid"
 STREAMS = 8
 QUIET_SECONDS = 20.0
 RECOVERY_SECONDS = 15.0
@@ -42,7 +43,7 @@ MAX_GROWTH = 0.10
 COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 HI = [{"role": "user", "content": "hi"}]
 QUESTIONS = [
-    {"prompt": f"{start} and", "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
+    {"model": NAME, "prompt": f"{start} and", "max_tokens": 48, "temperature": 0, "ignore_eos": True, "stream": True}
     for start in ("Once upon a time", "The dog", "A red ball", "Lily", "Tom", "In the park", "One day", "The big house")
 ]
 UNFUZZED = ("/v1/events", "/v1/models/load", "/v1/models/unload")  # one never ends, the others would take the model away
@@ -60,7 +61,7 @@ class Target:
 
     async def ask(self, path: str, body: Any, *, key: str = HOSTILE) -> int:
         """Send a body, read the answer to its end, and return the status."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps({"model": NAME, **body}).encode()
         reply = await ask(self.port, path, data, Authorization=f"Bearer {key}")
         try:
             await reply.text()
@@ -103,7 +104,7 @@ async def a_book_as_a_prompt(at: Target) -> int:
 
 
 async def a_book_and_gone(at: Target) -> None:
-    data = json.dumps({"prompt": "words and more words " * 30_000, "max_tokens": 5}).encode()
+    data = json.dumps({"model": NAME, "prompt": "words and more words " * 30_000, "max_tokens": 5}).encode()
     _, writer = await at.connect()
     writer.write(at.head(COMPLETIONS, len(data)) + data)
     await writer.drain()
@@ -145,7 +146,9 @@ async def an_endless_body(at: Target) -> int | None:
 
 
 async def a_reader_who_does_not_read(at: Target) -> None:
-    data = json.dumps({"prompt": "hi", "max_tokens": 300, "n": 2, "stream": True, "ignore_eos": True, "logprobs": 5}).encode()
+    data = json.dumps(
+        {"model": NAME, "prompt": "hi", "max_tokens": 300, "n": 2, "stream": True, "ignore_eos": True, "logprobs": 5}
+    ).encode()
     _, writer = await at.connect()
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     writer.write(at.head(COMPLETIONS, len(data)) + data)
@@ -213,7 +216,7 @@ async def what_is_not_http(at: Target) -> int | None:
 
 
 async def a_half_closed_client(at: Target) -> int | None:
-    data = json.dumps({"prompt": "hi", "max_tokens": 3}).encode()
+    data = json.dumps({"model": NAME, "prompt": "hi", "max_tokens": 3}).encode()
     reader, writer = await at.connect()
     writer.write(at.head(COMPLETIONS, len(data)) + data)
     writer.write_eof()

@@ -10,7 +10,7 @@ import pytest
 
 from weft.errors import RequestCancelled
 from weft.serving.active_request import ActiveRequest
-from weft.serving.lanes import LONG_CHARACTERS, LONG_THREADS, EncodingLanes, num_characters
+from weft.serving.lanes import LONG_CHARACTERS, LONG_THREADS, MESSAGE_CHARACTERS, EncodingLanes, num_characters
 from weft.text.types import Conversation, GenerationRequest, Message, Prompt, ToolCall
 
 LONG = LONG_CHARACTERS + 1
@@ -80,5 +80,6 @@ def test_all_texts_of_a_request_count() -> None:
     parts = Message("user", [{"type": "text", "text": "12345"}, {"type": "image"}, {"type": "text", "text": 5}])
 
     assert (
-        num_characters(request(Conversation((*messages, parts)), "ab", (1, 2, 3), prediction="xy")) == 4 + 3 + 2 + 5 + 2 + 3 + 2
+        num_characters(request(Conversation((*messages, parts)), "ab", (1, 2, 3), prediction="xy"))
+        == 4 + 3 + 2 + 5 + 2 + 3 + 2 + 3 * MESSAGE_CHARACTERS
     )

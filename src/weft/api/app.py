@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -163,7 +164,8 @@ class GeneratingEndpoint:
         body = await read_json(request, self.config)
         past = {} if self.recall is None else {"past": await self.recall(body, request.state.api_key)}
         is_large = self.recall is not None or request.state.body_bytes > LARGE_BODY_BYTES
-        parsed = await asyncio.to_thread(self.translate, body, **past) if is_large else self.translate(body)
+        translate = partial(self.translate, body, **past)
+        parsed = await self.service.lanes.run(request.state.body_bytes, translate) if is_large else translate()
         session = parsed.generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
         who = request.state.api_key + b"\0" + session.encode()  # clients take turns; they are known by key and session
         client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""

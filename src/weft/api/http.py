@@ -28,7 +28,7 @@ from weft.ipc.limits import MAX_BODY_BRACKETS, MAX_BODY_COMMAS, MAX_BODY_DEPTH
 log = logging.getLogger("weft.api")
 
 TOO_DEEP = f"The body's JSON is nested more than {MAX_BODY_DEPTH} levels deep."
-LARGE_BYTES = 2**20
+LARGE_BYTES = 2**16  # a body of more is decoded and checked in a thread: half a megabyte of numbers takes 50 ms
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # proxies would keep events back
 TIMEOUT_HEADER = "x-request-timeout"

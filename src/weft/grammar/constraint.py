@@ -195,6 +195,7 @@ class Masks:
 
     def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[Mask | None, dict[int, str]]:
         """Return the (rows, vocab) mask of allowed tokens, None if no row has a demand, and grammar errors by row index."""
+        self.seconds = {}
         if not any(demands):
             return None, {}
         matchers = {row: one.matcher for row, one in enumerate(demands) if one is not None and one.matcher is not None}
@@ -216,7 +217,6 @@ class Masks:
     def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[Mask, dict[int, str]]:
         words = max([-(-self.vocab_size // 32), *(-(-one.tokenizer.vocab_size // 32) for one in matchers.values())])
         bits = np.full((rows, words), -1, np.int32)
-        self.seconds = {}
         if len(matchers) == 1 or self._num_measured:
             self._fill_measured(matchers, bits)
         elif matchers:

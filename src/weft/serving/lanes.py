@@ -13,6 +13,7 @@ from weft.text.types import Conversation, GenerationRequest
 Result = TypeVar("Result")
 
 LONG_CHARACTERS = 1 << 16  # of a request's texts: 50 ms and more of tokenising
+MESSAGE_CHARACTERS = 16  # what a message costs beside its text
 SHORT_THREADS, LONG_THREADS = 4, 1
 
 
@@ -35,7 +36,7 @@ class EncodingLanes:
 
 
 def num_characters(generation: GenerationRequest) -> int:
-    """Return how many characters of text a request's prompts have, and its prediction; token ids count as characters."""
+    """Return about how many characters a request's prompts and prediction cost; a token id costs as much as one."""
     return sum(map(_length, generation.prompts)) + len(generation.prediction or "")
 
 
@@ -44,4 +45,4 @@ def _length(prompt: Conversation | str | tuple[int, ...]) -> int:
         return len(prompt)
     texts = (text for message in prompt.messages for text in (*message.texts, message.reasoning))
     arguments = (call.arguments for message in prompt.messages for call in message.tool_calls)
-    return sum(len(text) for text in (*texts, *arguments) if isinstance(text, str))
+    return MESSAGE_CHARACTERS * len(prompt.messages) + sum(len(text) for text in (*texts, *arguments) if isinstance(text, str))

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from weft.errors import WeftError
 from weft.metrics import Metrics
 from weft.serving.connections import make_http_server
 from weft.serving.engine_process import Supervisor
+from weft.serving.heap import keep_heap_small
 from weft.serving.loop_watch import watch_event_loop
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.service import Service
@@ -29,6 +31,9 @@ FALLBACK_MODEL = "tiny-hybrid"
 DRAIN_TICK_SECONDS = 0.05
 LAST_SECONDS = 4.9  # after `drain_seconds`, for the last bytes, and for engines and threads to end
 FORCED_STATUS = 1
+SWITCH_SECONDS = (
+    0.0005  # how long a thread that encodes a prompt may keep the interpreter from the event loop; Python's own is ten times it
+)
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 RESERVED_FILES = 128  # never taken by connections: an engine that is replaced needs pipes and sockets, a model its files
 MIN_FILES = RESERVED_FILES + 64
@@ -39,6 +44,7 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Servic
     config.check()
     log.setup(config.log_format)
     _raise_file_limit()
+    sys.setswitchinterval(SWITCH_SECONDS)
     listener = _listen(config)
     service = make_service(config)
     host, port = listener.getsockname()[:2]
@@ -73,11 +79,12 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
     await service.start(screen, on_failure=end)
-    watch = loop.create_task(watch_event_loop(service.metrics.loop_stall))
+    aside = [loop.create_task(watch_event_loop(service.metrics.loop_stall)), loop.create_task(keep_heap_small())]
     try:
         await server.serve([listener])
     finally:
-        watch.cancel()
+        for task in aside:
+            task.cancel()
         await service.stop()
 
 

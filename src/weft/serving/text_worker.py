@@ -12,12 +12,14 @@ import msgspec
 
 from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
 from weft.ipc.messages import GrammarSpec
+from weft.serving.heap import trim_heap
 from weft.serving.image_worker import REPLY, limit_process, renew_cpu_seconds
 from weft.text.schema import find_schema_errors
 from weft.text.template import LocalTemplates
 
 LENGTH = struct.Struct("<Q")  # of a job
 DONE, FAILED, BROKEN, COSTLY = b"=", b"!", b"x", b"+"  # the result; or a sentence: of TemplateFailed, BadModel, TemplateTooCostly
+LARGE_BYTES = 1 << 18  # of a job or its result: what it took is given back
 REFUSALS: dict[type[Exception], bytes] = {TemplateFailed: FAILED, BadModel: BROKEN, TemplateTooCostly: COSTLY}
 
 
@@ -55,6 +57,9 @@ def main() -> None:
         kind, body = _answer(decoder.decode(data), templates)
         replies.write(REPLY.pack(kind, len(body)) + body)
         replies.flush()
+        if len(data) > LARGE_BYTES or len(body) > LARGE_BYTES:
+            del data, body
+            trim_heap()
 
 
 def _read_job(stream: BinaryIO) -> bytes | None:
