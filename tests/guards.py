@@ -1210,13 +1210,6 @@ GUARDS = [
         "a prompt that is surely too long is not tokenised",
     ),
     Guard(
-        "abandoned-encoding", "serving/active_request.py",
-        "            await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)\n            self.check()\n",
-        "            await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)\n",
-        "tests/serving/test_lanes.py::test_a_prompt_whose_client_left_is_not_begun",
-        "nothing is encoded for a client that has left",
-    ),
-    Guard(
         "mask-price", "engine/mask_prices.py",
         "        return tuple(one for one in rows if one.id not in self._slow) or rows",
         "        return rows",
