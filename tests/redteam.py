@@ -209,6 +209,19 @@ async def brackets_and_commas(at: Target) -> int:
     return await at.ask(COMPLETIONS, random.choice(bodies))
 
 
+async def a_flood_of_choices(at: Target) -> int:
+    body = {"prompt": "hi", "max_tokens": 4, "n": 128, "priority": 100, "session_id": str(random.random())}
+    return await at.ask(COMPLETIONS, body)
+
+
+async def looking_at_others(at: Target) -> int:
+    """Ask for what belongs to the other key, and for what only an admin may do."""
+    for path, body in (("/v1/cache/clear", {}), ("/v1/models/unload", {}), ("/v1/models/load", {"model": "/etc"})):
+        if await at.ask(path, body) == 200:
+            return 599  # it must not be
+    return await at.ask("/v1/requests/any/cancel", {})
+
+
 async def what_is_not_http(at: Target) -> int | None:
     reader, writer = await at.connect()
     writer.write(random.randbytes(2000) + b"\r\n\r\n")
@@ -249,6 +262,8 @@ ATTACKS: list[Attack] = [
     masks_that_are_slow,
     a_conversation_of_thousands,
     brackets_and_commas,
+    a_flood_of_choices,
+    looking_at_others,
     what_is_not_http,
     a_half_closed_client,
 ]
@@ -354,7 +369,7 @@ def megabytes(pid: int) -> float:
 def redteam(seconds: float, folder: Path) -> list[str]:
     """Run it, print what came of it, and return the promises that were broken."""
     (folder / "model").mkdir()
-    keys = ("--api-key", f"{ORDINARY}", "--api-key", HOSTILE)
+    keys = ("--api-key", f"ordinary={ORDINARY}:admin", "--api-key", f"hostile={HOSTILE}")
     with running(folder / "log", "tiny-hybrid", *keys, "--cache-megabytes", "64", "--header-seconds", "2") as server:
         quiet = Streams(server.port)
         asyncio.run(quiet.run(3.0))  # warm

@@ -15,6 +15,7 @@ from weft.api.live import MAX_ENDED, LiveView, percentiles
 from weft.metrics import Metrics
 from weft.serving.active_request import ActiveRequest
 from weft.serving.service import Service
+from weft.serving.tenants import Keyring
 from weft.text.types import GenerationRequest
 
 Event = dict[str, Any]
@@ -146,7 +147,8 @@ def test_percentiles_are_read_between_the_bounds() -> None:
 
 
 def test_of_a_watcher_who_does_not_read_only_the_last_answers_are_kept() -> None:
-    view = LiveView(Service([], Metrics(), 0, lambda _: pytest.fail("no model is made here")))
+    service = Service([], Metrics(), 0, lambda _: pytest.fail("no model is made here"))
+    view = LiveView(service, Keyring.anybody([]))
     for number in range(MAX_ENDED + 10):
         view.end_request(ActiveRequest(str(number), GenerationRequest(model=None, prompts=(), sampling={})))
 

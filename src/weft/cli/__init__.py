@@ -19,7 +19,7 @@ from weft import __version__
 from weft.errors import WeftError
 
 # Command X is `X_command` in the module X, unless MODULES names another one.
-COMMANDS = ("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service")
+COMMANDS = ("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service", "keys")
 MODULES = dict.fromkeys(("ls", "pull", "ps", "load", "unload", "cache"), "models") | {"service": "service_unit"}
 
 ABOUT = "Run language models on your own machine: alone in a crowd."

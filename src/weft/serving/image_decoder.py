@@ -4,7 +4,6 @@ A child (`image_worker.py`) gets one image at a time and answers with pixels or 
 """
 
 import asyncio
-import math
 import sys
 import threading
 from collections import OrderedDict
@@ -14,13 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from blake3 import blake3
 
 from weft.errors import EngineError, ImageProblem
 from weft.serving import image_worker
 from weft.serving.child_pool import ChildLimits, ChildLost, ChildPool
 from weft.serving.image_worker import JOB, NO_PILLOW, REFUSED, TURNED, UPRIGHT
-from weft.text.images import MAX_IMAGE_PIXELS, DecodedImage, ImageHeader, ImageSizing, sniff
+from weft.text.image_sizing import Sizing
+from weft.text.images import MAX_IMAGE_PIXELS, DecodedImage, ImageHeader, ImagePlan, sniff
 
 # Run as a script, so that nothing of weft is imported; -P: its folder has modules named like those of Python.
 COMMAND = (sys.executable, "-P", str(Path(image_worker.__file__).resolve()))
@@ -28,36 +29,37 @@ MAX_WORKERS = 2
 CACHE_BYTES = 64 << 20  # of decoded images
 MAX_SENTENCE_BYTES = 4096  # of a refusal
 
-_Key = tuple[bytes, tuple[int, int], tuple[int, int]]  # digest of a file, and its two targets
+_Key = tuple[bytes, ImagePlan, ImagePlan]  # digest of a file, and its two plans
 
 
 @dataclass(frozen=True)
 class _DecodeJob:
-    """An image to decode, and its two targets: as it is stored, and turned by a quarter; `key` is what the cache calls it."""
+    """An image to decode, and its two plans: as it is stored, and turned by a quarter; `key` is what the cache calls it."""
 
     data: bytes
     header: ImageHeader
-    upright: tuple[int, int]
-    turned: tuple[int, int]
+    upright: ImagePlan
+    turned: ImagePlan
     key: _Key
 
     @classmethod
-    def of(cls, data: bytes, sizing: ImageSizing) -> Self:
+    def of(cls, data: bytes, sizing: Sizing) -> Self:
         header = sniff(data)
-        upright = sizing.target(header.width, header.height)
-        turned = sizing.target(header.height, header.width)
+        upright = sizing.plan(header.width, header.height)
+        turned = sizing.plan(header.height, header.width)
         return cls(data, header, upright, turned, (blake3(data).digest(), upright, turned))
 
     @property
     def frame(self) -> bytes:
+        plans = msgspec.json.encode([self.upright.filter, self.upright.views, self.turned.views])
         header = self.header
-        sizes = (header.width, header.height, *self.upright, *self.turned)
-        return JOB.pack(header.format.encode(), *sizes, len(self.data)) + self.data
+        head = JOB.pack(header.format.encode(), header.width, header.height, len(plans), len(self.data))
+        return head + plans + self.data
 
     def is_expected(self, kind: bytes, length: int) -> bool:
         """Return whether a reply of this kind and length can be the answer to this job."""
         if kind in (UPRIGHT, TURNED):
-            return length == 3 * math.prod(self.upright if kind == UPRIGHT else self.turned)
+            return length == (self.upright if kind == UPRIGHT else self.turned).num_bytes
         return kind in (REFUSED, NO_PILLOW) and length <= MAX_SENTENCE_BYTES
 
 
@@ -79,7 +81,7 @@ class ImageDecoder:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="images")  # each waits for one child
         self._lock = threading.Lock()  # of `num_decoded`
 
-    async def decode(self, data: bytes, sizing: ImageSizing, max_pixels: int | None = None) -> DecodedImage:
+    async def decode(self, data: bytes, sizing: Sizing, max_pixels: int | None = None) -> DecodedImage:
         """Decode an image and resize it for a model, to at most `max_pixels`; raise ImageProblem if that can not be done."""
         job = await asyncio.to_thread(_DecodeJob.of, data, sizing.capped(max_pixels))
         if (found := self._cache.find(job.key)) is not None:
@@ -87,7 +89,7 @@ class ImageDecoder:
         self.pool.check_open()
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, job)
 
-    def decode_now(self, data: bytes, sizing: ImageSizing, max_pixels: int | None = None) -> DecodedImage:
+    def decode_now(self, data: bytes, sizing: Sizing, max_pixels: int | None = None) -> DecodedImage:
         """Decode an image like `decode`, blocking the calling thread meanwhile."""
         job = _DecodeJob.of(data, sizing.capped(max_pixels))
         if (found := self._cache.find(job.key)) is not None:
@@ -143,10 +145,10 @@ class _ImageCache:
 
     def add(self, key: _Key, image: DecodedImage) -> None:
         with self._lock:
-            if key in self._images or len(image.pixels) > self.max_bytes:
+            if key in self._images or image.num_bytes > self.max_bytes:
                 return
             self._images[key] = image
-            self._num_bytes += len(image.pixels)
+            self._num_bytes += image.num_bytes
             while self._num_bytes > self.max_bytes:
                 _, oldest = self._images.popitem(last=False)
-                self._num_bytes -= len(oldest.pixels)
+                self._num_bytes -= oldest.num_bytes

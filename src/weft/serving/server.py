@@ -78,6 +78,8 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
+    if config.keys_file is not None:  # else the end of its terminal ends the server
+        loop.add_signal_handler(signal.SIGHUP, lambda: reload_keys(service))
     await service.start(screen, on_failure=end)
     aside = [loop.create_task(watch_event_loop(service.metrics.loop_stall)), loop.create_task(keep_heap_small())]
     try:
@@ -86,6 +88,17 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
         for task in aside:
             task.cancel()
         await service.stop()
+
+
+def reload_keys(service: Service) -> None:
+    """Read the keys file again; if that fails, say why in the audit log and go on with the keys that were read before."""
+    fields = {"action": "reload keys", "subject": "-", "tenant": "-", "client": "SIGHUP", "id": "-", "outcome": "done"}
+    try:
+        service.on_hangup()
+    except WeftError as error:
+        log.log_action(fields | {"outcome": f"failed, the keys stay as they were: {error}"}, logging.ERROR)
+    else:
+        log.log_action(fields)
 
 
 def end_process_after(seconds: float) -> threading.Timer:
