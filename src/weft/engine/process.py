@@ -158,6 +158,7 @@ def bring_up(
     """Resolve and load the model, open the disk cache and build an Engine; raises ModelError. Call `blas.bind` first."""
     from weft.engine.engine import Engine
     from weft.engine.faults import Faults
+    from weft.engine.warm_up import warm_up
     from weft.memory.disk import DiskTier
     from weft.memory.disk_files import identity_of
     from weft.model.adapter import Adapter
@@ -166,8 +167,8 @@ def bring_up(
 
     device = device_in_use()
     loaded = load(resolve(settings.model, quantized=device != "cpu", progress=progress), progress=progress)
-    config = config or EngineConfig.resolve(settings, device, is_row_invariant=report.skinny)
-    adapter = Adapter(loaded, with_head="mtp" in config.speculate and config.width is None)
+    adapter = Adapter(loaded, with_head="mtp" in (settings if config is None else config).speculate)
+    config = config or EngineConfig.resolve(settings, device, is_row_invariant=adapter.is_row_invariant)
     disk = None
     if settings.cache_folder is not None and config.cache_bytes:
         progress("reading cached prefixes on disk", 0, None)
@@ -177,6 +178,9 @@ def bring_up(
         folder = Path(settings.cache_folder)
         disk = DiskTier(folder, identity_of(loaded.folder, facts, folder / "weights.json"), settings.cache_folder_bytes)
         disk.open()
+    if device == "cuda":
+        progress("warming up", 0, None)
+        warm_up(adapter, config)
     engine = Engine(adapter, config, disk=disk, faults=Faults.of_environment())
     check_memory(engine.limits.memory_tokens, adapter.weights_bytes, config.memory_bytes)
     return engine, loaded

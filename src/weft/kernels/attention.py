@@ -15,7 +15,6 @@ from weft.kernels import cpu, cuda
 from weft.memory.views import FORBIDDEN, KeyValueView, Reach, SlabHandle, StepMask, as_bias
 
 ON_CPU = mx.default_device() != mx.gpu
-ON_CUDA = not ON_CPU and not mx.metal.is_available()
 
 
 def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -48,7 +47,7 @@ def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks
 def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: float, sinks: mx.array | None) -> mx.array:
     part = reach.part
     own = view.rows_of(part, queries)
-    if ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
+    if cuda.ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
         return cuda.attend_ragged(own, *view.planes(part), reach, scale, sinks)
     if part.spread is not None:
         own = own[part.spread]

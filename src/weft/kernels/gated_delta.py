@@ -58,7 +58,7 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Drop-in for mlx-lm's function: compute gates and betas from their projections, then apply the gated delta rule."""
     is_plain = mask is None and lower_bound is None and not allow_neg_eigval
-    if _on_cuda() and key.shape[1] <= MAX_STEPS_ON_GPU and is_plain and cuda.can_step(query, value, fading, state):
+    if cuda.ON_CUDA and is_plain and cuda.can_step(query, value, fading, state):
         by_token, keeps_states = (query, key, value, fading, writing), current_notes() is not None
         output, last, states = cuda.gated_delta_steps(by_token, log_rate, bias, state, keeps_states=keeps_states)
         note_states(last, states)
@@ -290,7 +290,3 @@ def _goes_by_token() -> bool:
 
 def _on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
-
-
-def _on_cuda() -> bool:
-    return bool(mx.default_device() == mx.gpu) and not mx.metal.is_available()

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import ssm as stock
 
-from weft.kernels import cpu, modules_behind
+from weft.kernels import cpu, cuda, modules_behind
 from weft.memory.positions import current_notes, note_states
 
 
@@ -43,6 +43,8 @@ class NotingConv1d(nn.Conv1d):  # type: ignore[misc]
     def __call__(self, x: mx.array) -> mx.array:
         if (notes := current_notes()) is not None:
             notes.note_convolution(x)
+        if cuda.ON_CUDA and cuda.can_convolve(x, self):
+            return cuda.convolve(x, self["weight"])
         return super().__call__(x)  # type: ignore[no-any-return]
 
 

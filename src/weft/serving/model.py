@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -38,7 +39,9 @@ class ServerScreen(Protocol):
 class ServedModel:
     """A served model: its name and state, the supervisor of its engine process, its text codec and its queue."""
 
-    def __init__(self, name: str, supervisor: Supervisor, late_system: LateSystem = "fold") -> None:
+    def __init__(
+        self, name: str, supervisor: Supervisor, late_system: LateSystem = "fold", *, parse_special: bool = False
+    ) -> None:
         self.name = name  # the fallback's, where that is served
         self.supervisor = supervisor
         self.codec: Codec | None = None
@@ -49,7 +52,7 @@ class ServedModel:
         self.needed_bytes = 0  # to load it, where that was computed
         self.queue = RequestQueue()
         self.processes = TextProcesses()  # for the chat template, and for answers that are checked by schemas
-        self._late_system = late_system
+        self._make_text_codec = partial(Codec, late_system=late_system, runner=self.processes, parse_special=parse_special)
         self._counted_drafts = DraftTotals()  # those that are in the metrics
         self._folder: str | None = None  # of which the codec was made
         self.settled = asyncio.Event()  # it answers, or never will
@@ -71,7 +74,7 @@ class ServedModel:
         if ready.folder == self._folder:  # the same model in another process
             return
         try:
-            self.codec = await asyncio.to_thread(Codec, Path(ready.folder), self._late_system, self.processes)
+            self.codec = await asyncio.to_thread(self._make_text_codec, Path(ready.folder))
             self.name, self._folder = ready.model, ready.folder
         except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
             is_known = isinstance(error, WeftError)

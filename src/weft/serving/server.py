@@ -124,7 +124,8 @@ def make_service(config: ServerConfig) -> Service:
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
     def make(name: str, fallback: str | None = None) -> ServedModel:
-        return ServedModel(name, Supervisor(config.engine_settings(name, fallback), config.hang_seconds), config.late_system)
+        supervisor = Supervisor(config.engine_settings(name, fallback), config.hang_seconds)
+        return ServedModel(name, supervisor, config.late_system, parse_special=config.parse_special)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 
