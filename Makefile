@@ -101,7 +101,7 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/na
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --build-constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 clean:

@@ -215,6 +215,21 @@ GUARDS = [
         "tests/oracle/test_cut_is_whole.py::test_no_cut_changes_a_bit[nemotron_h]",
         "Mamba layers take a prompt token by token", "R018 R063",
     ),
+    # Operations of our own on a CPU.
+    Guard(
+        "layers-are-tried", "kernels/blocks.py",
+        "        if all(mx.array_equal(one, other) for one, other in zip(trial(layer), right, strict=True)):\n",
+        "        if True:\n",
+        "tests/kernels/test_blocks.py::test_a_layer_that_computes_something_else_keeps_its_own_code",
+        "a layer is replaced only where a trial gives the same bits", "R018",
+    ),
+    Guard(
+        "another-mlx", "kernels/primitives.py",
+        '    if built_for != (installed := importlib.metadata.version("mlx")):\n',
+        '    if False and (installed := ""):\n',
+        "tests/kernels/test_primitives.py::test_operations_built_for_another_mlx_are_not_used",
+        "compiled operations run with the mlx they were built for only", "R018",
+    ),
     Guard(
         "no-token-alone", "engine/scheduler.py",
         "            end = last if end == last - 1 else end\n",

@@ -74,9 +74,9 @@ def default_threads() -> int:
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
 
 
-def compiled_library() -> Path | None:
-    """Return the path of weft's own BLAS library; None if it was not compiled when weft was installed."""
-    candidates = (Path(__file__).with_name(f"_blas{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+def compiled_library(name: str = "_blas") -> Path | None:
+    """Return the path of weft's own BLAS, or of its operations for MLX (`_primitives`); None if not compiled at install."""
+    candidates = (Path(__file__).with_name(f"{name}{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.exists()), None)
 
 

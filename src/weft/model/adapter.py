@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from weft.errors import UnsupportedModel
 from weft.kernels import cpu, cuda
 from weft.kernels.attention import seam_over
+from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_layers import bind as bind_cuda
 from weft.kernels.gated_delta import bind as bind_gated_delta
@@ -93,6 +94,7 @@ class Adapter:
         # Whether the numbers of a row are the same in a batch of any size.
         self.is_row_invariant = bind_cuda(loaded.model) if cuda.ON_CUDA else cpu.is_bound(mx.float32)
         _bind_seam(loaded.model)
+        self.fused_layers = bind_blocks(loaded.model)
         self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
         self._examine(way)
         if self.head is not None and self.step_tokens == 1:
