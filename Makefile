@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak tools exact-gpu bench-gpu serve-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam tools exact-gpu bench-gpu serve-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -77,6 +77,10 @@ compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.c
 
 soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds
 	$(BIN)/python tests/soak.py $(MINUTES)
+
+redteam: MINUTES = 10
+redteam: $(READY)  ## MINUTES=10 of attacks beside eight ordinary streams, then schemathesis on every operation
+	$(BIN)/python tests/redteam.py $(MINUTES)
 
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 10
 	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py

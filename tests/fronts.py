@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from asking import Asked
 from waiting import until
 from weft.api.app import make_app
 from weft.config import EngineSettings, ServerConfig
 from weft.metrics import Metrics
+from weft.serving.connections import make_http_server
 from weft.serving.engine_process import Supervisor
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
@@ -82,7 +81,7 @@ def front(
     service, screen = Service([make(name) for name in engines], Metrics(), config.max_queue, make), Quiet()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(make_app(service, config), log_config=None, access_log=False, lifespan="off"))
+    server = make_http_server(make_app(service, config), config)
 
     async def run() -> None:
         await service.start(screen, on_failure=lambda: None)

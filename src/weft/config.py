@@ -135,6 +135,18 @@ class ServerConfig:
     """The longest request body."""
     body_seconds: float = 30.0
     """How long a request body may take to come in."""
+    header_seconds: float = 10.0
+    """How long the head of a request may take to come in; a new connection that says nothing for so long is closed."""
+    stall_seconds: float = 60.0
+    """How long a client may leave unread what it was sent before it is dropped."""
+    max_connections: int = 4096
+    """Connections at the same time; some of the open files allowed to the process are always kept for engines."""
+    max_connections_per_address: int = 1024
+    """Connections at the same time from one address. A proxy is one address."""
+    tls_cert: str | None = None
+    """Speak HTTPS with this certificate, a PEM file with its whole chain."""
+    tls_key: str | None = None
+    """The certificate's private key, a PEM file."""
     request_timeout: float | None = None
     """Seconds after which a request that is not finished ends with an error."""
     heartbeat_seconds: float = 10.0
@@ -184,6 +196,7 @@ class ServerConfig:
             raise WeftError("an API key is empty; give one with characters in it, or none")
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
+        least |= {"header_seconds": 0.1, "stall_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
         least |= {"memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
         least |= {"requests_per_minute": 1, "tokens_per_minute": 1}
         for name, low in least.items():
@@ -191,6 +204,8 @@ class ServerConfig:
             if value is not None and not low <= value < math.inf:
                 raise WeftError(f"{name} {value} must be at least {low}")
         read_draft_sources(self.speculate)
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise WeftError("tls_cert and tls_key belong together: give both files for HTTPS, or neither for HTTP")
         for name, what in (("cache_dir", "folder"), ("keys_file", "file")):
             if getattr(self, name) == "":
                 raise WeftError(f"{name} is empty; name a {what}, or leave it out")

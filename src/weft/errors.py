@@ -25,6 +25,10 @@ class TemplateFailed(InvalidRequest):
     """The model's chat template raises an error for the messages, or leaves one of them out of the prompt."""
 
 
+class TemplateTooCostly(InvalidRequest):
+    """The model's chat template takes more time or memory, or writes more text, than is allowed."""
+
+
 class GrammarRejected(InvalidRequest):
     """The engine can not compile or enforce a JSON schema, regex or other grammar; the error text says why."""
 

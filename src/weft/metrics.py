@@ -14,6 +14,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 _WAITS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2.5, 10)
 _WHOLES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
+_STALLS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2.5, 5, 10, 30)
 _VLLM_LABELS = {"model": "model_name", "finish": "finished_reason"}
 
 Instrument = TypeVar("Instrument", bound=Collector)
@@ -64,6 +65,10 @@ class Metrics(Collector):
         placed = ("Draft tokens that were accepted, by place in the draft.", "spec_decode_num_accepted_tokens_per_pos")
         self._accepted_at = add(Counter, f"{spec}_accepted_tokens_per_pos_total", *placed, labels=("model", "position"))
         self._http = add(Counter, "weft_http_requests_total", "HTTP responses by status.", labels=("status",))
+        stalls = partial(Histogram, buckets=_STALLS)
+        self._stalls = add(
+            stalls, "weft_event_loop_stall_seconds", "How late the front's event loop was, every 50 ms.", labels=()
+        )
 
     def finished(self, record: RequestRecord) -> None:
         """Record one finished request in counters and histograms; values that are None in its record are not observed."""
@@ -141,6 +146,9 @@ class Metrics(Collector):
 
     def http(self, status: int) -> None:
         self._http.labels(str(status)).inc()
+
+    def loop_stall(self, seconds: float) -> None:
+        self._stalls.observe(seconds)
 
     def render(self) -> bytes:
         return generate_latest(self)

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from weft.api.http import LARGE_BYTES, MAX_BRACKETS, MAX_DEPTH, Disconnected, read_json
+from weft.api.http import LARGE_BYTES, Disconnected, read_json
 from weft.api.problems import BorderError, status_of
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
+from weft.ipc.limits import MAX_BODY_BRACKETS, MAX_BODY_COMMAS, MAX_BODY_DEPTH
 
 
 class Sent:
@@ -161,16 +162,16 @@ def nested_objects(levels: int) -> bytes:
 
 @pytest.mark.parametrize("nested", [nested_lists, nested_objects])
 def test_nesting_is_allowed_up_to_the_limit(nested: Callable[[int], bytes]) -> None:
-    assert Sent(nested(MAX_DEPTH)).read().keys() == {"a"}
+    assert Sent(nested(MAX_BODY_DEPTH)).read().keys() == {"a"}
 
 
 @pytest.mark.parametrize("nested", [nested_lists, nested_objects])
-@pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 900, 10_000, MAX_BRACKETS])
+@pytest.mark.parametrize("levels", [MAX_BODY_DEPTH + 1, 900, 10_000, MAX_BODY_BRACKETS])
 def test_deeper_nesting_is_a_400_however_deep(nested: Callable[[int], bytes], levels: int) -> None:
     error = refusal(Sent(nested(levels)))
 
     assert status_of(error) == 400
-    assert f"more than {MAX_DEPTH} levels" in str(error)
+    assert f"more than {MAX_BODY_DEPTH} levels" in str(error)
 
 
 def test_a_million_brackets_are_refused_before_they_are_parsed() -> None:
@@ -178,3 +179,9 @@ def test_a_million_brackets_are_refused_before_they_are_parsed() -> None:
 
     assert status_of(error) == 400
     assert "1000000 opening brackets" in str(error)
+
+
+def test_more_values_than_can_be_decoded_at_once_are_refused_by_their_number() -> None:
+    error = refusal(Sent(b'{"prompt":[' + b"1," * (MAX_BODY_COMMAS + 1) + b"1]}"))
+
+    assert f"at most {MAX_BODY_COMMAS} are allowed" in str(error)

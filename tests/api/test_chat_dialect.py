@@ -595,7 +595,7 @@ def test_unknown_fields_are_told_and_unknown_nulls_are_not() -> None:
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "got `int`"),
         ({"stop": ""}, "stop", "length >= 1"),
         ({"stop": ["a", ""]}, "stop[1]", "length >= 1"),
-        ({"stop": ["a"] * 17}, "stop", "length <= 16"),
+        ({"stop": ["a"] * 33}, "stop", "length <= 32"),
         ({"n": 0}, "n", ">= 1"),
         ({"n": 129}, "n", "<= 128"),
         ({"presence_penalty": 2.5}, "presence_penalty", "<= 2.0"),

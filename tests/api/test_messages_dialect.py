@@ -20,6 +20,7 @@ from dialect_kit import whole as body_of
 from weft.api.anthropic.request import translate, translate_count
 from weft.api.dialect import BUDGET_NAMES, ParsedRequest, request_ids
 from weft.errors import ContextTooLong, EngineDied, QueueFull, UnsupportedParameter
+from weft.ipc.limits import MAX_STOP_CHARACTERS, MAX_STOPS
 from weft.text.types import (
     CallArguments,
     CallClosed,
@@ -516,3 +517,11 @@ def test_drafts_can_be_switched_off() -> None:
     assert [asked(speculate=value).generation.speculate for value in (None, True, False)] == [True, True, False]
     assert asked(speculate=False).ignored == ()
     assert refused(asked, speculate=0).param == "speculate"
+
+
+@pytest.mark.parametrize(("given", "param"), [(["a"] * (MAX_STOPS + 1), ""), (["a", "b" * (MAX_STOP_CHARACTERS + 1)], "[1]")])
+def test_stop_sequences_are_bounded_in_number_and_length(given: list[str], param: str) -> None:
+    error = refused(asked, stop_sequences=given)
+
+    assert error.param == f"stop_sequences{param}"
+    assert "length <=" in str(error)

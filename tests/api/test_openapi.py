@@ -110,7 +110,7 @@ def test_every_reference_leads_somewhere_and_every_schema_is_one() -> None:
         ({"n": 129}, False),
         ({"n": True}, False),
         ({"stop": ""}, False),
-        ({"stop": ["a"] * 17}, False),
+        ({"stop": ["a"] * 33}, False),
         ({"logit_bias": {"a": 1}}, False),
         ({"logit_bias": {"1": 101}}, False),
         ({"presence_penalty": -3}, False),

@@ -335,6 +335,7 @@ def test_a_resumed_request_that_can_not_be_replayed_fails_alone(adapter: Adapter
     for number in (0, 1):
         assert [event.finish for event in events[number]] == ["error"]
         assert "the grammar can not go on" in (events[number][0].error or "")
+        assert events[number][0].is_refused
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(TOKENIZER.decode(tokens_of(events[2]))))
     assert len(compiler._cache) == 0  # what broke it may be in the lexer that later requests would share
 

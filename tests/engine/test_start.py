@@ -133,3 +133,12 @@ def test_without_a_fallback_the_failure_is_the_models_own(tmp_path: Path) -> Non
 
     with pytest.raises(ModelError, match="no-such-model"):
         bring_up_or_fallback(EngineSettings(model=str(tmp_path / "no-such-model")), blas.bind(), ignore)
+
+
+def test_an_engine_without_memory_for_a_request_does_not_start() -> None:
+    from weft.engine.process import MIN_ROW_TOKENS, check_memory
+
+    check_memory(None, 100, None)
+    check_memory(MIN_ROW_TOKENS, 100, 200)
+    with pytest.raises(ModelError, match=r"weights take 100 bytes, and of the 50 bytes allowed too few .* --memory"):
+        check_memory(MIN_ROW_TOKENS - 1, 100, 50)

@@ -123,6 +123,40 @@ def test_a_grammar_that_gives_up_after_its_first_token_is_refused() -> None:
             assert isinstance(tried(attack), InvalidRequest), attack.name
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: s\ns: s s | "a" | "b" | " "',
+        "start: s\ns: s s s | s s | /[a-z ]/",
+        'start: a*\na: b | c\nb: "x" | "x" b\nc: "x" | "x" c',
+    ],
+    ids=["pairs", "triples", "two ways"],
+)
+def test_a_grammar_that_reads_a_text_in_every_way_is_refused_when_it_is_compiled(text: str) -> None:
+    with pytest.raises(GrammarRejected, match=r"items; max is 150.*it is too complex"):
+        compiled(schema.lark_grammar(text, PLACE))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'start: r\nr: "x" r | "x"',
+        'start: list\nlist: item "," list | item\nitem: /[a-z]/ | "(" list ")"',
+        'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/',
+        'root ::= item ("," root)?\nitem ::= [a-z]+ ws\nws ::= (" " ws)?',
+    ],
+    ids=["right recursion", "list", "expression", "gbnf"],
+)
+def test_a_grammar_that_names_itself_last_is_taken_for_long_answers(text: str) -> None:
+    matcher, rng = compiled(schema.lark_grammar(text, PLACE)), np.random.default_rng(0)
+    for _ in range(200):
+        mask = matcher.mask()
+        mask[END] = False
+        matcher.accept(int(rng.choice(np.flatnonzero(mask))))
+
+    assert not matcher.error
+
+
 def test_a_text_that_compiles_for_seconds_is_refused_by_its_size() -> None:
     long = "x" * (MAX_TEXT + 1)
     for ask in (
@@ -164,10 +198,10 @@ def test_other_threads_run_while_a_grammar_compiles() -> None:
 
 
 class Endless(Compiler):
-    """Compiles until its thread has the lowest priority there is."""
+    """Compiles until its thread has a low priority."""
 
     def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
-        while os.sched_getscheduler(0) != os.SCHED_IDLE:
+        while os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0:
             sum(range(1_000))
         return Constraint(None, None)
 

@@ -11,7 +11,12 @@ import pytest
 
 from fronts import Front, front
 from waiting import until
-from weft.api.live import percentiles
+from weft.api.live import MAX_ENDED, LiveView, percentiles
+from weft.metrics import Metrics
+from weft.serving.active_request import ActiveRequest
+from weft.serving.service import Service
+from weft.serving.tenants import Keyring
+from weft.text.types import GenerationRequest
 
 Event = dict[str, Any]
 
@@ -139,3 +144,13 @@ def test_percentiles_are_read_between_the_bounds() -> None:
     assert found["p50"] == pytest.approx(0.01)
     assert 0.019 < found["p95"] < 0.02
     assert found["p99"] == 0.02  # beyond the last bound nothing is known
+
+
+def test_of_a_watcher_who_does_not_read_only_the_last_answers_are_kept() -> None:
+    service = Service([], Metrics(), 0, lambda _: pytest.fail("no model is made here"))
+    view = LiveView(service, Keyring.anybody([]))
+    for number in range(MAX_ENDED + 10):
+        view.end_request(ActiveRequest(str(number), GenerationRequest(model=None, prompts=(), sampling={})))
+
+    assert [one.id for one in view._ended] == [str(number) for number in range(10, MAX_ENDED + 10)]
+    assert view._num_missed == 10

@@ -199,9 +199,9 @@ def test_the_last_model_may_go_and_another_come(folder: str) -> None:
         loaded(server, folder)
         answer = server.post(COMPLETIONS, {"prompt": TEXT})
 
-    assert {path: reply.status_code for path, reply in told.items()} == dict.fromkeys(told, 200)
+    assert {path: reply.status_code for path, reply in told.items()} == {**dict.fromkeys(told, 200), "/health": 503}
     assert told["/v1/models"].json()["data"] == event["models"] == []
-    assert told["/health"].json() == {"status": "ready", "models": {}}
+    assert told["/health"].json() == {"status": "empty", "models": {}}
     assert [reply.status_code for reply in refused] == [404] * 3
     assert "loaded: none" in refused[0].text
     assert not has_failed  # the server goes on, and ends with status 0

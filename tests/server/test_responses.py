@@ -277,6 +277,16 @@ def test_tools_that_are_not_to_be_had_are_told_in_a_header(client: openai.OpenAI
     assert reply.parse().output[-1].type == "function_call"
 
 
+def test_a_request_id_that_comes_again_overwrites_no_stored_response(client: openai.OpenAI) -> None:
+    same: dict[str, Any] = {"extra_headers": {"x-request-id": "twice"}, "max_output_tokens": 2, **GREEDY, **QUIET}
+    first = client.responses.create(input="The first", **same)
+    second = client.responses.create(input="The second", **same)
+    items = [client.responses.input_items.list(one.id).data[0] for one in (first, second)]
+
+    assert first.id != second.id
+    assert [one.content[0].text for one in items] == ["The first", "The second"]  # type: ignore[union-attr]
+
+
 def test_a_response_in_the_making_can_be_cancelled(server: Server, client: openai.OpenAI) -> None:
     endless: dict[str, Any] = {"input": "Tell me a story." + ENDLESS_WORD, "extra_body": {"ignore_eos": True}, **GREEDY, **QUIET}
     stream = client.responses.create(stream=True, **endless)

@@ -18,7 +18,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from image_files import BLUE, ODD, RED, REFUSED, SIZING, encoded, noise, oriented, png, resized, rows
 from weft.errors import EngineError, ImageProblem, ServerStopping
-from weft.serving.image_decoder import COMMAND, DecodeLimits, ImageDecoder
+from weft.serving.child_pool import ChildLimits
+from weft.serving.image_decoder import COMMAND, ImageDecoder
 from weft.text.image_sizing import ImageSizing
 from weft.text.images import DecodedImage
 
@@ -118,7 +119,7 @@ def test_an_image_is_turned_as_it_is_shown(decoder: ImageDecoder, orientation: i
 def test_one_child_survives_all_hostile_files(make: Callable[..., ImageDecoder]) -> None:
     decoder = make(cache_bytes=0)
     decodes(decoder)
-    pids = decoder.pids
+    pids = decoder.pool.pids
     for _, data, _ in [*REFUSED, *ODD]:
         try:
             decoder.decode_now(data, SIZING)
@@ -126,7 +127,7 @@ def test_one_child_survives_all_hostile_files(make: Callable[..., ImageDecoder])
             continue
 
     assert decodes(decoder)
-    assert decoder.pids == pids
+    assert decoder.pool.pids == pids
 
 
 def test_an_image_is_made_no_larger_than_a_request_allows(decoder: ImageDecoder) -> None:
@@ -140,16 +141,16 @@ def test_no_child_is_started_before_the_first_image_that_passes_the_checks(make:
     with pytest.raises(ImageProblem):
         decoder.decode_now(png(50_000, 50_000), SIZING)
 
-    assert decoder.pids == []
+    assert decoder.pool.pids == []
 
 
 async def stuck(decoder: ImageDecoder, data: bytes) -> tuple[int, asyncio.Task[DecodedImage]]:
     """Give a file to a child that was stopped; return the child's process id and the task that waits for it."""
     await decoder.decode(encoded(noise(8, 8), "PNG"), SIZING)
-    (pid,) = decoder.pids
+    (pid,) = decoder.pool.pids
     os.kill(pid, signal.SIGSTOP)
     task = asyncio.create_task(decoder.decode(data, SIZING))
-    while not decoder.is_busy:
+    while not decoder.pool.is_busy:
         await asyncio.sleep(0)
     return pid, task
 
@@ -170,7 +171,7 @@ def test_a_child_that_is_killed_in_mid_job_costs_that_image_only(make: Callable[
     assert isinstance(right, DecodedImage)
     assert right.frames[0].pixels == resized(other)
     assert decodes(decoder)
-    assert pid not in decoder.pids
+    assert pid not in decoder.pool.pids
 
 
 def test_the_event_loop_goes_on_while_a_child_is_stuck(make: Callable[..., ImageDecoder]) -> None:
@@ -185,12 +186,12 @@ def test_the_event_loop_goes_on_while_a_child_is_stuck(make: Callable[..., Image
 def test_a_child_that_died_between_two_images_costs_none(make: Callable[..., ImageDecoder]) -> None:
     decoder = make()
     decodes(decoder, noise(8, 8))
-    (before,) = decoder.pids
+    (before,) = decoder.pool.pids
     os.kill(before, signal.SIGKILL)
-    next(iter(decoder._children)).process.wait()
+    next(iter(decoder.pool._children)).process.wait()
 
     assert decodes(decoder)
-    assert decoder.pids != [before]
+    assert decoder.pool.pids != [before]
 
 
 FIRST_TIME = """
@@ -205,22 +206,22 @@ worker.resize = first_time
 @pytest.mark.parametrize(
     ("action", "limits", "words"),
     [
-        ("time.sleep(1e6)", DecodeLimits(seconds=0), "took too long"),
-        ("while True: pass", DecodeLimits(cpu_seconds=1), "computed too long"),
-        ("os.abort()", DecodeLimits(), "ended, status -6"),
-        ("os._exit(0)", DecodeLimits(), "ended, status 0"),
-        ('return b"=", b"too few pixels"', DecodeLimits(), "answered nonsense"),
-        ('return b"=", bytes(1 << 24)', DecodeLimits(), "answered nonsense"),
-        ('return b"!", bytes(1 << 24)', DecodeLimits(), "answered nonsense"),
-        ('return b"x", b""', DecodeLimits(), "answered nonsense"),
+        ("time.sleep(1e6)", ChildLimits(seconds=0), "took too long"),
+        ("while True: pass", ChildLimits(cpu_seconds=1), "computed too long"),
+        ("os.abort()", ChildLimits(), "ended, status -6"),
+        ("os._exit(0)", ChildLimits(), "ended, status 0"),
+        ('return b"=", b"too few pixels"', ChildLimits(), "answered nonsense"),
+        ('return b"=", bytes(1 << 24)', ChildLimits(), "answered nonsense"),
+        ('return b"!", bytes(1 << 24)', ChildLimits(), "answered nonsense"),
+        ('return b"x", b""', ChildLimits(), "answered nonsense"),
     ],
 )
-def test_a_child_that_fails_is_replaced(make: Callable[..., ImageDecoder], action: str, limits: DecodeLimits, words: str) -> None:
+def test_a_child_that_fails_is_replaced(make: Callable[..., ImageDecoder], action: str, limits: ChildLimits, words: str) -> None:
     decoder = make(command=fake_worker(FIRST_TIME.format(action=action)), limits=limits)
     with pytest.raises(ImageProblem, match=r"could not be decoded within .*: send a smaller one") as caught:
         decoder.decode_now(encoded(noise(8, 8), "PNG"), SIZING)
-    was_empty = decoder.pids == []
-    decoder.limits = DecodeLimits()
+    was_empty = decoder.pool.pids == []
+    decoder.pool.limits = ChildLimits()
 
     assert words in str(caught.value)
     assert was_empty
@@ -228,7 +229,7 @@ def test_a_child_that_fails_is_replaced(make: Callable[..., ImageDecoder], actio
 
 
 def test_an_image_that_needs_more_memory_than_a_child_has_is_refused(make: Callable[..., ImageDecoder]) -> None:
-    decoder = make(limits=DecodeLimits(memory_bytes=120 << 20))
+    decoder = make(limits=ChildLimits(memory_bytes=120 << 20))
     large = png(6000, 6000, rows(6000, bytes(6000)), colour=0)
     with pytest.raises(ImageProblem, match="needs too much memory: send a smaller one"):
         decoder.decode_now(large, SIZING)
@@ -292,7 +293,7 @@ def test_eight_images_at_once_are_decoded_as_each_alone(make: Callable[..., Imag
         return await asyncio.gather(*(together.decode(data, SIZING) for data in files))
 
     assert asyncio.run(story()) == [alone.decode_now(data, SIZING) for data in files]
-    assert len(together.pids) <= num_workers
+    assert len(together.pool.pids) <= num_workers
 
 
 def test_an_image_that_was_decoded_is_not_decoded_again(make: Callable[..., ImageDecoder]) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.text.stop_strings import StopFinder, overlap
+from weft.ipc.limits import MAX_STOP_CHARACTERS, MAX_STOPS
+from weft.text.stop_strings import StopFinder, StopMachine, overlap
 
 LETTERS = st.text("ab\n", max_size=12)
 STOPS = st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4)
@@ -90,3 +91,20 @@ def test_the_overlap_is_the_longest_and_never_the_whole() -> None:
     assert overlap("xaa", "aab") == 2
     assert overlap("aab", "aab") == 0
     assert overlap("", "aab") == 0
+
+
+def test_a_letter_is_one_step_however_many_stops_there_are_and_however_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, step = [], StopMachine.step
+    monkeypatch.setattr(StopMachine, "step", lambda *given: steps.append(given) or step(*given))
+    finder = StopFinder(tuple("a" * (MAX_STOP_CHARACTERS - 1) + chr(ord("b") + index) for index in range(MAX_STOPS)))
+    steps.clear()
+
+    finder.feed("a" * 1000)
+
+    assert len(steps) == 1000
+
+
+def test_no_search_has_more_states_than_all_allowed_stops_have_letters() -> None:
+    machine = StopMachine(tuple(f"{index:03d}" + "x" * (MAX_STOP_CHARACTERS - 3) for index in range(MAX_STOPS)))
+
+    assert len(machine.edges) <= MAX_STOPS * MAX_STOP_CHARACTERS + 1

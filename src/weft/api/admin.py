@@ -14,13 +14,14 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.api.access import note_action, require_admin, tenant_of
-from weft.api.dialect import Body, SomeText, convert, pick_fields, request_ids, reused_fields
+from weft.api.dialect import Body, Label, SomeLabel, convert, pick_fields, request_ids, reused_fields
 from weft.api.http import json_response, read_json
 from weft.api.openai.chat import ChatMessage, read_messages
 from weft.api.openai.request import TokenId
 from weft.api.problems import BorderError
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest
+from weft.ipc.limits import MAX_MESSAGES, MAX_TOKEN_IDS
 from weft.ipc.messages import Prefixes
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
@@ -39,28 +40,28 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     prompt: str | None = None
     content: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
-    model: str | None = None
+    model: Label | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of POST /detokenize: the token ids to decode to text."""
 
-    tokens: list[TokenId]
-    model: str | None = None
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKEN_IDS)]
+    model: Label | None = None
 
 
 class ClearRequest(msgspec.Struct, kw_only=True):
     """The optional body of POST /v1/cache/clear: the model whose prefix cache is cleared; absent: all models."""
 
-    model: str | None = None
+    model: Label | None = None
 
 
 class UnloadRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/models/unload. The name is required: unloading cancels requests that do not finish in time."""
 
-    model: SomeText
+    model: SomeLabel
 
 
 class LoadRequest(UnloadRequest, kw_only=True):
@@ -80,11 +81,12 @@ class Admin:
     started: float = field(default_factory=time.time)
 
     async def health(self, request: Request) -> Response:
-        """Respond 503 if the server is stopping or a model given at start is loading, failed or sick, else 200; list models."""
+        """Respond 503 if the server is stopping, no model is there, or one given at start is not ready, else 200; list models."""
         models = {model.name: visible_condition(model, tenant_of(request)) for model in self.service.models}
         states = {condition_of(model)["status"] for model in self.service.models if not model.is_guest}
         states |= {"stopping"} if self.service.is_stopping else set()
-        status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
+        states |= set() if models else {"empty"}
+        status = next((state for state in ("failed", "stopping", "sick", "loading", "empty") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
         return json_response({"status": status, "models": models}, code, headers)
 
@@ -198,13 +200,18 @@ class Admin:
     async def tokenize(self, request: Request) -> Response:
         given = await self._read(request, TokenizeRequest)
         codec, ready = self.service.find(given.model).require()
-        if given.messages is not None:
-            ids = (await asyncio.to_thread(codec.encode, Conversation(read_messages(given.messages)))).ids
-        elif (text := given.prompt if given.prompt is not None else given.content) is not None:
-            special = given.add_special_tokens is not False
-            ids = await asyncio.to_thread(codec.tokenizer.encode, text, add_special_tokens=special)
-        else:
+        text = given.prompt if given.prompt is not None else given.content
+        if given.messages is None and text is None:
             raise InvalidRequest("give a prompt, a content or messages to tokenize", "prompt")
+        check = codec.length_check(ready.limits.context_length)
+
+        def encode() -> list[int]:
+            if given.messages is not None:
+                return codec.encode(Conversation(read_messages(given.messages)), check=check).ids
+            check.check(text or "")
+            return codec.tokenizer.encode(text or "", add_special_tokens=given.add_special_tokens is not False)
+
+        ids = await self.service.lanes.run(request.state.body_bytes, encode)
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -23,7 +24,7 @@ from weft.api.access import tenant_of
 from weft.api.admin import Admin
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, pick_fields
-from weft.api.http import STREAM_HEADERS, Deadline, Disconnected, Guard, Page, json_response, read_json, until_gone
+from weft.api.http import STREAM_HEADERS, Deadline, Disconnected, Guard, Page, json_response, make_unique, read_json, until_gone
 from weft.api.live import LiveEvents
 from weft.api.openai import chat, completions, responses
 from weft.api.openai.response_store import StoredResponses
@@ -127,6 +128,8 @@ class GeneratingEndpoint:
     async def handle(self, request: Request) -> Any:
         """Parse the body, start generation, and return a stream or a whole reply; errors are logged, then raised to `Guard`."""
         account, request_id = RequestAccount(request, self.dialect, self.service, self.limiter), request.state.request_id
+        # A stored response is found by its id, and a client may send the same x-request-id twice.
+        reply_id = request_id if self.recall is None else make_unique(request_id, request.headers)
         try:
             deadline = Deadline.of(request.headers, self.config.request_timeout)
             self.limiter.take_request(tenant_of(request))
@@ -138,7 +141,7 @@ class GeneratingEndpoint:
             def make_reply(sampling: Sampling | None = None) -> Reply:
                 ready = next((one.ready for one in self.service.models), None)
                 fingerprint = ready.versions if ready is not None else "weft"
-                return parsed.reply(ReplyHeader(request_id, int(time.time()), model.name, fingerprint, sampling))
+                return parsed.reply(ReplyHeader(reply_id, int(time.time()), model.name, fingerprint, sampling))
 
             if not parsed.generation.prompts:  # the client wants the model loaded and nothing else
                 await deadline.hold(model.settled.wait())
@@ -147,6 +150,7 @@ class GeneratingEndpoint:
                 return json_response(make_reply().make_body(), headers=headers)
             active = account.active = ActiveRequest(request_id, parsed.generation, may_wait=parsed.stream)
             parts = self.service.generate(active, self.config.heartbeat_seconds if parsed.stream else SILENCE_SECONDS)
+            watch = asyncio.create_task(_abandon_when_gone(active, request.receive, deadline))
             try:
                 await deadline.hold(anext(parts))
             except ContextTooLong as error:
@@ -155,6 +159,8 @@ class GeneratingEndpoint:
                 account.close(error)
                 reply = make_reply()
                 return Response(reply.frame_opening() + reply.frame_error(error), headers=headers, media_type=parsed.media_type)
+            finally:
+                watch.cancel()
             account.charge()
             headers |= self.limiter.headers(tenant_of(request))
             reply = make_reply(active.sampling)
@@ -171,8 +177,9 @@ class GeneratingEndpoint:
         body = await read_json(request, self.config)
         tenant = tenant_of(request)
         past = {} if self.recall is None else {"past": await self.recall(body, tenant.owner)}
-        is_large = self.recall is not None or int(request.headers.get("content-length") or 0) > LARGE_BODY_BYTES
-        parsed = await asyncio.to_thread(self.translate, body, **past) if is_large else self.translate(body)
+        is_large = self.recall is not None or request.state.body_bytes > LARGE_BODY_BYTES
+        translate = partial(self.translate, body, **past)
+        parsed = await self.service.lanes.run(request.state.body_bytes, translate) if is_large else translate()
         session = parsed.generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
         generation = replace(parsed.generation, dialect=self.dialect, session=session, **_whose(tenant, session))
         if tenant.id and tenant.is_admin:  # an admin's priority counts among all tenants

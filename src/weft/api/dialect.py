@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.errors import InvalidRequest, UnsupportedParameter
-from weft.ipc.limits import Sampling
+from weft.ipc.limits import MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS, Sampling
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import CallArguments, Delta, Effort, Finish, GenerationRequest, Reasoning, Role, Text, Usage
 
@@ -29,7 +29,11 @@ CONSTRAINING = frozenset("budget schema grammar guided regex choice format stop 
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 
 SomeText = Annotated[str, Meta(min_length=1)]
-Texts = SomeText | Annotated[list[SomeText], Meta(max_length=16)]
+Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARACTERS)]
+SomeLabel = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARACTERS)]
+Entries = Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)]
+StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -247,9 +251,12 @@ def kept_tokens(usage: Usage) -> int:
 
 
 def request_ids(given: str) -> Iterator[str]:
-    """Yield the request ids that a client's id may mean: the id itself, and the id without a prefix such as `chatcmpl-`."""
+    """Yield the request ids that a client's id may mean: the id itself, and without its prefix and the letters made unique."""
     yield given
-    yield from (given.removeprefix(prefix) for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_") if given.startswith(prefix))
+    for prefix in ("chatcmpl-", "cmpl-", "msg_", "resp_"):
+        if given.startswith(prefix):
+            plain = given.removeprefix(prefix)
+            yield from dict.fromkeys((plain, re.sub(r"\.[0-9a-f]{8}\Z", "", plain)))
 
 
 def seal(reasoning: str) -> str:

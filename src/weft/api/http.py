@@ -22,14 +22,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.api.problems import BorderError, problem, status_of
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest, RequestTimedOut
+from weft.ipc.limits import MAX_BODY_BRACKETS, MAX_BODY_COMMAS, MAX_BODY_DEPTH
 from weft.serving.tenants import Keyring, Tenant
 
 log = logging.getLogger("weft.api")
 
-MAX_DEPTH = 100  # schemas of tools nest some thirty levels; what walks over them recursively has a thousand frames
-TOO_DEEP = f"The body's JSON is nested more than {MAX_DEPTH} levels deep."
-MAX_BRACKETS = 500_000  # 16 MiB of "[]" keep the event loop busy for seconds; source code of that size has fewer
-LARGE_BYTES = 2**20
+TOO_DEEP = f"The body's JSON is nested more than {MAX_BODY_DEPTH} levels deep."
+LARGE_BYTES = 2**16  # a body of more is decoded and checked in a thread: half a megabyte of numbers takes 50 ms
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # proxies would keep events back
 TIMEOUT_HEADER = "x-request-timeout"
@@ -51,6 +50,11 @@ Outcome = TypeVar("Outcome")
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Make a response whose body is this value as JSON."""
     return Response(msgspec.json.encode(value), status, headers, "application/json")
+
+
+def make_unique(request_id: str, headers: Headers) -> str:
+    """Return a request's id, with random letters behind a dot if the client chose it: `request_ids` leaves them out again."""
+    return f"{request_id}.{uuid.uuid4().hex[:8]}" if headers.get("x-request-id") == request_id else request_id
 
 
 class Disconnected(BorderError):
@@ -88,6 +92,7 @@ async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
         raise BorderError(408, "request_timeout", message, {"connection": "close"}) from None
     except ClientDisconnect:
         raise Disconnected from None
+    request.state.body_bytes = len(body)
     # The check of eight million numbers takes a second; in a thread it gives way to the event loop.
     return await asyncio.to_thread(_parse, bytes(body)) if len(body) > LARGE_BYTES else _parse(bytes(body))
 
@@ -95,8 +100,10 @@ async def read_json(request: Request, config: ServerConfig) -> dict[str, Any]:
 def _parse(body: bytes) -> dict[str, Any]:
     if not body.strip():
         raise InvalidRequest("The request has no body; send a JSON object.")
-    if (brackets := body.count(b"[") + body.count(b"{")) > MAX_BRACKETS:
-        raise InvalidRequest(f"The body has {brackets} opening brackets; at most {MAX_BRACKETS} are allowed.")
+    if (brackets := body.count(b"[") + body.count(b"{")) > MAX_BODY_BRACKETS:
+        raise InvalidRequest(f"The body has {brackets} opening brackets; at most {MAX_BODY_BRACKETS} are allowed.")
+    if (commas := body.count(b",")) > MAX_BODY_COMMAS:  # decoding holds the interpreter: 16 million numbers take 0.4 s
+        raise InvalidRequest(f"The body has {commas} commas; at most {MAX_BODY_COMMAS} are allowed.")
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
@@ -114,9 +121,9 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def _check_values(value: dict[str, Any]) -> None:
-    """Raise InvalidRequest for JSON that is nested more than MAX_DEPTH levels or has integers of more than 64 bits."""
+    """Raise InvalidRequest for JSON that is nested more than MAX_BODY_DEPTH levels or has integers of more than 64 bits."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_BODY_DEPTH):
         children = [child for parent in level for child in (parent.values() if type(parent) is dict else parent)]
         if any(type(child) is int and not MIN_INTEGER <= child <= MAX_INTEGER for child in children):
             raise InvalidRequest("The body has an integer of more than 64 bits.")

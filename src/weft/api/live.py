@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.serving.service import Service
 from weft.serving.tenants import Tenant
 
 TICK_SECONDS = 0.25
+MAX_ENDED = 256  # requests that ended since the last tick; of a watcher who does not read the latest are kept
 QUIET_TICKS = 4  # if nothing changes, only every fourth tick is sent
 CANCELLED = 499
 
@@ -61,7 +62,8 @@ class LiveView:
         self.tenant = tenant
         self._rows: dict[ActiveRequest, EventRow] = {}  # as last sent
         self._num_own: Counter[ActiveRequest] = Counter()  # prompt tokens computed (not cached) so far
-        self._ended: list[ActiveRequest] = []
+        self._ended: deque[ActiveRequest] = deque()
+        self._num_missed = 0  # requests that ended and are not told
         self._gaps = {model.name: service.metrics.gaps(model.name) for model in service.models}
         self._num_tokens: Counter[str] = Counter()  # by model, since the last tick
         self._num_prefilled: Counter[str] = Counter()
@@ -69,26 +71,35 @@ class LiveView:
         self._num_quiet = 0
 
     def end_request(self, request: ActiveRequest) -> None:
-        if self.tenant.may_see(request.generation.tenant):
-            self._ended.append(request)
+        if not self._is_visible(request):
+            return
+        self._ended.append(request)
+        if len(self._ended) > MAX_ENDED:
+            self._forget(self._ended.popleft())
+            self._num_missed += 1
+
+    def _forget(self, request: ActiveRequest) -> None:
+        self._rows.pop(request, None)
+        del self._num_own[request]
 
     def tick(self, now: float) -> EventRow | None:
         """Return an event with changed and queued requests and all models; None on three of four ticks without a change."""
         self._num_tokens.clear()
         self._num_prefilled.clear()
-        ended, self._ended = self._ended, []
+        ended, self._ended = self._ended, deque()
         requests = (*ended, *filter(self._is_visible, self.service.submitted()))
         rows = [row for request in requests if (row := self._news(request, request in ended)) is not None]
         for request in ended:
-            self._rows.pop(request, None)
-            del self._num_own[request]
+            self._forget(request)
         rows += [{"id": request.id, "state": "queued"} for request in filter(self._is_visible, self.service.waiting)]
         seconds, self._num_quiet = now - (self._last or now), 0 if rows else self._num_quiet + 1
         if self._num_quiet % QUIET_TICKS and self._last is not None:
             return None
         self._last = now
         models = [self._model(model, seconds) for model in self.service.models]
-        return {"time": round(time.time(), 3), "seconds": round(seconds, 3), "models": models, "requests": rows}
+        missed, self._num_missed = self._num_missed, 0
+        event = {"time": round(time.time(), 3), "seconds": round(seconds, 3), "models": models, "requests": rows}
+        return event | ({"missed": missed} if missed else {})
 
     def _is_visible(self, request: ActiveRequest) -> bool:
         return self.tenant.may_see(request.generation.tenant)

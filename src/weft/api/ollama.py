@@ -19,6 +19,7 @@ from weft.api.http import json_response, read_json
 from weft.api.problems import message_of
 from weft.config import ServerConfig
 from weft.errors import UnsupportedParameter
+from weft.ipc.limits import MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 from weft.ipc.messages import Ready
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
@@ -52,14 +53,14 @@ class Options(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     seed: int | None = None
     num_predict: int | None = None  # 0 and less: the rest of the context
-    stop: dialect.Texts | None = None
+    stop: dialect.StopText | dialect.StopTexts | None = None
     speculate: bool | None = None  # false: no draft tokens are verified
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
     """The function's name and arguments in a tool call."""
 
-    name: str
+    name: dialect.Label
     arguments: dict[str, Any] = {}
 
 
@@ -67,7 +68,7 @@ class OllamaToolCall(msgspec.Struct, kw_only=True):
     """A tool call in an earlier assistant message. Older clients send no id."""
 
     function: OllamaFunction
-    id: str | None = None
+    id: dialect.Label | None = None
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
@@ -76,10 +77,10 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[str] | None = None
-    tool_calls: list[OllamaToolCall] | None = None
-    tool_name: str | None = None
-    tool_call_id: str | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_MESSAGES)] | None = None
+    tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_name: dialect.Label | None = None
+    tool_call_id: dialect.Label | None = None
 
 
 class OllamaTool(msgspec.Struct, kw_only=True):
@@ -92,7 +93,7 @@ class OllamaTool(msgspec.Struct, kw_only=True):
 class OllamaRequest(msgspec.Struct, kw_only=True):
     """Fields shared by POST /api/chat and /api/generate. Null is treated as absent."""
 
-    model: str | None = None
+    model: dialect.Label | None = None
     stream: bool | None = None  # absent: true
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Effort | None = None
@@ -103,8 +104,8 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
 class OllamaChatRequest(OllamaRequest, kw_only=True):
     """The body of POST /api/chat. Without messages it generates and loads nothing, only waits for a model still loading."""
 
-    messages: list[OllamaMessage] | None = None
-    tools: list[OllamaTool] | None = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
@@ -112,15 +113,15 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 
     prompt: str | None = None
     system: str | None = None
-    images: list[str] | None = None
+    images: Annotated[list[str], Meta(max_length=MAX_MESSAGES)] | None = None
     raw: bool | None = None
 
 
 class ShowRequest(msgspec.Struct, kw_only=True):
     """The body of POST /api/show; `name` is the field that older clients send in place of `model`."""
 
-    model: str | None = None
-    name: str | None = None
+    model: dialect.Label | None = None
+    name: dialect.Label | None = None
 
 
 def translate_chat(body: dict[str, Any]) -> ParsedRequest:

@@ -14,6 +14,7 @@ from weft.api.dialect import BUDGET, BUDGET_NAMES, FieldRules
 from weft.api.http import json_response
 from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
+from weft.ipc.limits import MAX_TOKEN_IDS
 from weft.ipc.messages import MissCause
 from weft.serving.fit import FitVerdict
 
@@ -82,8 +83,10 @@ def _request_schemas(additions: Schema) -> Schema:
     schemas["Options"]["properties"] |= _inert_fields(ollama.OPTION_RULES)
     for name, addition in additions.items():  # what a struct can not say
         schemas[name] |= addition
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-    lists = [{"type": "array", "items": items, "minItems": 1} for items in ({"type": "string"}, ids)]
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_TOKEN_IDS}
+    lists = [
+        {"type": "array", "items": items, "minItems": 1, "maxItems": openai.MAX_CHOICES} for items in ({"type": "string"}, ids)
+    ]
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [{"type": "string"}, ids, *lists]}
     return schemas
 

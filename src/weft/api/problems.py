@@ -30,6 +30,7 @@ class BorderError(WeftError):
 _TABLE: tuple[tuple[type[Exception], int, str | None, str], ...] = (
     (errors.UnsupportedParameter, 400, "unsupported_parameter", "invalid_prompt"),
     (errors.TemplateFailed, 400, "invalid_messages", "invalid_prompt"),
+    (errors.TemplateTooCostly, 400, "template_too_costly", "invalid_prompt"),
     (errors.ContextTooLong, 400, "context_length_exceeded", "context_length_exceeded"),
     (errors.InsufficientMemory, 400, "insufficient_memory", "invalid_prompt"),
     (errors.UnknownModel, 404, "model_not_found", "invalid_prompt"),

@@ -15,6 +15,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.faults import Faults
+from weft.engine.mask_prices import MaskPrices
 from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
 from weft.engine.runner import RowFailure, Runner, Step
@@ -73,6 +74,7 @@ class Engine:
             self.max_replayed_tokens = 0 if adapter.decodes_like_prefill else sys.maxsize
         self.order = make_order(config, self)
         self.masks = Masks(adapter.vocab_size)
+        self.mask_prices = self.scheduler.mask_prices = MaskPrices(clock)
         self.speculation = Speculation(self.runner, config)
         self.limits = self._limits()
         self.num_failed_turns = 0  # in a row
@@ -277,13 +279,18 @@ class Engine:
         step.errors = {line: f"the grammar can not go on: {why}" for line, why in errors.items()}
         for sequence, places in step.places():
             if (why := step.errors.get(places[0])) is not None:
-                self._finish(sequence, "error", why)
+                self._finish(sequence, "error", why, is_refused=True)
+            if seconds := sum(self.masks.seconds.get(place, 0.0) for place in places):
+                self.mask_prices.charge(sequence, seconds)
         self.runner.sample(step, allowed)
 
     def _demands(self, sequence: Sequence, draft: tuple[int, ...]) -> list[TokenDemand | None]:
         try:
             self.faults.at("mask", sequence)
             return sequence.demands(draft)
+        except RowFailed as error:
+            self._finish(sequence, "error", str(error), is_refused=True)
+            return [None] * (1 + len(draft))
         except Exception as error:  # a border: a constraint belongs to its own row
             self._fail(sequence, "its constraint", error)
             return [None] * (1 + len(draft))
@@ -312,7 +319,7 @@ class Engine:
                 return accepted
             if problem is not None:
                 self.prefix.invalidate(sequence)
-                self._finish(sequence, "error", problem)
+                self._finish(sequence, "error", problem, is_refused=line in step.errors)
                 return accepted
             if sequence not in step.new:
                 return 0
@@ -331,8 +338,8 @@ class Engine:
             logprob = None if logprobs is None else logprobs.read([token])[0]
             self.faults.at("accept", sequence)
             sequence.append(token, logprob)
-        except RowFailed as error:
-            self._finish(sequence, "error", str(error))
+        except RowFailed as error:  # its grammar can not go on
+            self._finish(sequence, "error", str(error), is_refused=True)
             return
         except Exception as error:  # a border: a token belongs to its own row
             self._fail(sequence, "taking a token", error)
@@ -349,11 +356,23 @@ class Engine:
 
     # Endings and failures.
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, error: str | None = None, last: Emitted = (None, None)) -> None:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        last: Emitted = (None, None),
+        *,
+        is_refused: bool = False,
+    ) -> None:
         ending = sequence.end(reason, error, self.clock())
         if sequence.is_abandoned:  # else a fork takes its place, and what it holds
             self._release_prefix(sequence)
-        self.events.append(TokenEvent(sequence.id, *last, ending.reason, ending.error, ending.stop_token, sequence.timings))
+        token, logprob = last
+        end = TokenEvent(
+            sequence.id, token, logprob, ending.reason, ending.error, ending.stop_token, sequence.timings, is_refused
+        )
+        self.events.append(end)
 
     def _finish_empty(self, sequence: Sequence) -> None:
         """Finish a sequence whose max_tokens is 0 with the reason "length", unless it has finished."""
@@ -362,6 +381,7 @@ class Engine:
 
     def _release_finished(self) -> None:
         for sequence in self.scheduler.drop_finished():
+            self.mask_prices.forget(sequence)
             self.runner.release(sequence)
             self._release_prefix(sequence)
 

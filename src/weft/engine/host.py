@@ -183,7 +183,8 @@ class Host:
         assert failed.submit.constraint is not None, "only constraints are replayed"
         self.compiler.forget(failed.submit.constraint)
         if failed.is_private:
-            self.failures += [TokenEvent(number, None, finish="error", error=str(error)) for number in failed.submit.numbers]
+            end = TokenEvent(0, None, finish="error", error=str(error), is_refused=True)
+            self.failures += [msgspec.structs.replace(end, sequence=number) for number in failed.submit.numbers]
         else:
             self._compile(failed.submit, is_private=True, broken=failed.broken)
 

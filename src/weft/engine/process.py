@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 0.25
 SETTINGS_SECONDS = 60.0  # how long the front may take to send the settings
+MIN_ROW_TOKENS = 64  # of prompt and answer: an engine with memory for less is of no use
 CLOSE_SECONDS = 2.0  # to write queued prefixes to disk before the front loses patience
 
 
@@ -194,7 +195,18 @@ def bring_up(
     if device == "cuda":
         progress("warming up", 0, None)
         warm_up(adapter, config)
-    return Engine(adapter, config, disk=disk, faults=Faults.of_environment()), loaded
+    engine = Engine(adapter, config, disk=disk, faults=Faults.of_environment())
+    check_memory(engine.limits.memory_tokens, adapter.weights_bytes, config.memory_bytes)
+    return engine, loaded
+
+
+def check_memory(max_tokens: int | None, weights_bytes: int, budget_bytes: int | None) -> None:
+    """Raise ModelError if the memory of an engine is too little for a row of MIN_ROW_TOKENS beside the weights."""
+    if max_tokens is not None and max_tokens < MIN_ROW_TOKENS:
+        message = (
+            f"its weights take {weights_bytes} bytes, and of the {budget_bytes} bytes allowed too few are left for a request"
+        )
+        raise ModelError(f"{message} of {MIN_ROW_TOKENS} tokens; give the engine more with --memory, or serve a smaller model")
 
 
 def bring_up_or_fallback(

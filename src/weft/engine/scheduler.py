@@ -12,6 +12,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import Fairness
+from weft.engine.mask_prices import MaskPrices
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import IMAGE_KEYS
 
@@ -72,6 +73,7 @@ class Scheduler:
         self.prompts: list[Sequence] = []  # running, prompt not in memory yet
         self.following: list[Sequence] = []  # prompts that wait for the chunk planned last, which they need too
         self.step_seconds = FIRST_STEP_SECONDS
+        self.mask_prices: MaskPrices | None = None  # who sits out because its masks are slow; None: nobody does
         self._num_held_back = 0  # plans in a row whose steps were left out
 
     @property
@@ -164,7 +166,8 @@ class Scheduler:
 
     def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
         """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so short chunks go first."""
-        steps = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
+        ready = [one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one)]
+        steps = tuple(ready) if self.mask_prices is None else self.mask_prices.choose(ready)
         chunk = self._next_chunk(best_cut)
         is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens and not chunk.has_images
         if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MAX_HELD_BACK:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
+from numpy.typing import NDArray
 
 from weft.errors import GrammarRejected
 from weft.grammar.constraint import Constraint, Mask, Matcher
@@ -32,12 +33,18 @@ MAX_CACHED = 64
 WORKERS = 4  # compiles at the same time, so that a slow one does not hold up the others
 QUICK_SECONDS = 0.004  # of a core: most compiles are over by then; a longer one yields to all other threads
 TICK_SECONDS = 0.002
+LOW_PRIORITY = 10  # of a slow compile: a tenth of the time of a thread that competes with it
 # llguidance recurses over chains of references; the usual stack ends at a thousand of them. Python sets stack sizes for the
 # whole process, so the engine's process sets this one before it starts its first thread.
 DEEP_STACK_BYTES = 256 << 20
 STEP_FUEL = 500_000  # of the lexer for one mask: 15 ms of a Zen 4 core. Under llguidance's 200,000 a key of ^.{1,500}$ fails
 MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 8, 64  # of an answer that is tried when a grammar is compiled
 TRIAL_SECONDS = 0.1  # of a core; after that a trial has no more than its fewest tokens
+# Earley items that the parser may have after a token. The more ways there are to read an answer the more items, and the time of a
+# mask grows with their square: where a text can be read in every way there are 1,000 after 240 tokens, and a mask takes 600 ms.
+MAX_ITEMS = {"json_schema": 8_000, "regex": 1_000, "choice": 1_000, "lark": 1_000, "structural_tag": 1_000}
+# While a client's own grammar is tried, in bytes and items: one for each byte, as a list has that names itself last, is fewer.
+MAX_TRIAL_BYTES, MAX_TRIAL_ITEMS = 112, 150
 MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
 
@@ -60,6 +67,11 @@ class Compiler:
         eos = list(self.eos_token_ids) or None
         found = LLTokenizer(text, eos_token=eos)
         return found if found.vocab_size >= self.vocab_size else LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+
+    @cached_property
+    def _token_lengths(self) -> NDArray[np.int32]:
+        tokenizer = self.tokenizer
+        return np.array([len(tokenizer.decode_bytes([token])) for token in range(tokenizer.vocab_size)], np.int32)
 
     def start(
         self, spec: ConstraintSpec, make: Callable[[Constraint], Made], *, is_replay: bool = False, is_private: bool = False
@@ -109,17 +121,24 @@ class Compiler:
         except Exception as error:  # llguidance's converters raise bare ones; whatever they say is about this text alone
             return GrammarRejected(f"the {spec.kind} can not be read: {error}")
         # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
-        rows = 8_000 if spec.kind == "json_schema" else 1_000
-        limits = LLParserLimits(verbose_errors=False, max_grammar_size=30_000, max_items_in_row=rows, step_lexer_fuel=STEP_FUEL)
-        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
-        matcher = Matcher(inner, self.tokenizer, is_private=is_private)
-        if why := matcher.error or _error_of_trials(matcher):
+        matcher = self._matcher(grammar, MAX_ITEMS[spec.kind], is_private=is_private)
+        why = matcher.error or _error_of_trials(matcher)
+        if not why and spec.kind == "lark" and not spec.is_ours:
+            why = _error_of_ambiguity(self._matcher(grammar, MAX_TRIAL_ITEMS), self._token_lengths)
+        if why:
             return GrammarRejected(f"the {spec.kind} can not be enforced: {why}")
         return matcher
 
+    def _matcher(self, grammar: str, max_items: int, *, is_private: bool = False) -> Matcher:
+        limits = LLParserLimits(
+            verbose_errors=False, max_grammar_size=30_000, max_items_in_row=max_items, step_lexer_fuel=STEP_FUEL
+        )
+        inner = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
+        return Matcher(inner, self.tokenizer, is_private=is_private)
+
 
 def _run_aside(make: Callable[[], Made]) -> Made:
-    """Call `make` in a new thread and block until it is done; a slow one is set to idle scheduling priority."""
+    """Call `make` in a new thread and block until it is done; a slow one gets a low priority."""
     made: Future[Made] = Future()
 
     def run() -> None:
@@ -187,6 +206,20 @@ def _error_of_trials(matcher: Matcher) -> str:
     return _error_of_trial(matcher.fork(), take_brief) or _error_of_trial(matcher.fork(), take_any)
 
 
+def _error_of_ambiguity(matcher: Matcher, lengths: NDArray[np.int32]) -> str:
+    """Try MAX_TRIAL_BYTES of an answer of the longest tokens, which have the most ways to be read; return the error."""
+    num_bytes = 0
+    while num_bytes < MAX_TRIAL_BYTES and not (matcher.error or matcher.is_finished):
+        mask = matcher.mask()
+        mask[matcher.tokenizer.eos_tokens] = False
+        if not mask.any():
+            break
+        token = int(np.where(mask, lengths, -1).argmax())
+        num_bytes += max(1, int(lengths[token]))
+        matcher.inner.consume_token(token)
+    return matcher.error
+
+
 def _error_of_trial(matcher: Matcher, take: Callable[[Mask], int]) -> str:
     until = time.thread_time() + TRIAL_SECONDS
     for step in range(MAX_TRIAL_TOKENS):
@@ -208,7 +241,10 @@ def _cpu_seconds(thread: threading.Thread) -> float:
 
 
 def _lower_priority(thread: threading.Thread) -> None:
-    """Set a compiling thread to SCHED_IDLE on Linux, so that it yields to the engine's threads; elsewhere do nothing."""
-    if sys.platform == "linux" and thread.native_id is not None:  # engine threads wait for each other: one delayed delays all
+    """Let a compiling thread yield to the engine's threads, which wait for each other: one delayed delays all. Linux only.
+
+    Not below all others (SCHED_IDLE): where they leave it no time while it holds the interpreter's lock, the engine stands still.
+    """
+    if sys.platform == "linux" and thread.native_id is not None:
         with suppress(ProcessLookupError):  # it has just ended
-            os.sched_setscheduler(thread.native_id, os.SCHED_IDLE, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread.native_id, LOW_PRIORITY)

@@ -4,6 +4,7 @@ A constraint belongs to its sequence and shares nothing mutable; it can be repla
 """
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -17,6 +18,8 @@ from weft.grammar.reasoning_budget import ReasoningBudget, ReasoningState
 
 Mask = NDArray[np.bool_]  # (V,) or (rows, V): which tokens are allowed
 
+SUSPICIOUS_SECONDS = 0.004  # of all masks of a step together: the next ones are measured one by one
+MEASURED_STEPS = 16
 LIMIT = re.compile(r"too (many|big|large)\b|fuel exhausted|_fuel\b|; max is ", re.IGNORECASE)  # of llguidance, in its words
 ADVICE = "it is too complex: use smaller counts ({m,n}, maxLength, maxItems), fewer patterns and fewer alternatives"
 
@@ -186,10 +189,13 @@ class Masks:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.seconds: dict[int, float] = {}  # by row: what its mask of the last step took of a core, where that was measured
         self._executor: LLExecutor | None = None
+        self._num_measured = 0  # steps for which masks are still filled one by one, to see whose is slow
 
     def fill(self, demands: Sequence[TokenDemand | None]) -> tuple[Mask | None, dict[int, str]]:
         """Return the (rows, vocab) mask of allowed tokens, None if no row has a demand, and grammar errors by row index."""
+        self.seconds = {}
         if not any(demands):
             return None, {}
         matchers = {row: one.matcher for row, one in enumerate(demands) if one is not None and one.matcher is not None}
@@ -211,13 +217,24 @@ class Masks:
     def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[Mask, dict[int, str]]:
         words = max([-(-self.vocab_size // 32), *(-(-one.tokenizer.vocab_size // 32) for one in matchers.values())])
         bits = np.full((rows, words), -1, np.int32)
-        if len(matchers) == 1:
-            ((row, matcher),) = matchers.items()
-            matcher.inner.unsafe_compute_mask_ptr(bits[row].ctypes.data, words * 4)
+        if len(matchers) == 1 or self._num_measured:
+            self._fill_measured(matchers, bits)
         elif matchers:
+            started = time.perf_counter()
             self._executor = self._executor or LLExecutor()
             pairs = [(matcher.inner, row) for row, matcher in matchers.items()]
             self._executor.unsafe_compute_mask_ptr(pairs, bits.ctypes.data, words * 4, rows)
+            if time.perf_counter() - started > SUSPICIOUS_SECONDS:
+                self._num_measured = MEASURED_STEPS
         errors = {row: matcher.error for row, matcher in matchers.items() if matcher.inner.is_error()}
         unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self.vocab_size]
         return unpacked.view(bool), errors
+
+    def _fill_measured(self, matchers: dict[int, Matcher], bits: NDArray[np.int32]) -> None:
+        """Fill masks one by one and note what each took."""
+        for row, matcher in matchers.items():
+            started = time.thread_time()
+            matcher.inner.unsafe_compute_mask_ptr(bits[row].ctypes.data, bits.shape[1] * 4)
+            self.seconds[row] = time.thread_time() - started
+        is_slow = any(seconds > SUSPICIOUS_SECONDS / 2 for seconds in self.seconds.values())
+        self._num_measured = MEASURED_STEPS if is_slow else max(0, self._num_measured - 1)

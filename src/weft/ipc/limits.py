@@ -12,6 +12,20 @@ from weft.errors import ContextTooLong, InsufficientMemory, InvalidRequest
 
 MAX_LOGPROBS = 128
 MAX_BIASES = 4096
+MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128  # of an HTTP request: its target and headers
+MAX_TEMPLATE_CHARACTERS = 1 << 20  # of a model's chat template; the longest in use have a twentieth of it
+MAX_RENDERED_CHARACTERS = 16 << 20  # that a chat template may write for one prompt
+# Of a body's JSON. Schemas of tools nest some thirty levels, and what walks over them recursively has a thousand frames; 16 MiB
+# of "[]" would keep the event loop busy for seconds, and source code of that size has fewer.
+MAX_BODY_DEPTH, MAX_BODY_BRACKETS, MAX_BODY_COMMAS = 100, 500_000, 4_000_000
+MAX_MESSAGES = 10_000  # messages, input items or token-id lists of a request, and parts of one message
+MAX_TOOLS, MAX_TOOL_CALLS = 2_000, 1_000  # tools of a request, and calls in one message
+MAX_LABEL_CHARACTERS = 1_024  # of names, ids and labels
+MAX_ENTRIES = 256  # of small objects and lists: metadata, template variables, what to include
+MAX_CHOICE_TEXTS = 50_000  # of a list of texts to choose from
+MAX_TOKEN_IDS = 1 << 20  # of one list
+MAX_STOP_TOKENS = 1_024
+MAX_STOPS, MAX_STOP_CHARACTERS = 32, 256  # stop strings of a request, and the characters of one: a table of 8,192 states
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +69,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _check_range("logit_bias token", token, 0, vocab_size - 1, "logit_bias")
             if not -math.inf <= bias <= 1000.0:  # -inf bans a token; NaN fails both comparisons
                 raise InvalidRequest(f"logit_bias {bias} for token {token} must be at most 1000 and not NaN", "logit_bias")
+        _check_range("number of stop_token_ids", len(self.stop_token_ids), 0, MAX_STOP_TOKENS, "stop_token_ids")
         for token in self.stop_token_ids:
             _check_range("stop_token_ids entry", token, 0, vocab_size - 1, "stop_token_ids")
 
@@ -75,12 +90,13 @@ class Limits(msgspec.Struct, frozen=True):
         """Check prompt and sampling against the limits; return the maximum answer length in tokens, or raise RequestError."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one token", "prompt")
+        sampling.check(self.vocab_size)
+        room = self._context_room(len(prompt), sampling.max_tokens)  # before all of it is looked at
         if min(prompt) < 0 or max(prompt) >= self.vocab_size:
             place, token = next((i, t) for i, t in enumerate(prompt) if not 0 <= t < self.vocab_size)
             message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "prompt")
-        sampling.check(self.vocab_size)
-        return self._memory_room(len(prompt), self._context_room(len(prompt), sampling.max_tokens), sampling.max_tokens)
+        return self._memory_room(len(prompt), room, sampling.max_tokens)
 
     def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
         """Return `room` cut to what fits into memory; raise InsufficientMemory if `wanted` (None: one) tokens do not fit."""

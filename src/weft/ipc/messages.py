@@ -28,6 +28,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     kind: Literal["json_schema", "regex", "choice", "lark", "structural_tag"]
     text: str  # JSON text for json_schema, choice (a list of texts) and structural_tag
     lenient: bool = False  # json_schema: leave out the keywords that can not be enforced, instead of refusing them
+    is_ours: bool = False  # lark: written by weft for tools, which may be many; a client's own may be less ambiguous
 
 
 class ReasoningSpec(msgspec.Struct, frozen=True):
@@ -120,6 +121,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
     stop: int | None = None  # the end token that was sampled and not emitted
     timings: Timings | None = None
+    is_refused: bool = False  # the error is the request's own: its grammar can not go on
 
 
 class PromptEvent(msgspec.Struct, frozen=True, array_like=True):

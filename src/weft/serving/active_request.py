@@ -2,19 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from weft.errors import RowFailed, WeftError
+from weft.errors import GrammarRejected, RowFailed, WeftError
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import DraftCounts, FinishReason, PromptEvent, Timings, TokenEvent, TokenLogprob
+from weft.ipc.messages import DraftCounts, FinishReason, GrammarSpec, PromptEvent, Timings, TokenEvent, TokenLogprob
 from weft.metrics import Metrics
 from weft.serving.in_flight import Event, Subscription
 from weft.text.codec import Codec, EncodedPrompt, explain_reuse
-from weft.text.schema import find_schema_errors
 from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, ReuseExplanation, Text, Usage
 
 MAX_REPORTS = 1000
+
+Result = TypeVar("Result")
 
 Parts = list[tuple[int, list[Delta]]]  # for each choice with news its index and deltas
 
@@ -76,7 +78,7 @@ class ChoiceStream:
         self._is_echo_due = generation.echo
         grammar = generation.grammar
         is_lenient = grammar is not None and grammar.kind == "json_schema" and grammar.lenient
-        self._checked = grammar if is_lenient else None  # the form that the answer is checked against at its end
+        self.checked_by = grammar if is_lenient else None  # the form that the answer is checked against at its end
         self._answer: list[str] = []  # the answer's texts so far, where it will be checked
         self._reuse: ReuseExplanation | None = None
 
@@ -95,7 +97,7 @@ class ChoiceStream:
             if self.generation.echo and event.stop is not None and event.logprob is not None:  # scorers count prompt + 1 tokens
                 new.append(Text("", self.codec.tokens([event.stop], [event.logprob])))
         self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in new)
-        if self._checked is not None:
+        if self.checked_by is not None:
             self._answer += [delta.text for delta in new if isinstance(delta, Text)]
         if event.finish is not None or self.reader.stopped is not None:
             self.finish = self._finish(event)
@@ -118,15 +120,20 @@ class ChoiceStream:
             is_hidden = bool(self.generation.cache_salt) or self.generation.hides_texts
             self._reuse = explain_reuse(timings.reuse, self.prompt.encoded.ids, self.codec.tokenizer, is_hidden=is_hidden)
 
+    @property
+    def unchecked(self) -> tuple[GrammarSpec, str] | None:
+        """The form and the whole answer, if the answer is finished and has still to be checked; None otherwise."""
+        if self.checked_by is None or self.finish is None or self.has_calls or self.finish.schema_errors is not None:
+            return None
+        return self.checked_by, "".join(self._answer)
+
     def _finish(self, event: TokenEvent) -> Finish:
-        checked = None if self.has_calls else self._checked
-        errors = None if checked is None else find_schema_errors(checked, "".join(self._answer))
         stopped: Ending = "tool_calls" if self.has_calls else "stop"
         if self.reader.stopped is not None or event.finish is None:
-            return Finish(stopped, self.reader.stopped, self.usage, errors)
+            return Finish(stopped, self.reader.stopped, self.usage)
         # The model's own end token is not reported as a stop.
         stop = event.stop if event.stop in self.generation.sampling.get("stop_token_ids", ()) else None
-        return Finish(stopped if event.finish == "stop" else event.finish, stop, self.usage, errors)
+        return Finish(stopped if event.finish == "stop" else event.finish, stop, self.usage)
 
     @property
     def usage(self) -> Usage:
@@ -179,7 +186,7 @@ class ActiveRequest:
         return all(choice.finish is not None for choice in self.choices)
 
     def read(self, events: Sequence[tuple[int, Event]], metrics: Metrics) -> Parts:
-        """Return the deltas of new events by choice; raise RowFailed if the engine ended a sequence without an answer."""
+        """Return the deltas of new events by choice; raise RowFailed or GrammarRejected if there will be no answer."""
         news: dict[int, list[Delta]] = {}
         now = time.monotonic()
         for index, event in events:
@@ -190,6 +197,8 @@ class ActiveRequest:
                 continue
             if choice.finish is not None:
                 continue  # it was cut at a stop string; a token was still on its way
+            if event.is_refused:
+                raise GrammarRejected(event.error or "the grammar can not go on")
             if event.finish in ("error", "cancelled"):
                 raise RowFailed(event.error or "the engine ended this request without an answer")
             if choice.last_at:
@@ -216,6 +225,17 @@ class ActiveRequest:
             for task in tasks:
                 task.cancel()
         self.check()
+
+    async def while_wanted(self, work: Awaitable[Result]) -> Result:
+        """Await work and return its result; if the request is abandoned meanwhile, cancel the work and raise the error."""
+        working, left = asyncio.ensure_future(work), asyncio.ensure_future(self._abandoned.wait())
+        try:
+            await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            return await working
+        finally:
+            left.cancel()
+            working.cancel()
 
     def check(self) -> None:
         if self.error is not None:

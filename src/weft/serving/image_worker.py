@@ -1,6 +1,6 @@
 """Decodes and resizes images in a process of its own, with limits on memory, time and files; nothing of weft is imported.
 
-`image_decoder.py` runs this file as a script and explains the frames that they exchange. An image that crashes a decoder ends
+`image_decoder.py` runs this file as a script; `child_pool.py` speaks to it. An image that crashes a decoder ends
 this process, not the server.
 """
 
@@ -54,10 +54,10 @@ def main() -> None:
     """Answer jobs from standard input until it ends; arguments are bytes of memory, CPU seconds per image, and pixels."""
     max_bytes, cpu_seconds, max_pixels = map(int, sys.argv[1:])
     missing = _prepare_pillow(max_pixels)
-    _limit_process(max_bytes)
+    limit_process(max_bytes)
     jobs, replies = sys.stdin.buffer, sys.stdout.buffer
     while (job := _read_job(jobs)) is not None:
-        _renew_cpu_seconds(cpu_seconds)
+        renew_cpu_seconds(cpu_seconds)
         kind, body = (NO_PILLOW, missing.encode()) if missing is not None else _answer(job)
         replies.write(REPLY.pack(kind, len(body)) + body)
         replies.flush()
@@ -79,7 +79,8 @@ def _prepare_pillow(max_pixels: int) -> str | None:
     return None
 
 
-def _limit_process(max_bytes: int) -> None:
+def limit_process(max_bytes: int) -> None:
+    """Limit this process's address space and open files, and let it write no files and no core."""
     limits = [(resource.RLIMIT_AS, max_bytes), (resource.RLIMIT_NOFILE, MAX_OPEN_FILES)]
     for kind, most in [*limits, (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)]:
         try:
@@ -88,7 +89,7 @@ def _limit_process(max_bytes: int) -> None:
             continue
 
 
-def _renew_cpu_seconds(seconds: int) -> None:
+def renew_cpu_seconds(seconds: int) -> None:
     """Let this process be killed when it has computed for `seconds` from now; the hard limit stays, so that it can be renewed."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     most = math.ceil(usage.ru_utime + usage.ru_stime) + seconds

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from weft.config import DRAFT_SOURCES
-from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel
+from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel, WeftError
 from weft.ipc.messages import Ready
 from weft.metrics import Metrics
 from weft.serving.engine_process import DraftTotals, Supervisor
 from weft.serving.queue import RequestQueue
+from weft.serving.text_processes import TextProcesses
 from weft.text.codec import Codec
 from weft.text.image_writer import ImageWriter
 from weft.text.types import LateSystem
@@ -50,7 +51,8 @@ class ServedModel:
         self.is_leaving = False  # being unloaded
         self.needed_bytes = 0  # to load it, where that was computed
         self.queue = RequestQueue()
-        self._make_text_codec = partial(Codec, late_system=late_system, parse_special=parse_special)
+        self.processes = TextProcesses()  # for the chat template, and for answers that are checked by schemas
+        self._make_text_codec = partial(Codec, late_system=late_system, runner=self.processes, parse_special=parse_special)
         self._counted_drafts = DraftTotals()  # those that are in the metrics
         self._folder: str | None = None  # of which the codec was made
         self.settled = asyncio.Event()  # it answers, or never will
@@ -75,7 +77,8 @@ class ServedModel:
             self.codec = await asyncio.to_thread(self._make_text_codec, Path(ready.folder))
             self.name, self._folder = ready.model, ready.folder
         except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
-            log.exception("the files of %s can not be read", self.name)
+            is_known = isinstance(error, WeftError)
+            log.error("the files of %s can not be read: %s", self.name, error, exc_info=None if is_known else error)
             self.failed = str(error)
 
     def _show(self, screen: ServerScreen) -> None:

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable
 
-import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
@@ -16,16 +17,26 @@ from weft import log
 from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.metrics import Metrics
+from weft.serving.connections import make_http_server
 from weft.serving.engine_process import Supervisor
+from weft.serving.heap import keep_heap_small
+from weft.serving.loop_watch import watch_event_loop
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.service import Service
 
+logger = logging.getLogger("weft.serving")
+
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
-GOODBYE_SECONDS = 2  # for the last bytes of answers, and the errors that end what did not finish in time
-KEEP_ALIVE_SECONDS = 75
 DRAIN_TICK_SECONDS = 0.05
+LAST_SECONDS = 4.9  # after `drain_seconds`, for the last bytes, and for engines and threads to end
+FORCED_STATUS = 1
+SWITCH_SECONDS = (
+    0.0005  # how long a thread that encodes a prompt may keep the interpreter from the event loop; Python's own is ten times it
+)
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
+RESERVED_FILES = 128  # never taken by connections: an engine that is replaced needs pipes and sockets, a model its files
+MIN_FILES = RESERVED_FILES + 64
 
 
 def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Service, ServerConfig], ASGIApp]) -> int:
@@ -33,18 +44,19 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Servic
     config.check()
     log.setup(config.log_format)
     _raise_file_limit()
+    sys.setswitchinterval(SWITCH_SECONDS)
     listener = _listen(config)
     service = make_service(config)
     host, port = listener.getsockname()[:2]
-    screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    scheme = "http" if config.tls_cert is None else "https"
+    screen.serving(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(service, config, screen, listener, make_app(service, config)))
     return 1 if service.has_failed else 0
 
 
 async def _run(service: Service, config: ServerConfig, screen: ServerScreen, listener: socket.socket, app: ASGIApp) -> None:
-    server = Uvicorn(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", ws="none", server_header=False))
-    server.config.timeout_graceful_shutdown, server.config.timeout_keep_alive = GOODBYE_SECONDS, KEEP_ALIVE_SECONDS
+    server = make_http_server(app, config, allowed_files() - RESERVED_FILES)
     loop = asyncio.get_running_loop()
     drains: list[asyncio.Task[None]] = []
 
@@ -60,6 +72,7 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
         if drains:
             service.abandon_all()
         else:
+            end_process_after(config.drain_seconds + LAST_SECONDS)
             service.take_nothing_new()
             drains.append(loop.create_task(drain()))
 
@@ -68,9 +81,12 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
     if config.keys_file is not None:  # else the end of its terminal ends the server
         loop.add_signal_handler(signal.SIGHUP, lambda: reload_keys(service))
     await service.start(screen, on_failure=end)
+    aside = [loop.create_task(watch_event_loop(service.metrics.loop_stall)), loop.create_task(keep_heap_small())]
     try:
         await server.serve([listener])
     finally:
+        for task in aside:
+            task.cancel()
         await service.stop()
 
 
@@ -85,12 +101,21 @@ def reload_keys(service: Service) -> None:
         log.log_action(fields)
 
 
-class Uvicorn(uvicorn.Server):
-    """uvicorn.Server without signal handlers: they would re-raise signals at exit, and an orderly shutdown has status 0."""
+def end_process_after(seconds: float) -> threading.Timer:
+    """End this process when so many seconds have passed, whatever it still does; threads at work can not be ended otherwise.
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    Engines and other children see that it is gone and end by themselves.
+    """
+
+    def end() -> None:
+        logger.error("the server did not end within %g s of being told to: its process is ended", seconds)
+        logging.shutdown()
+        os._exit(FORCED_STATUS)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def make_service(config: ServerConfig) -> Service:
@@ -111,6 +136,14 @@ def _raise_file_limit() -> None:
     most = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if (allowed := allowed_files()) < MIN_FILES:
+        raise WeftError(f"the limit on open files is {allowed}, and weft needs {MIN_FILES}: raise it (ulimit -Hn, LimitNOFILE)")
+
+
+def allowed_files() -> int:
+    """Return how many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -23,12 +23,14 @@ from weft.ipc.messages import Ready, Submit
 from weft.metrics import Metrics
 from weft.serving.active_request import ActiveRequest, Parts, Reports, RequestReport
 from weft.serving.image_decoder import ImageDecoder
+from weft.serving.lanes import EncodingLanes, num_characters
 from weft.serving.model import LOAD_HINT, ServedModel, ServerScreen
+from weft.serving.text_processes import TextProcesses
 from weft.text.codec import Codec, EncodedPrompt
 from weft.text.image_parts import ImageFile, image_places, read_images, with_images
 from weft.text.image_sizing import Sizing
 from weft.text.images import DecodedImage
-from weft.text.types import Conversation, GenerationRequest, Prompt
+from weft.text.types import Conversation, Finish, GenerationRequest, Prompt
 
 LONG_TEXT = 4096  # characters from which a prompt is encoded in a thread, so that streams do not wait for it
 TenantTest = Callable[[str], bool]  # whether what is asked for may be a tenant's with this id
@@ -50,6 +52,7 @@ class Service:
         self.reports = Reports()
         self.on_hangup: Callable[[], None] = lambda: None  # reads again what may change meanwhile; may raise WeftError
         self.decoder = ImageDecoder()
+        self.lanes = EncodingLanes()
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
         self._screen: ServerScreen | None = None
 
@@ -72,8 +75,7 @@ class Service:
                 codec, ready = model.require()
                 generation = request.generation = codec.fitted(generation)
                 generation = request.generation = await self._see(codec, ready, generation)
-                encoded = await _encode(codec, generation)
-                samplings = _samplings(codec, generation, ready.limits, encoded)
+                encoded, samplings = await self._encode(request, codec, ready.limits)
                 model.require()  # the engine may have gone while a thread encoded
                 request.check()
                 client, request.sampling = model.supervisor.client, samplings[0]
@@ -85,7 +87,7 @@ class Service:
             last = time.monotonic()
             while not request.is_done:
                 events = await subscription.take(max(0.0, last + silence - time.monotonic()))
-                news = request.read(events, self.metrics)
+                news = await _checked(request, model.processes, request.read(events, self.metrics))
                 if news or time.monotonic() - last >= silence:
                     yield news
                     last = time.monotonic()
@@ -123,7 +125,28 @@ class Service:
         """Return the number of tokens in all prompts of a request; raise WeftError if they or its model are not usable."""
         codec, ready = self.find(generation.model).require()
         generation = await self._see(codec, ready, codec.fitted(generation))
-        return sum([len((await asyncio.to_thread(codec.encode, prompt, generation.effort)).ids) for prompt in generation.prompts])
+        check = codec.length_check(ready.limits.context_length)
+
+        def count() -> int:
+            return sum(len(codec.encode(prompt, generation.effort, check).ids) for prompt in generation.prompts)
+
+        return await self.lanes.run(num_characters(generation), count)
+
+    async def _encode(
+        self, request: ActiveRequest, codec: Codec, limits: Limits
+    ) -> tuple[list[EncodedPrompt], tuple[Sampling, ...]]:
+        """Encode and check a request's prompts, in a thread unless they are short texts without tools. Raises RequestError."""
+        generation = request.generation
+        check = codec.length_check(limits.context_length, lambda: request.error is None)
+
+        def encode() -> tuple[list[EncodedPrompt], tuple[Sampling, ...]]:
+            encoded = codec.encode_request(generation, check)
+            return encoded, _samplings(codec, generation, limits, encoded)
+
+        is_short = all(isinstance(prompt, str) and len(prompt) < LONG_TEXT for prompt in generation.prompts)
+        if is_short and generation.tool_choice is None and len(generation.prediction or "") < LONG_TEXT:
+            return encode()
+        return await request.while_wanted(self.lanes.run(num_characters(generation), encode))
 
     async def _see(self, codec: Codec, ready: Ready, generation: GenerationRequest) -> GenerationRequest:
         """Return the request with its images decoded and resized for its model. Raises RequestError naming the image."""
@@ -198,6 +221,7 @@ class Service:
         if (task := self._tasks.pop(model, None)) is None:  # somebody else is about it
             return
         task.cancel()
+        model.processes.close()
         await model.supervisor.stop()
         self.models.remove(model)
         model.count_drafts(self.metrics)
@@ -211,7 +235,10 @@ class Service:
     async def stop(self) -> None:
         for task in self._tasks.values():
             task.cancel()
+        for model in self.models:
+            model.processes.close()
         await asyncio.gather(*(model.supervisor.stop() for model in self.models))
+        self.lanes.close()
         await asyncio.to_thread(self.decoder.close)
 
     @property
@@ -232,12 +259,14 @@ class Service:
             request.abandon(ServerStopping("the server was stopped before this answer was complete; come again"))
 
 
-async def _encode(codec: Codec, generation: GenerationRequest) -> list[EncodedPrompt]:
-    """Encode a request's prompts, in a worker thread unless they are short texts without tools: the event loop is not blocked."""
-    is_short = all(isinstance(prompt, str) and len(prompt) < LONG_TEXT for prompt in generation.prompts)
-    if is_short and generation.tool_choice is None:
-        return codec.encode_request(generation)
-    return await asyncio.to_thread(codec.encode_request, generation)
+async def _checked(request: ActiveRequest, processes: TextProcesses, news: Parts) -> Parts:
+    """Return the deltas; where an answer ends that has a non-strict schema, with what the schema finds wrong with it."""
+    for index, deltas in news:
+        choice = request.choices[index]
+        if isinstance(deltas[-1], Finish) and (unchecked := choice.unchecked) is not None:
+            errors = await asyncio.to_thread(processes.find_schema_errors, *unchecked)
+            choice.finish = deltas[-1] = replace(deltas[-1], schema_errors=errors)
+    return news
 
 
 def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, encoded: list[EncodedPrompt]) -> tuple[Sampling, ...]:

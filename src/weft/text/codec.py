@@ -1,6 +1,6 @@
 """A model's text codec: encodes conversations as prompts with output constraints; makes readers of generated token ids."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
@@ -14,10 +14,11 @@ from weft.log import escape_unprintable
 from weft.text.control_tokens import ControlTokens, Hiding
 from weft.text.image_writer import ImageWriter
 from weft.text.normalise import INSTRUCTING, PromptWriter
+from weft.text.prompt_length import LengthBound, LengthCheck
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
 from weft.text.sampling import merge_sampling, recommended_sampling
 from weft.text.stream import StreamReader, token_of
-from weft.text.template import ChatTemplate
+from weft.text.template import ChatTemplate, TemplateRunner
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
 from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, ReuseExplanation, Token
@@ -58,10 +59,17 @@ class EncodedPrompt:
 class Codec:
     """Text codec of one model: encodes prompts, builds output constraints and sampling parameters, and makes stream readers."""
 
-    def __init__(self, folder: Path, late_system: LateSystem = "fold", *, parse_special: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        late_system: LateSystem = "fold",
+        runner: TemplateRunner | None = None,
+        *,
+        parse_special: bool = False,
+    ) -> None:
         self.tokenizer = Tokenizer(folder)
         self.control = None if parse_special else ControlTokens(self.tokenizer)  # None: whoever writes one, it is a token
-        template = ChatTemplate.of(folder)
+        template = ChatTemplate.of(folder, runner)
         self.writer = None if template is None else PromptWriter(template, late_system)
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
         capabilities = None if self.writer is None else self.writer.capabilities
@@ -70,6 +78,11 @@ class Codec:
         self.gap = self._find_gap()
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
         self.recommended = recommended_sampling(folder)
+        self._length_bound = LengthBound(self.tokenizer)
+
+    def length_check(self, context_length: int, is_wanted: Callable[[], bool] = lambda: True) -> LengthCheck:
+        """Make the check of a request's texts against a context; it asks `is_wanted` whether the client is still there."""
+        return LengthCheck(self.tokenizer, self._length_bound, context_length, is_wanted)
 
     def fitted(self, generation: GenerationRequest) -> GenerationRequest:
         """Return the request, without effort and thinking budget if it is flexible and this model can not honour them."""
@@ -78,13 +91,18 @@ class Codec:
         has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
         return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
 
-    def encode_request(self, generation: GenerationRequest) -> list[EncodedPrompt]:
+    def encode_request(self, generation: GenerationRequest, check: LengthCheck | None = None) -> list[EncodedPrompt]:
         """Encode a request's prompts, each with the spec of its output constraint, not yet compiled. Raises RequestError."""
-        prompts = [self.encode(prompt, generation.effort) for prompt in generation.prompts]
+        prompts = [self.encode(prompt, generation.effort, check) for prompt in generation.prompts]
+        if check is not None:
+            check.check(generation.prediction or "")
         prediction = tuple(self.tokenizer.encode(generation.prediction or "", add_special_tokens=False))
         return [replace(one, constraint=self.constraint(generation, one), prediction=prediction) for one in prompts]
 
-    def encode(self, prompt: Prompt, effort: Effort | None = None) -> EncodedPrompt:
+    def encode(self, prompt: Prompt, effort: Effort | None = None, check: LengthCheck | None = None) -> EncodedPrompt:
+        """Encode one prompt; with a check, texts that are surely too long are not tokenised. Raises RequestError."""
+        if check is not None and isinstance(prompt, str):
+            check.check(prompt)
         if isinstance(prompt, str):
             return EncodedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
         if not isinstance(prompt, Conversation):
@@ -96,6 +114,8 @@ class Codec:
         conversation = replace(prompt, template_kwargs=variables | prompt.template_kwargs)
         hiding = None if self.control is None else Hiding(self.control)
         own, text = self.writer.write_hidden(conversation, hiding)
+        if check is not None:
+            check.check(text)
         if self.images is not None:
             own = self.images.expand(conversation, own)
             own, text = (own, own) if hiding is None else hiding.settle(own)

@@ -69,12 +69,12 @@ class PromptWriter:
             holder, key = (last, "content") if isinstance(last["content"], str) else (last["content"][-1], "text")
             holder[key] += CUT
         options = {"add_generation_prompt": conversation.add_generation_prompt, **options}
-        prompt = self.template.render(turns, tools=tools, **options)
-        if conversation.continue_final_message:
-            prompt, found, _ = prompt.rpartition(CUT)
-            if not found:
-                raise TemplateFailed("the model's chat template leaves out the message that is to be continued", "messages")
         try:
+            prompt = self.template.render(turns, tools=tools, **options)
+            if conversation.continue_final_message:
+                prompt, found, _ = prompt.rpartition(CUT)
+                if not found:
+                    raise TemplateFailed("the model's chat template leaves out the message that is to be continued", "messages")
             _check_nothing_lost(conversation, prompt if hiding is None else hiding.settle(prompt)[1])
         except UnicodeEncodeError as error:
             message = "messages have half a character in them (a lone surrogate); send valid Unicode"

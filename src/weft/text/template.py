@@ -1,11 +1,12 @@
 """A model's chat template: renders messages into prompt text, and is probed for the message shapes that it accepts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self, get_args
+from typing import Any, Literal, NoReturn, Protocol, Self, get_args
 
 import jinja2
 from jinja2 import meta, nodes
@@ -13,7 +14,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from weft.errors import BadModel, TemplateFailed
+from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
+from weft.ipc.limits import MAX_RENDERED_CHARACTERS, MAX_TEMPLATE_CHARACTERS
 
 ArgumentsForm = Literal["object", "text"]
 NoContent = Literal["empty", "null", "absent"]
@@ -29,24 +31,41 @@ _SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
 _ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # the last: for templates that write only the id
 
 
-class ChatTemplate:
-    """A model's compiled Jinja chat template, with the second template that some models have for requests with tools."""
+class TemplateRunner(Protocol):
+    """What compiles and runs templates, which are foreign programs: here, or in a process that can be killed."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_use: str | None = None) -> None:
+    def compile(self, source: str) -> None:
+        """Compile a template; raise BadModel if it is broken."""
+
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
+        """Render a template; raise TemplateFailed if it refuses, TemplateTooCostly if it takes or writes too much."""
+
+
+class ChatTemplate:
+    """A model's Jinja chat template, with the second template that some models have for requests with tools."""
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        tool_use: str | None = None,
+        runner: TemplateRunner | None = None,
+    ) -> None:
         self.source = source
-        environment = _environment()
-        try:
-            self._template = environment.from_string(source)
+        self._runner = runner or LocalTemplates()
+        if len(source) > MAX_TEMPLATE_CHARACTERS:
+            raise BadModel(f"the model's chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARACTERS} are taken")
+        with _as_bad_model():
+            environment = _environment()
             read = meta.find_undeclared_variables(environment.parse(source))
-        except jinja2.TemplateSyntaxError as error:
-            raise BadModel(f"the model's chat template is broken at line {error.lineno}: {error.message}") from error
+        self._runner.compile(source)
         self._special_tokens = dict(special_tokens)
-        self.with_tools = self if tool_use is None else ChatTemplate(tool_use, special_tokens)
+        self.with_tools = self if tool_use is None else ChatTemplate(tool_use, special_tokens, None, self._runner)
         own = frozenset(read - environment.globals.keys())
         self.variables: frozenset[str] = own if tool_use is None else own | self.with_tools.variables
 
     @classmethod
-    def of(cls, folder: Path) -> Self | None:
+    def of(cls, folder: Path, runner: TemplateRunner | None = None) -> Self | None:
         """Load the chat template of a model folder; None if the folder has none. Raises BadModel for unreadable files."""
         settings = read_json_object(folder / "tokenizer_config.json")
         sources = _sources(read_json_object(folder / "chat_template.json").get("chat_template", settings.get("chat_template")))
@@ -60,18 +79,60 @@ class ChatTemplate:
             return None
         texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in settings.items()}
         special = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str) and text}
-        return cls(sources["default"], special, sources.get("tool_use"))
+        return cls(sources["default"], special, sources.get("tool_use"), runner)
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = True, **more: Any) -> str:
         """Render messages into prompt text. Raises TemplateFailed, with the template's own error message, if rendering fails."""
         values = {"tools": None, "documents": None, **self._special_tokens, **more}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        template = self.with_tools._template if values["tools"] else self._template
+        template = self.with_tools if values["tools"] else self
+        return self._runner.render(template.source, values)
+
+
+class LocalTemplates:
+    """Compiles and runs templates in this process: their output is limited, their time is not."""
+
+    def __init__(self) -> None:
+        self._environment = _environment()
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def compile(self, source: str) -> None:
+        with _as_bad_model():
+            self._compiled[source] = self._environment.from_string(source)
+
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
+        if source not in self._compiled:
+            self.compile(source)
         try:
-            return template.render(values)
+            return _join_limited(self._compiled[source].generate(values))
+        except TemplateTooCostly:
+            raise
         except Exception as error:  # a template is a foreign program: it can fail in any way, and costs this request only
             words = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
             raise TemplateFailed(f"the model's chat template refuses these messages: {words}", "messages") from error
+
+
+@contextmanager
+def _as_bad_model() -> Iterator[None]:
+    """Turn what a broken template raises when it is read into BadModel."""
+    try:
+        yield
+    except jinja2.TemplateSyntaxError as error:
+        raise BadModel(f"the model's chat template is broken at line {error.lineno}: {error.message}") from error
+    except (RecursionError, MemoryError, OverflowError) as error:
+        raise BadModel(f"the model's chat template can not be compiled: {type(error).__name__}") from error
+
+
+def _join_limited(pieces: Iterator[str]) -> str:
+    """Join what a template writes, until it is too much."""
+    kept, size = [], 0
+    for piece in pieces:
+        kept.append(piece)
+        size += len(piece)
+        if size > MAX_RENDERED_CHARACTERS:
+            message = f"the model's chat template writes more than {MAX_RENDERED_CHARACTERS} characters for these messages"
+            raise TemplateTooCostly(f"{message}; shorten them", "messages")
+    return "".join(kept)
 
 
 class Capabilities:

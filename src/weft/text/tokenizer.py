@@ -38,6 +38,7 @@ class Tokenizer:
         self.inner.no_padding()
         added = self.inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, fact in added.items() if fact.special)
+        self.swallows_space = any(fact.lstrip or fact.rstrip for fact in added.values())  # some token takes any amount of it
         self.bytes_of = TokenBytes(self.inner, frozenset(added), path)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -100,6 +101,11 @@ class TokenBytes(dict[int, bytes]):
             case _:
                 advice = "weft knows those of byte-level and sentencepiece vocabularies, so serve another build of this model"
                 raise UnsupportedModel(f"{path} turns tokens into text by the decoder {step}; {advice}")
+
+    @property
+    def is_byte_complete(self) -> bool:
+        """Whether every byte of a text is in some token: the vocabulary has bytes, so nothing is unknown to it."""
+        return self._is_byte_level or self._has_byte_tokens
 
     def __missing__(self, token: int) -> bytes:
         text = self._inner.id_to_token(token) if 0 <= token < 1 << 32 else None

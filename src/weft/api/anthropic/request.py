@@ -10,8 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from weft.api.anthropic.reply import MessagesReply
-from weft.api.dialect import FieldRules, ParsedRequest, SomeText, unseal
+from weft.api.dialect import Entries, FieldRules, Label, ParsedRequest, StopTexts, unseal
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.ipc.limits import MAX_LABEL_CHARACTERS, MAX_MESSAGES, MAX_TOOLS
 from weft.ipc.messages import GrammarSpec
 from weft.text.reasoning import BUDGETS
 from weft.text.schema import json_schema_grammar
@@ -38,7 +39,10 @@ RULES = FieldRules(
 
 BlockFields = {"type": {"type": "string"}, "cache_control": {"type": ["object", "null"]}}
 Block = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": BlockFields})]
-RoleName = Annotated[str, Meta(extra_json_schema={"enum": [*ROLES]})]  # `_read_messages` checks it
+Blocks = Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
+RoleName = Annotated[
+    str, Meta(max_length=MAX_LABEL_CHARACTERS, extra_json_schema={"enum": [*ROLES]})
+]  # `_read_messages` checks it
 Placed = tuple[str, dict[str, Any]]  # a block, and its place in the request
 
 
@@ -46,7 +50,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation. System messages may come anywhere; a final assistant message is continued."""
 
     role: RoleName
-    content: str | list[Block]
+    content: str | Blocks
 
 
 class Thinking(msgspec.Struct, kw_only=True):
@@ -74,26 +78,26 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 class Metadata(msgspec.Struct, kw_only=True):
     """The `metadata` field of a request; its user_id is used as the session of the client."""
 
-    user_id: str | None = None
+    user_id: Label | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
     """The `tool_choice` field: whether tools may or must be called, which one, and whether several at once."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Label | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class ToolParam(msgspec.Struct, kw_only=True):
     """A tool definition. One of Anthropic's own types without input_schema is dropped; /v1/messages lists it as ignored."""
 
-    name: str | None = None
-    type: str | None = None
+    name: Label | None = None
+    type: Label | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
-    cache_control: dict[str, Any] | None = None  # tools stand before the first message, where a prompt is cached anyway
+    cache_control: Entries | None = None  # tools stand before the first message, where a prompt is cached anyway
 
     @property
     def is_complete(self) -> bool:
@@ -107,10 +111,10 @@ class ToolParam(msgspec.Struct, kw_only=True):
 class CountRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/messages/count_tokens: the fields that make up the prompt. Null is treated as absent."""
 
-    messages: Annotated[list[InputMessage], Meta(min_length=1)]
-    model: str | None = None
-    system: str | list[Block] | None = None
-    tools: list[ToolParam] | None = None
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: Label | None = None
+    system: str | Blocks | None = None
+    tools: Annotated[list[ToolParam], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # as `thinking.budget_tokens`; -1: no limit
@@ -123,7 +127,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
     max_tokens: Annotated[int, Meta(ge=0)]  # 0: the prompt is computed and cached, and nothing is generated
     stream: bool | None = None
-    stop_sequences: list[SomeText] | None = None
+    stop_sequences: StopTexts | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None

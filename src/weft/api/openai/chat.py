@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
+from weft.api.dialect import Entries, Label, ParsedRequest, ReplyHeader, join_texts
 from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
 from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, Off, read_grammar
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.ipc.limits import MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import (
     CallArguments,
@@ -28,7 +29,7 @@ from weft.text.types import (
 
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": {"type": ["boolean", "object", "null"]}}
 Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
-Named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}}
+Named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "maxLength": 128}}}
 Kinds = [{"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")]
 SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds})]
 
@@ -36,14 +37,14 @@ SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds})]
 class CalledFunction(msgspec.Struct, kw_only=True):
     """The function's name and arguments in a tool call."""
 
-    name: str
+    name: Label
     arguments: str | dict[str, Any] = "{}"
 
 
 class CalledCustom(msgspec.Struct, kw_only=True):
     """The custom tool's name and input text in a tool call."""
 
-    name: str
+    name: Label
     input: str
 
 
@@ -52,7 +53,7 @@ class ChatToolCall(msgspec.Struct, kw_only=True):
 
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
-    id: str | None = None
+    id: Label | None = None
     type: Literal["function", "custom"] | None = None
 
 
@@ -60,14 +61,14 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation. Only assistant and tool messages may be without content."""
 
     role: Role
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=MAX_MESSAGES)] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[ChatToolCall] | None = None
-    tool_call_id: str | None = None
-    name: str | None = None
-    prompt_cache_breakpoint: bool | dict[str, Any] | None = None
+    tool_calls: Annotated[list[ChatToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
+    tool_call_id: Label | None = None
+    name: Label | None = None
+    prompt_cache_breakpoint: bool | Entries | None = None
 
 
 class PredictedText(msgspec.Struct, kw_only=True):
@@ -81,7 +82,7 @@ class Prediction(msgspec.Struct, kw_only=True):
     """The `prediction` field: a text that much of the answer is expected to repeat, such as a file that is to be edited."""
 
     type: Literal["content"]
-    content: str | list[PredictedText]
+    content: str | Annotated[list[PredictedText], Meta(max_length=MAX_MESSAGES)]
 
     @property
     def text(self) -> str:
@@ -107,14 +108,14 @@ class ReasoningSwitch(msgspec.Struct, kw_only=True):
 class ChatRequest(ConversationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None  # wins over max_tokens
     max_tokens: Count | None = None
     logprobs: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: ReasoningSwitch | None = None
     thinking: ThinkingSwitch | None = None
-    tools: list[SentTool] | None = None
+    tools: Annotated[list[SentTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None

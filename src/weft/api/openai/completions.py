@@ -12,17 +12,21 @@ from weft.api.openai import request as openai
 from weft.api.openai.reply import OpenAIReply, logprob_of, tokens_of
 from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, CommonRequest, TokenId, read_grammar
 from weft.errors import InvalidRequest
+from weft.ipc.limits import MAX_TOKEN_IDS
 from weft.text.types import Delta, Prompt, Token
 
 # Reasoning is not split off here, so it can not be limited.
 RULES = replace(openai.RULES, refused={**openai.RULES.refused, **dict.fromkeys(BUDGET_NAMES, (-1,))})
 
 
+TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKEN_IDS)]
+
+
 class CompletionRequest(CommonRequest, kw_only=True):
     """The body of POST /v1/completions."""
 
     # One text, several, one list of ids, or several; msgspec can not say that a list is all of one kind.
-    prompt: str | Annotated[list[str | TokenId | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TOKEN_IDS)]
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 only with echo
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None

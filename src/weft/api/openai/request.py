@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import ANY_OBJECT, FieldRules, FormatType, SomeText, Texts
+from weft.api.dialect import ANY_OBJECT, Entries, FieldRules, FormatType, Label, SomeLabel, SomeText, StopText, StopTexts
 from weft.errors import InvalidRequest, UnsupportedParameter
-from weft.ipc.limits import Sampling
+from weft.ipc.limits import MAX_BIASES, MAX_CHOICE_TEXTS, MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_TOKENS, Sampling
 from weft.ipc.messages import GrammarSpec
 from weft.text.schema import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar, structural_tag_grammar
 from weft.text.types import GenerationRequest, Prompt
@@ -19,12 +19,15 @@ TIERS = {"priority": 10, "flex": -10}  # the priorities of OpenAI's tiers; the o
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Schema = dict[str, Any] | Annotated[bool, Meta(extra_json_schema={"const": True})]
 SchemaOrText = Schema | SomeText
 Off = Annotated[bool, Meta(extra_json_schema={"const": False})]
-Choices = Annotated[list[str], Meta(min_length=1)]
-ToolMode = Annotated[str, Meta(extra_json_schema={"enum": ["auto", "none", "required"]})]  # `read_tool_selection` checks it
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICE_TEXTS)]
+ToolMode = Annotated[
+    str, Meta(max_length=MAX_LABEL_CHARACTERS, extra_json_schema={"enum": ["auto", "none", "required"]})
+]  # `read_tool_selection` checks it
 MakeGrammar = Callable[[Any, str], GrammarSpec | None]  # takes a field's value and its place
 
 RULES = FieldRules(
@@ -69,7 +72,7 @@ class NamedSchema(msgspec.Struct, kw_only=True):
 
     schema: Schema
     strict: bool | None = None
-    name: str | None = None
+    name: Label | None = None
     description: str | None = None
 
 
@@ -80,8 +83,8 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     json_schema: NamedSchema | None = None
     schema: Schema | None = None
     strict: bool | None = None
-    structures: list[dict[str, Any]] | None = None
-    triggers: list[SomeText] | None = None
+    structures: Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)] | None = None
+    triggers: Annotated[list[SomeLabel], Meta(max_length=MAX_ENTRIES)] | None = None
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -102,7 +105,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 class CommonRequest(msgspec.Struct, kw_only=True):
     """Fields shared by all OpenAI APIs. Null is treated as absent; further value ranges are checked by `Sampling`."""
 
-    model: str | None = None
+    model: Label | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -113,10 +116,10 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
-    stop: Texts | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: StopText | StopTexts | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -175,9 +178,9 @@ class ConversationRequest(CommonRequest, kw_only=True):
 
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # its other names are in `BUDGET_PLACES`; -1: no limit
-    tool_choice: ToolMode | dict[str, Any] | None = None
+    tool_choice: ToolMode | Entries | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Entries | None = None
 
 
 def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "") -> GrammarSpec | None:

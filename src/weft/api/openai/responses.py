@@ -8,12 +8,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import FieldRules, ParsedRequest, pick_fields
+from weft.api.dialect import Entries, FieldRules, Label, ParsedRequest, pick_fields
 from weft.api.openai import request as openai
 from weft.api.openai.request import TIERS, ConversationRequest, Count, ResponseFormat, Schema, read_format, read_grammar
 from weft.api.openai.response_items import Item, OutputTools, read_items, resolve_items, unknown_kinds
 from weft.api.openai.response_reply import Keep, ResponseReply, ResponseShape
 from weft.errors import InvalidRequest
+from weft.ipc.limits import MAX_ENTRIES, MAX_MESSAGES, MAX_TOOLS
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import Conversation, Effort, Message
 
@@ -56,7 +57,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
     """The `text.format` field: text, JSON object or JSON schema. Name and description are not shown to the model."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
+    name: Label | None = None
     description: str | None = None
     schema: Schema | None = None
     strict: bool | None = None
@@ -66,27 +67,27 @@ class TextAsked(msgspec.Struct, kw_only=True):
     """The `text` field: the format of the answer, and a verbosity that has no effect."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None  # a hint that no model here takes
+    verbosity: Label | None = None  # a hint that no model here takes
 
 
 class ResponseRequest(ConversationRequest, kw_only=True):
     """The body of POST /v1/responses."""
 
-    input: str | list[InputItem] | None = None
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
-    previous_response_id: str | None = None
+    previous_response_id: Label | None = None
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = None  # of tools that a server runs, so none here
-    include: list[str] | None = None
+    include: Annotated[list[Label], Meta(max_length=MAX_ENTRIES)] | None = None
     reasoning: ThinkingAsked | None = None
     text: TextAsked | None = None
-    tools: list[SentTool] | None = None
+    tools: Annotated[list[SentTool], Meta(max_length=MAX_TOOLS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    metadata: Entries | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
 
 
 @dataclass(frozen=True)

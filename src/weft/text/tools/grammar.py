@@ -40,7 +40,7 @@ def tool_grammar(family: Family, selection: ToolSelection, tokens: MarkerTokens,
         return answer
     if answer is not None and answer.kind != "json_schema":
         raise InvalidRequest(f"a {answer.kind} can not be asked for together with tools; leave one of them out", "tools")
-    return GrammarSpec("lark", _Grammar(family, selection, dict(tokens)).write(answer))
+    return GrammarSpec("lark", _Grammar(family, selection, dict(tokens)).write(answer), is_ours=True)
 
 
 class _Grammar:
