@@ -267,7 +267,7 @@ GUARDS = [
     ),
     Guard(
         "slices", "engine/scheduler.py",
-        "self.config.gap_factor * self.step_seconds if steps and not is_short else None",
+        "self._slice_seconds(chunk.sequence, steps) if chunk is not None and steps and not is_short else None",
         "None",
         "tests/engine/test_scheduler.py::test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none",
         "a long prompt beside decoding rows is computed in slices", "R110, report 4",
@@ -1222,6 +1222,20 @@ GUARDS = [
         "        if not rows[first.tenant] and levels",
         "tests/engine/test_fairness.py::test_tenants_that_want_more_have_equally_many_rows",
         "tenants have equally many rows",
+    ),
+    Guard(
+        "step-shares", "engine/step_shares.py",
+        "        return tuple(ready) if len(ready) <= places else self._take_turns(ready, _divide(rows, places))",
+        "        return tuple(ready)",
+        "tests/engine/test_fairness.py::test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_cost",
+        "a flood adds less to another tenant's steps than they cost",
+    ),
+    Guard(
+        "slice-shares", "engine/scheduler.py",
+        "        return min(seconds, added / 2 * self.step_seconds / self.shares.cost(len(steps)))",
+        "        return seconds",
+        "tests/engine/test_fairness.py::test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_cost",
+        "prompts of one tenant do not fill the gaps of another",
     ),
     Guard(
         "fair-preemption", "engine/scheduler.py",

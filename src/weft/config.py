@@ -47,6 +47,7 @@ class EngineConfig:
     coarse_tokens: int | None = None  # up to here capacities are far apart, so that many rows share a slab; None: a quarter
     chunk_tokens: int  # prompt tokens of one prefill chunk; chunks end at multiples of it
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
+    row_cost: float = 0.0  # of one more row in a decode step, in steps of one row; 0: as good as nothing
     unsliced_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again
     width: int | None = None  # exact mode: every decode step runs at this width; None: as many rows as there are
     exact: bool = False  # an answer's bits do not depend on other requests, what was cached, or whether it was interrupted
@@ -69,7 +70,7 @@ class EngineConfig:
         constant width, which a lone request pays for, so it must be asked for.
         """
         if device == "cpu":
-            config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
+            config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True, row_cost=0.2)
         else:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         rows = settings.max_rows or config.max_rows

@@ -166,3 +166,20 @@ def test_clients_are_served_alike_and_the_urgent_before_them(adapter: Adapter) -
         order += [one.id for one in rows if one.is_finished and one.id not in order]
 
     assert order == [4, 0, 3, 1, 2]
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_rows_that_sit_out_for_another_tenant_have_the_answers_they_would_have_alone(adapter: Adapter, pipelined: bool) -> None:
+    run = Run(adapter, dataclasses.replace(SMALL, max_rows=8, row_cost=0.5, pipelined=pipelined))
+    chosen = (Sampling(temperature=0.0, max_tokens=24, ignore_eos=True),)
+    prompts = [[number, 4, 5, 6] for number in range(10, 18)]
+    rows = []
+    for number, prompt in enumerate(prompts):
+        rows += run.engine.submit_all(Submit((number,), prompt, chosen, tenant="chat" if not number else "flood"))
+    lead = 0
+    while not run.engine.idle:
+        run.turn()
+        lead = max(lead, len(rows[0].output) - min(len(row.output) for row in rows))
+
+    assert lead > 5  # some sat out
+    assert [row.output for row in rows] == answers(adapter, prompts, 24)

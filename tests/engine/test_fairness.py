@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import OUTPUT_WEIGHT, Fairness
-from weft.engine.scheduler import Scheduler
+from weft.engine.scheduler import Plan, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
@@ -39,7 +40,7 @@ class Planned:
         for one in sequences:
             self.scheduler.add(one)
 
-    def turn(self) -> None:
+    def turn(self) -> Plan:
         scheduler = self.scheduler
         scheduler.drop_finished()
         while (victim := scheduler.to_preempt()) is not None:
@@ -59,6 +60,7 @@ class Planned:
             row.sequence.num_computed += row.count
             self.cost[row.sequence.tenant] += row.count
             scheduler.finish_chunk(row)
+        return plan
 
     def run(self, until: Callable[[], bool]) -> None:
         for _ in range(5000):
@@ -169,3 +171,55 @@ def test_tokens_far_behind_the_beginning_cost_more() -> None:
     fairness.charge_chunk(far, 8192, 128)
 
     assert fairness.first([far, near]) is near
+
+
+PRICED = dataclasses.replace(CONFIG, max_rows=16, row_cost=0.2)
+
+
+def priced() -> Planned:
+    return Planned(Scheduler(PRICED, MemoryBudget(lambda tokens: tokens, 0), Bisection()))
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_cost(kind: str) -> None:
+    planned = priced()
+    planned.add(*flood(kind))
+    planned.run(lambda: planned.cost["flood"] > 3000)
+    chat = sequence(1, "chat", tokens=60)
+    planned.add(chat)
+    planned.run(lambda: bool(chat.output))
+    widths, slices = [], []
+    while not chat.is_finished:
+        plan = planned.turn()
+        assert chat in plan.steps or chat.is_finished
+        widths.append(len(plan.steps))
+        slices.append((plan.slice_seconds or 0.0) / planned.scheduler.step_seconds if plan.chunk is not None else 0.0)
+
+    quiet, costs = 1.0, [planned.scheduler.shares.cost(width) for width in widths]
+    seconds = [cost * (1 + part) for cost, part in zip(costs, slices, strict=True)]  # a step's seconds are those of its rows
+    assert max(seconds) <= 2 * quiet
+
+
+def test_rows_that_sit_out_have_their_turn() -> None:
+    planned = priced()
+    rows = [sequence(number, "flood", tokens=4000) for number in range(12)]
+    planned.add(*rows, chat := sequence(100, "chat", tokens=1000))
+    planned.run(lambda: chat.is_finished)
+
+    assert min(len(row.output) for row in rows) > 100
+    assert max(len(row.output) for row in rows) <= min(len(row.output) for row in rows) + 40
+
+
+def test_of_one_tenant_or_where_rows_cost_nothing_all_rows_step() -> None:
+    for planned, tenants in ((priced(), ["one"]), (Planned(), ["one", "two"])):
+        many = planned.scheduler.config.max_rows
+        planned.add(*(sequence(number, tenants[number % len(tenants)], prompt=1, tokens=50) for number in range(many)))
+
+        assert len(planned.turn().steps) == many
+
+
+def test_tenants_with_equally_many_rows_do_not_wait_for_each_other() -> None:
+    planned = priced()
+    planned.add(*(sequence(number, f"tenant {number % 2}", prompt=1, tokens=50) for number in range(16)))
+
+    assert len(planned.turn().steps) == 16

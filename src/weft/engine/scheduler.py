@@ -14,6 +14,7 @@ from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import Fairness
 from weft.engine.mask_prices import MaskPrices
 from weft.engine.sequence import Sequence
+from weft.engine.step_shares import StepShares
 from weft.ipc.messages import IMAGE_KEYS
 
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
@@ -68,6 +69,7 @@ class Scheduler:
         self.budget = budget
         self.bisection = bisection
         self.fairness = Fairness()
+        self.shares = StepShares(config.row_cost)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.prompts: list[Sequence] = []  # running, prompt not in memory yet
@@ -166,16 +168,33 @@ class Scheduler:
 
     def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
         """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so short chunks go first."""
-        ready = [one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one)]
-        steps = tuple(ready) if self.mask_prices is None else self.mask_prices.choose(ready)
+        ready = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
+        steps = self.shares.choose(ready, self.running, None if chunk is None else chunk.sequence)
+        if self.mask_prices is not None:
+            steps = self.mask_prices.choose(steps)
         is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens and not chunk.has_images
-        if steps and is_short and may_hold_back and len(self.prompts) > 1 and self._num_held_back < MAX_HELD_BACK:
+        is_first = is_short and len(self.prompts) > 1
+        if chunk is not None and self.config.row_cost:
+            is_first = is_first or self._is_owed(chunk.sequence, ready)
+        if steps and is_first and may_hold_back and self._num_held_back < MAX_HELD_BACK:
             self._num_held_back += 1
             return Plan((), chunk, None, self._upcoming())
         self._num_held_back = 0
-        slice_seconds = self.config.gap_factor * self.step_seconds if steps and not is_short else None
+        slice_seconds = self._slice_seconds(chunk.sequence, steps) if chunk is not None and steps and not is_short else None
         return Plan(steps, chunk, slice_seconds, self._upcoming())
+
+    def _is_owed(self, sequence: Sequence, ready: Collection[Sequence]) -> bool:
+        """Whether a prompt's tenant waits for its first text, and was served less than all whose rows would step before."""
+        level = self.fairness.tenants.level(sequence.tenant)
+        return bool(ready) and all(level < self.fairness.tenants.level(one.tenant) for one in ready)
+
+    def _slice_seconds(self, sequence: Sequence, steps: Collection[Sequence]) -> float:
+        """Return how long to work on a prompt's chunk beside a step: less if that is another tenant's than those that step."""
+        seconds, added = self.config.gap_factor * self.step_seconds, self.shares.added_cost(self.running)
+        if added is None or all(one.tenant == sequence.tenant for one in steps):
+            return seconds
+        return min(seconds, added / 2 * self.step_seconds / self.shares.cost(len(steps)))
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Iterate over the ends of a prompt's remaining chunks: multiples of the chunk size, boundaries, the last but one token.
