@@ -15,7 +15,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam tools exact-gpu bench-gpu serve-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam tools race exact-gpu bench-gpu serve-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -84,6 +84,11 @@ redteam: $(READY)  ## MINUTES=10 of attacks beside eight ordinary streams, then 
 
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 10
 	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py
+
+race:  ## the kernels' thread pool under a thread sanitizer (needs gcc or clang with it; half a minute)
+	mkdir -p build
+	$(CC) -O1 -g -std=gnu11 -ffp-contract=off -fsanitize=thread tests/native/race.c -o build/race -ldl -lm -lpthread
+	TSAN_OPTIONS=halt_on_error=1 build/race
 
 # With what is set up in .venv, or else with a Python that has a GPU build of MLX.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

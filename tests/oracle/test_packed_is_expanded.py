@@ -1,4 +1,4 @@
-"""Packed = expanded, for every architecture: weights kept packed, or in 16 bits, give the bits of a float32 copy of the file."""
+"""Packed = expanded, for every architecture: weights kept packed or in 16 bits give the bits of a float32 copy of the file."""
 
 from __future__ import annotations
 
