@@ -722,14 +722,14 @@ GUARDS = [
         "a resumed answer draws the numbers it would have drawn", "R035",
     ),
     Guard(
-        "watchdog-turn", "serving/engine_process.py",
+        "watchdog-turn", "serving/lifeline.py",
         "if self._beat.turn_seconds >= self.hang_seconds:",
         "if False:",
         "tests/serving/test_watchdog.py::test_a_turn_without_end_ends_the_engine_though_its_heart_beats",
         "an engine that hangs in a turn is replaced", "R037",
     ),
     Guard(
-        "watchdog-silence", "serving/engine_process.py",
+        "watchdog-silence", "serving/lifeline.py",
         "        if self._silence_seconds >= patience:",
         "        if False:",
         "tests/serving/test_watchdog.py::test_ten_seconds_of_silence_end_an_engine_that_was_ready",
@@ -976,7 +976,7 @@ GUARDS = [
         "each family's frequencies turn by the axes it was trained with",
     ),
     Guard(
-        "image-prefix-keys", "engine/sequence.py",
+        "image-prefix-keys", "ipc/messages.py",
         "image.key + place.to_bytes",
         "place.to_bytes",
         "tests/engine/test_image_rows.py::test_images_that_differ_in_one_pixel_share_nothing",

@@ -35,6 +35,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_folder_bytes: int = 10 << 30
     cache_canary: bool = False
     speculate: tuple[DraftSource, ...] = DRAFT_SOURCES  # from where draft tokens may come; (): none are verified
+    report_prefixes: bool = False  # tell the front what is cached, so that it can choose between replicas
     log_format: Literal["text", "json"] = "text"
 
 

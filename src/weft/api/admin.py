@@ -118,7 +118,7 @@ class Admin:
 
     async def status(self, _: Request) -> Response:
         models = self.service.models
-        engines, kinds = [model.supervisor for model in models], sorted({kind for model in models for kind in model.memory})
+        engines, kinds = [model.pool for model in models], sorted({kind for model in models for kind in model.memory})
         return json_response(
             {
                 "version": __version__,
@@ -137,8 +137,8 @@ class Admin:
     async def metrics(self, _: Request) -> Response:
         metrics = self.service.metrics
         for model in self.service.models:
-            status = model.supervisor.status
-            metrics.engine(model.name, model.is_ready, model.supervisor.restarts)
+            status = model.pool.status
+            metrics.engine(model.name, model.is_ready, model.pool.restarts)
             metrics.rows(model.name, status.running, status.waiting)
             metrics.rows_alone(model.name, status.alone)
             metrics.images(model.name, status.images)
@@ -153,8 +153,12 @@ class Admin:
 
     async def list_cache(self, _: Request) -> Response:
         ready = [model for model in self.service.models if model.is_ready]
-        cached = await asyncio.gather(*(model.supervisor.client.prefixes() for model in ready))
-        rows = [(model.name, one, model.require()[0].tokenizer) for model, one in zip(ready, cached, strict=True)]
+        cached = await asyncio.gather(*(model.pool.prefixes() for model in ready))
+        rows = [
+            (model, name, one, model.require()[0].tokenizer)
+            for model, answers in zip(ready, cached, strict=True)
+            for name, one in answers
+        ]
         # In a thread: there may be thousands of chunks.
         return json_response({"models": await asyncio.to_thread(lambda: [_show_cache(*row) for row in rows])})
 
@@ -165,8 +169,9 @@ class Admin:
         models = models if name is None else [self.service.find(name)]
         for model in models:
             model.require()
-        left = await asyncio.gather(*(model.supervisor.client.prefixes(clear=True) for model in models))
-        return json_response({"cleared": {model.name: one.num_cleared for model, one in zip(models, left, strict=True)}})
+        left = await asyncio.gather(*(model.pool.prefixes(clear=True) for model in models))
+        cleared = {model.name: sum(one.num_cleared for _, one in answers) for model, answers in zip(models, left, strict=True)}
+        return json_response({"cleared": cleared})
 
     async def report_request(self, request: Request) -> Response:
         given = request.path_params["id"]
@@ -221,7 +226,7 @@ class Admin:
         return row if model.notice is None else row | {"notice": model.notice}
 
     def _model_status(self, model: ServedModel) -> dict[str, Any]:
-        engine = model.supervisor
+        engine = model.pool
         process = {"engine_pid": engine.pid, "engine_restarts": engine.restarts}
         rows = {"rows_running": engine.status.running, "rows_waiting": engine.status.waiting}
         return self._model(model) | {"condition": condition_of(model), **process, **rows, "memory": model.memory}
@@ -235,7 +240,7 @@ def cancel_request(service: Service, given: str) -> None:
 
 def condition_of(model: ServedModel) -> dict[str, Any]:
     """Return a model's status (ready, loading, failed, …) as a dict, with an error message or loading progress if any."""
-    condition = model.supervisor.condition
+    condition = model.pool.condition
     if model.is_leaving:
         return {"status": "unloading"}
     if model.failed is not None:
@@ -251,7 +256,8 @@ def condition_of(model: ServedModel) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
+def _show_cache(model: ServedModel, replica: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
+    which = {"model": model.name} if len(model.pool.replicas) == 1 else {"model": model.name, "replica": replica}
     sizes = pick_fields(prefixes, "held_bytes", "budget_bytes", "disk_bytes", "num_nodes")
     nodes = [
         {
@@ -265,7 +271,7 @@ def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[st
         }
         for node in prefixes.nodes
     ]
-    return {"model": model, **sizes, "nodes": nodes}
+    return {**which, **sizes, "nodes": nodes}
 
 
 def _excerpt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:

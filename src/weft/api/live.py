@@ -14,7 +14,7 @@ from weft.api.dialect import EVENTS
 from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
 from weft.serving.active_request import ActiveRequest
-from weft.serving.engine_process import DraftTotals
+from weft.serving.lifeline import DraftTotals
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
 
@@ -125,7 +125,7 @@ class LiveView:
         return row
 
     def _state(self, request: ActiveRequest) -> str:
-        engine = next((model.supervisor for model in self.service.models if model.name == request.model), None)
+        engine = next((model.pool for model in self.service.models if model.name == request.model), None)
         if engine is None or engine.condition.ready is None:
             return "queued"
         if any(choice.num_tokens for choice in request.choices):
@@ -137,7 +137,7 @@ class LiveView:
         return "prefill" if is_prefilling else "queued"
 
     def _model(self, model: ServedModel, seconds: float) -> EventRow:
-        status, tokens, prefilled = model.supervisor.status, self._num_tokens[model.name], self._num_prefilled[model.name]
+        status, tokens, prefilled = model.pool.status, self._num_tokens[model.name], self._num_prefilled[model.name]
         before, gaps = self._gaps.get(model.name, []), self.service.metrics.gaps(model.name)
         self._gaps[model.name] = gaps
         return {
@@ -146,12 +146,12 @@ class LiveView:
             "rows_running": status.running,
             "rows_waiting": status.waiting,
             "max_rows": model.ready.max_rows if model.ready is not None else 0,
-            "restarts": model.supervisor.restarts,
+            "restarts": model.pool.restarts,
             "memory": model.memory,
             "tokens_per_second": round(tokens / seconds, 1) if seconds else 0,
             "prompt_tokens_per_second": round(prefilled / seconds, 1) if seconds else 0,
             "gaps": percentiles(before, gaps),
-            "drafts": _show_drafts(model.supervisor.drafts),
+            "drafts": _show_drafts(model.pool.drafts),
             "images": status.images if any(status.images.values()) else None,
         }
 

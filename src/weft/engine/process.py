@@ -98,7 +98,7 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         no_vision=engine.adapter.no_vision,
     )
     channel.send(ready)
-    Host(engine, compiler, channel, has_canary=settings.cache_canary).run()
+    Host(engine, compiler, channel, has_canary=settings.cache_canary, has_reports=settings.report_prefixes).run()
     if engine.prefix.disk is not None:
         engine.prefix.disk.close(CLOSE_SECONDS)
 

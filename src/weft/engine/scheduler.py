@@ -62,7 +62,7 @@ class Fairness:
         clients = {one.client for one in present}
         if sequence.client not in clients:
             level = min((self.served[client] for client in clients), default=0.0)
-            self.served[sequence.client] = max(self.served.get(sequence.client, 0.0), level)
+            self.served[sequence.client] = max(self.served.get(sequence.client, 0.0), level, sequence.request.served)
             self.served = {client: count for client, count in self.served.items() if client in {*clients, sequence.client}}
 
     def charge(self, sequence: Sequence, tokens: float) -> None:
@@ -99,6 +99,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any waiting or running sequence is unfinished or has a fork that still needs its prompt."""
         return any(not sequence.is_abandoned for queue in (self.waiting, self.running) for sequence in queue)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of waiting and running sequences that are not computed yet."""
+        return sum(max(0, len(one.prefill_ids) - one.num_computed) for one in (*self.waiting, *self.prompts))
 
     def add(self, sequence: Sequence) -> None:
         self.fairness.arrive(sequence, (*self.waiting, *self.running))

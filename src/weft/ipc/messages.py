@@ -1,5 +1,6 @@
 """The messages between front and engine process; the unions `ToEngine` and `ToFront` list all that the channel carries."""
 
+import hashlib
 from typing import Literal
 
 import msgspec
@@ -152,6 +153,17 @@ class EngineStatus(msgspec.Struct, frozen=True):
     num_drafts: int = 0  # drafts verified so far, of one or more tokens each
     accepted_at: tuple[int, ...] = ()  # by place in a draft: tokens accepted so far
     images: dict[str, float] = {}  # so far: images encoded, hits (those whose features were kept), seconds of encoding
+    seconds_per_token: float = 0.0  # of prefill, as measured lately; 0: nothing was computed yet
+    queued_tokens: int = 0  # prompt tokens of all requests that are not computed yet
+
+
+class ReportedChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt chunk in an engine's prefix cache: the key of its path, of the path before it, and its number of tokens."""
+
+    key: bytes
+    parent: bytes
+    size: int
+    has_checkpoint: bool  # a prompt can go on from its end
 
 
 IMAGE_KEYS = 1 << 31  # ids from here on stand for a place of an image in what prompts are compared by
@@ -191,6 +203,23 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer: drafts are looked up there too
     speculate: bool = True  # whether draft tokens may be verified for it
     images: tuple[Image, ...] = ()  # in the prompt's order; their places hold the model's image token
+    served: float = 0.0  # tokens that its client has had from all replicas, weighted as fairness weighs them
+
+    @property
+    def keyed_prompt(self) -> list[int]:
+        """The prompt with a key at each place of an image, of its content and the place in it.
+
+        So prompts have a prefix in common only as far as their images are equal, and each place has 31 bits of its own to
+        differ in.
+        """
+        if not self.images:
+            return self.prompt
+        found = list(self.prompt)
+        for image in self.images:
+            for place in range(image.num_tokens):
+                digest = hashlib.blake2b(image.key + place.to_bytes(4, "little"), digest_size=4).digest()
+                found[image.start + place] = IMAGE_KEYS | int.from_bytes(digest, "little") >> 1
+        return found
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -255,6 +284,8 @@ class EngineEvents(msgspec.Struct, frozen=True, tag=True):
     prompts: list[PromptEvent] = []
     tokens: list[TokenEvent] = []
     status: EngineStatus | None = None
+    kept: list[ReportedChunk] = []  # what the prefix cache got, where the front wants to know it
+    gone: list[bytes] = []  # keys of what it evicted
 
 
 class PrefixNode(msgspec.Struct, frozen=True, array_like=True):

@@ -15,9 +15,10 @@ from weft import log
 from weft.config import ServerConfig
 from weft.errors import WeftError
 from weft.metrics import Metrics
-from weft.serving.engine_process import Supervisor
 from weft.serving.model import ServedModel, ServerScreen
+from weft.serving.pool import EnginePool
 from weft.serving.service import Service
+from weft.serving.starters.here import Here
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
@@ -85,7 +86,9 @@ def make_service(config: ServerConfig) -> Service:
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
     def make(name: str, fallback: str | None = None) -> ServedModel:
-        return ServedModel(name, Supervisor(config.engine_settings(name, fallback), config.hang_seconds), config.late_system)
+        return ServedModel(
+            name, EnginePool([Here(config.engine_settings(name, fallback))], config.hang_seconds), config.late_system
+        )
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 

@@ -72,9 +72,9 @@ class Service:
                 samplings = _samplings(codec, generation, ready.limits, encoded)
                 model.require()  # the engine may have gone while a thread encoded
                 request.check()
-                client, request.sampling = model.supervisor.client, samplings[0]
-                submits = [_submit(client.new_numbers(len(samplings)), prompt, samplings, generation) for prompt in encoded]
-                subscription = client.submit(submits)
+                dispatcher, request.sampling = model.pool.dispatcher, samplings[0]
+                submits = [_submit(dispatcher.new_numbers(len(samplings)), prompt, samplings, generation) for prompt in encoded]
+                subscription = dispatcher.submit(submits)
                 request.start(codec, encoded, subscription)
             await subscription.until_accepted()
             yield []
@@ -193,7 +193,7 @@ class Service:
         if (task := self._tasks.pop(model, None)) is None:  # somebody else is about it
             return
         task.cancel()
-        await model.supervisor.stop()
+        await model.pool.stop()
         self.models.remove(model)
         model.count_drafts(self.metrics)
         self.metrics.unloaded(model.name)
@@ -206,7 +206,7 @@ class Service:
     async def stop(self) -> None:
         for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*(model.supervisor.stop() for model in self.models))
+        await asyncio.gather(*(model.pool.stop() for model in self.models))
         await asyncio.to_thread(self.decoder.close)
 
     @property
