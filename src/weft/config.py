@@ -30,6 +30,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exact: bool = False
     max_rows: int | None = None  # None: what suits the device
     memory_bytes: int | None = None  # None: a safe share of what is there
+    memory_share: float = 1.0  # of that safe share, where several engines compute on one device
     cache_bytes: int = 0
     cache_folder: str | None = None
     cache_folder_bytes: int = 10 << 30
@@ -108,8 +109,12 @@ class ServerConfig:
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
     """On a GPU: answers are bit-equal whoever runs beside or ran before them, at the cost of speed. On a CPU they always are."""
+    replicas: int = 1
+    """Engines of each model, one for each GPU; requests go where their first token comes soonest."""
+    force: bool = False
+    """Let there be more replicas than devices; they divide cores and memory."""
     max_rows: int | None = None
-    """Requests that are computed together. Default: what suits the device."""
+    """Requests that each engine computes together. Default: what suits the device."""
     speculate: str = "auto"
     """Draft tokens, which change the speed and never the answer: auto (all sources), off, or some of forced,lookup,mtp."""
     cache_megabytes: int = 1024
@@ -171,7 +176,7 @@ class ServerConfig:
             raise WeftError("an API key is empty; give one with characters in it, or none")
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
-        least |= {"memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
+        least |= {"replicas": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:

@@ -24,6 +24,7 @@ from weft.ipc.messages import Prefixes
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
 from weft.serving.model import ServedModel
+from weft.serving.pool import Replica
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
 from weft.text.tokenizer import Tokenizer
@@ -52,6 +53,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class ClearRequest(msgspec.Struct, kw_only=True):
     """The optional body of POST /v1/cache/clear: the model whose prefix cache is cleared; absent: all models."""
 
+    model: str | None = None
+
+
+class RenewRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/replicas/renew: the replica whose engine is replaced, and its model if there are several."""
+
+    replica: SomeText
     model: str | None = None
 
 
@@ -116,6 +124,13 @@ class Admin:
         await self.registry.unload(name)
         return json_response({"id": name, "object": "model", "status": {"value": "unloaded"}})
 
+    async def renew(self, request: Request) -> Response:
+        """Replace the engine of one replica by a new one; its answers end within the drain time, or move to other replicas."""
+        wanted = await self._read(request, RenewRequest)
+        model = self.service.find(wanted.model)
+        await model.pool.renew(wanted.replica, self.config.drain_seconds)
+        return json_response(self._model_status(model))
+
     async def status(self, _: Request) -> Response:
         models = self.service.models
         engines, kinds = [model.pool for model in models], sorted({kind for model in models for kind in model.memory})
@@ -145,6 +160,10 @@ class Admin:
             metrics.memory(model.name, model.memory)
             metrics.prefixes(model.name, status.prefixes)
             model.count_drafts(metrics)
+            for replica in model.pool.replicas if len(model.pool.replicas) > 1 else ():
+                metrics.replica(model.name, replica.name, replica.is_open, replica.status.running, len(replica.client.live))
+                metrics.replica_hits(model.name, replica.name, replica.num_prompt_tokens, replica.num_cached_tokens)
+            metrics.moved(model.name, model.pool.dispatcher.num_moved)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def cancel(self, request: Request) -> Response:
@@ -229,13 +248,48 @@ class Admin:
         engine = model.pool
         process = {"engine_pid": engine.pid, "engine_restarts": engine.restarts}
         rows = {"rows_running": engine.status.running, "rows_waiting": engine.status.waiting}
-        return self._model(model) | {"condition": condition_of(model), **process, **rows, "memory": model.memory}
+        row = self._model(model) | {"condition": condition_of(model), **process, **rows, "memory": model.memory}
+        return row | show_replicas(model)
 
 
 def cancel_request(service: Service, given: str) -> None:
     """Cancel the running request with this id (a reply's id also works). Raises BorderError (404) if none is running."""
     if not any(service.cancel(request_id) for request_id in request_ids(given)):
         raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
+
+
+def show_replicas(model: ServedModel) -> dict[str, Any]:
+    """Return each replica's state, load and cache hits, and how many answers were moved; {} for a model with one replica."""
+    if len(model.pool.replicas) == 1:
+        return {}
+    rows = [
+        {
+            "name": replica.name,
+            "status": _replica_status(replica),
+            **pick_fields(replica.status, "seconds_per_token", "queued_tokens"),
+            "engine_pid": replica.pid,
+            "engine_restarts": replica.restarts,
+            "rows_running": replica.status.running,
+            "rows_waiting": replica.status.waiting,
+            "requests": len(replica.client.live),
+            "prompt_tokens": replica.num_prompt_tokens,
+            "cached_tokens": replica.num_cached_tokens,
+            **({"message": replica.condition.failed} if replica.condition.failed else {}),
+        }
+        for replica in model.pool.replicas
+    ]
+    return {"replicas": rows, "moved": model.pool.dispatcher.num_moved}
+
+
+def _replica_status(replica: Replica) -> str:
+    condition = replica.condition
+    if condition.failed is not None:
+        return "failed"
+    if condition.ready is None:
+        return "loading"
+    if condition.is_sick:
+        return "sick"
+    return "leaving" if replica.is_leaving else "ready"
 
 
 def condition_of(model: ServedModel) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from weft.api.admin import condition_of
+from weft.api.admin import condition_of, show_replicas
 from weft.api.dialect import EVENTS
 from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
@@ -114,6 +114,7 @@ class LiveView:
             "constrained": generation.grammar is not None,
             "resumed": request.subscription.num_resumed if request.subscription else 0,
             "cause": None if usage.reuse is None else usage.reuse.cause,
+            **({} if (replica := self._replica(request)) is None else {"replica": replica}),
         }
         if request.choices[0].timings is not None:
             row |= {"queue_seconds": round(usage.queue_seconds, 4), "prefill_seconds": round(usage.prefill_seconds, 4)}
@@ -123,6 +124,14 @@ class LiveView:
                 ending = "cancelled" if status_of(request.error) == CANCELLED else "error"
             row |= {"decode_seconds": round(usage.decode_seconds, 4), "finish": ending}
         return row
+
+    def _replica(self, request: ActiveRequest) -> str | None:
+        """Return the name of the replica that has a request now; None if its model has one replica, or none has it."""
+        pool = next((model.pool for model in self.service.models if model.name == request.model), None)
+        if pool is None or len(pool.replicas) == 1 or request.subscription is None:
+            return None
+        open_numbers = request.subscription.open
+        return next((one.name for one in pool.replicas if any(n in one.client.live.inside for n in open_numbers)), None)
 
     def _state(self, request: ActiveRequest) -> str:
         engine = next((model.pool for model in self.service.models if model.name == request.model), None)
@@ -145,7 +154,7 @@ class LiveView:
             **condition_of(model),
             "rows_running": status.running,
             "rows_waiting": status.waiting,
-            "max_rows": model.ready.max_rows if model.ready is not None else 0,
+            "max_rows": model.pool.max_rows,
             "restarts": model.pool.restarts,
             "memory": model.memory,
             "tokens_per_second": round(tokens / seconds, 1) if seconds else 0,
@@ -153,6 +162,7 @@ class LiveView:
             "gaps": percentiles(before, gaps),
             "drafts": _show_drafts(model.pool.drafts),
             "images": status.images if any(status.images.values()) else None,
+            **show_replicas(model),
         }
 
 

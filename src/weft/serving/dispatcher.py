@@ -26,6 +26,10 @@ Group = list[InFlightSequence]  # sequences of one prompt, which share its compu
 class DispatchTarget(RoutedReplica, Protocol):
     """A replica as the dispatcher sees it."""
 
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count the prompt of an answer that has ended, and how many of its tokens were cached."""
+        ...
+
     @property
     def is_open(self) -> bool:
         """Whether new requests may be sent there: it is ready, heard, and does not leave."""
@@ -84,6 +88,8 @@ class Dispatcher:
     def _follow(self, replica: DispatchTarget) -> None:
         def end(one: InFlightSequence) -> None:
             self.served.end(one)
+            if one.timings is not None and not one.sampling_index:
+                replica.count_prompt(len(one.submit.prompt), one.timings.cached_tokens)
             if one.has_begun and not self.is_lone:
                 seconds, mean = self.clock() - one.sent_at, replica.answer_seconds
                 replica.answer_seconds = seconds if not mean else mean + ANSWER_SHARE * (seconds - mean)

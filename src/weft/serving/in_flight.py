@@ -19,6 +19,7 @@ import msgspec
 
 from weft.errors import EngineDied, EngineError, GrammarRejected, WeftError
 from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, Prefixes, PromptEvent, Submit, Timings, ToEngine, TokenEvent
+from weft.text.types import Placement
 
 SUSPECT_DEATHS = 2
 DEATHS_ALONE = 2  # of engines that had nothing but the suspect, to blame it
@@ -26,15 +27,6 @@ PROOF_TOKENS = 16  # what kills an engine does so at its first step, or soon; a 
 ANSWER_SECONDS = 5.0  # for an engine to list its prefixes; a long step may be under way
 
 Event = PromptEvent | TokenEvent
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where a prompt was sent, how many of its tokens were cached there, and the most that any replica had."""
-
-    replica: str
-    matched: int
-    best: int
 
 
 class Subscription:

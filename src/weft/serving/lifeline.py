@@ -119,6 +119,7 @@ class Lifeline:
         self._ready_at: float | None = None  # in the event loop's time
         self._folder: str | None = None  # of the model that was served last
         self._earlier_drafts = DraftTotals()  # of the engines before this one
+        self._is_renewed = asyncio.Event()  # its engine is to be replaced by a new one
 
     @property
     def name(self) -> str:
@@ -131,6 +132,10 @@ class Lifeline:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_alive())
+
+    def renew(self) -> None:
+        """End the current engine in good order and start another."""
+        self._is_renewed.set()
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -157,11 +162,14 @@ class Lifeline:
     async def _run_once(self) -> str | None:
         """Run one engine to its end; return why it was of no use if it ended before or soon after `ready`, else None."""
         self._ready_at = None
+        self._is_renewed.clear()
         try:
             await self._run_engine()
         except (OSError, zmq.ZMQError) as error:  # no file descriptor, no memory, no room for a socket's name …
             log.exception("an engine could not be started")
             return f"its process could not be started ({error})"
+        if self._is_renewed.is_set():
+            return None
         if self._ready_at is None:
             return "its process ended before it was ready; the log above has its words"
         is_short = asyncio.get_running_loop().time() - self._ready_at < SOON_SECONDS
@@ -172,10 +180,12 @@ class Lifeline:
             self.pid, watchdog = engine.pid, Watchdog(self.hang_seconds)
             receiving = asyncio.create_task(self._receive(engine.channel, watchdog))
             watching = asyncio.create_task(self._watch(watchdog))
-            ended = asyncio.create_task(engine.wait())
+            ended, renewed = asyncio.create_task(engine.wait()), asyncio.create_task(self._is_renewed.wait())
             try:
-                await asyncio.wait({ended, receiving, watching}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({ended, receiving, watching, renewed}, return_when=asyncio.FIRST_COMPLETED)
                 self.client.send = None  # new requests wait for the next engine
+                if renewed.done():
+                    return
                 if receiving.done():  # a message of this engine could not be decoded, or it may not serve this model
                     log.error("engine %s is given up", engine.pid, exc_info=receiving.exception())
                     return
@@ -185,7 +195,7 @@ class Lifeline:
                 await _drain(receiving, watchdog)
                 log.warning("engine %s %s", engine.pid, await ended)
             finally:
-                for task in (receiving, watching, ended):
+                for task in (receiving, watching, ended, renewed):
                     task.cancel()
                 self._earlier_drafts = self.drafts
                 self.pid, self.status = None, EngineStatus()

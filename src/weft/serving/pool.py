@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from weft.serving.starters import Starter
 
 log = logging.getLogger("weft.serving")
 
+DRAIN_TICK_SECONDS = 0.05
+
 
 class Replica(Lifeline):
     """One of a model's engines, as the dispatcher sees it."""
@@ -22,7 +25,10 @@ class Replica(Lifeline):
     def __init__(self, starter: Starter, hang_seconds: float) -> None:
         super().__init__(starter, hang_seconds)
         self.answer_seconds = 0.0
-        self.is_leaving = False
+        self.num_prompt_tokens = 0  # of answers that have ended here
+        self.num_cached_tokens = 0
+        self.is_leaving = False  # takes nothing new
+        self.has_left = False  # what has not ended by now goes on elsewhere
 
     @property
     def max_rows(self) -> int:
@@ -38,7 +44,11 @@ class Replica(Lifeline):
 
     @property
     def is_given_up(self) -> bool:
-        return self.condition.failed is not None
+        return self.condition.failed is not None or self.has_left
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
 
 
 class EnginePool:
@@ -97,6 +107,20 @@ class EnginePool:
             names = ", ".join(replica.name for replica in self.replicas)
             raise InvalidRequest(f"replica {name!r} is none of this model's; there are {names}", "replica")
         return found
+
+    async def renew(self, name: str, drain_seconds: float) -> None:
+        """Replace a replica's engine: it takes nothing new, short answers end within `drain_seconds`, the others move."""
+        replica = self.replica(name)
+        replica.is_leaving = True
+        try:
+            deadline = time.monotonic() + drain_seconds
+            while len(replica.client.live) and time.monotonic() < deadline:
+                await asyncio.sleep(DRAIN_TICK_SECONDS)
+            replica.has_left = True
+            self.dispatcher.settle()
+            replica.renew()
+        finally:
+            replica.is_leaving = replica.has_left = False
 
     async def prefixes(self, *, clear: bool = False) -> list[tuple[str, Prefixes]]:
         """Return what each ready replica has cached, by its name; raise EngineError if one does not answer."""

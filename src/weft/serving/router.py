@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from weft.ipc.messages import EngineEvents, EngineStatus, Submit
-from weft.serving.in_flight import EngineClient, InFlightSequence, Placement
+from weft.serving.in_flight import EngineClient, InFlightSequence
 from weft.serving.prefix_index import PrefixIndex, num_common
+from weft.text.types import Placement
 
 IDLE_WEIGHT, BUSY_WEIGHT = 1.25, 3.0  # of computing against waiting: while no replica has a queue, and when all have one
 UNKNOWN_SECONDS_PER_TOKEN = 1e-3  # until an engine has computed a prompt

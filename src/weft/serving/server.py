@@ -17,8 +17,8 @@ from weft.errors import WeftError
 from weft.metrics import Metrics
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.pool import EnginePool
+from weft.serving.replicas import Devices, check_replicas, starters_here
 from weft.serving.service import Service
-from weft.serving.starters.here import Here
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
@@ -33,8 +33,8 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Servic
     config.check()
     log.setup(config.log_format)
     _raise_file_limit()
-    listener = _listen(config)
     service = make_service(config)
+    listener = _listen(config)
     host, port = listener.getsockname()[:2]
     screen.serving(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -85,10 +85,12 @@ def make_service(config: ServerConfig) -> Service:
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
+    devices = Devices.here()
+    check_replicas(config.replicas, devices, force=config.force)
+
     def make(name: str, fallback: str | None = None) -> ServedModel:
-        return ServedModel(
-            name, EnginePool([Here(config.engine_settings(name, fallback))], config.hang_seconds), config.late_system
-        )
+        starters = starters_here(config.engine_settings(name, fallback), config.replicas, devices)
+        return ServedModel(name, EnginePool(starters, config.hang_seconds), config.late_system)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 

@@ -39,11 +39,13 @@ class ChildEngine:
 
     async def end(self, seconds: float) -> None:
         """Wait up to `seconds` for the process to exit by itself, then kill it; return when it is gone."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), seconds)
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            self.process.kill()
-        await self.process.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), seconds)
+        finally:  # also if the server is stopped meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                self.process.kill()
+            await self.process.wait()
 
 
 @dataclass
