@@ -260,6 +260,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     notice: str | None = None  # what the operator should know
     speculation: tuple[str, ...] = ()  # the sources of draft tokens in use
     no_speculation: dict[str, str] = {}  # by source that was asked for and is not in use: why
+    weights: str = ""  # digest of weights and config; empty: not known, and the folder stands for them
     has_vision: bool = False  # images may be sent
     no_vision: str | None = None  # why not, where the model should have it
 
@@ -316,5 +317,62 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
     num_cleared: int = 0
 
 
+# Between a front and the gate of an engine on another machine (`serving/gate.py`).
+
+PROTOCOL = 1  # of all messages in this file; fronts and gates with another number do not talk to each other
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Front → gate: the first message of a session."""
+
+    protocol: int
+    version: str  # of weft, for people
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Front → gate: the front is there; one that is silent for long loses its sequences."""
+
+
+class FetchFiles(msgspec.Struct, frozen=True, tag=True):
+    """Front → gate: send these files of the model's folder."""
+
+    names: tuple[str, ...]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: the answer to Hello; with another protocol nothing follows it."""
+
+    protocol: int
+    version: str
+
+
+class GateReady(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: the engine is ready; the front needs these files of its model, by name with their digests."""
+
+    ready: Ready
+    files: dict[str, str]
+
+
+class ModelFile(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: one of the files asked for; empty where it can not be read any more."""
+
+    name: str
+    data: bytes
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: send nothing new, the engine is being stopped; `is_over`: what has not ended must go on elsewhere now."""
+
+    is_over: bool = False
+
+
+class SessionEnded(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: this session has no sequences here any more, because the engine has ended, or the front was silent."""
+
+    why: str
+
+
 ToEngine = EngineSettings | Submit | Cancel | AskPrefixes | Shutdown
-ToFront = EngineEvents | Beat | Prefixes | Loading | Ready | Failed
+ToFront = EngineEvents | Beat | Prefixes | Loading | Ready | Failed | Leaving
+ToGate = Hello | Alive | FetchFiles | Submit | Cancel | AskPrefixes  # no settings, no Shutdown: fronts do not own the engine
+FromGate = Welcome | GateReady | ModelFile | SessionEnded | Leaving | EngineEvents | Beat | Prefixes | Loading | Failed

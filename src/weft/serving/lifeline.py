@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import zmq
 
-from weft.errors import EngineDied
+from weft.errors import EngineDied, EngineRefused
 from weft.ipc.messages import Beat, DraftCounts, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, ToFront
 from weft.serving.in_flight import EngineClient
 from weft.serving.starters import EngineChannel, Starter
@@ -23,6 +23,8 @@ log = logging.getLogger("weft.serving")
 
 FIRST_PAUSE_SECONDS = 0.5  # before a dead engine is started again; doubled each time
 LONGEST_PAUSE_SECONDS = 30.0
+LONGEST_AWAY_PAUSE_SECONDS = 2.0  # before an engine that others start is tried to reach again
+AWAY_SECONDS = 10.0  # after so long nobody waits for the next engine of a machine that may be switched off
 MAX_FAILURES = 5  # engines in a row that are of no use, before the replica is given up
 SOON_SECONDS = 60.0  # an engine that lives longer was of use, even if it had no request
 DRAIN_SECONDS = 0.2  # of silence after an engine's end: then all its messages have come
@@ -113,11 +115,12 @@ class Lifeline:
         self.restarts = 0
         self.pid: int | None = None
         self.on_change: Callable[[], None] = lambda: None  # called after every change of condition
-        self.on_events: Callable[[EngineEvents], None] = lambda _: None  # called after the requests have got their events
+        self.on_message: Callable[[ToFront], None] = lambda _: None  # called with every message, after it was handled
         self.why_not: Callable[[Ready], str | None] = lambda _: None  # why an engine that is ready may not serve this model
         self._task: asyncio.Task[None] | None = None
         self._ready_at: float | None = None  # in the event loop's time
         self._folder: str | None = None  # of the model that was served last
+        self._gone_at: float | None = None  # when the last engine was gone; None: there is one, or there was none yet
         self._earlier_drafts = DraftTotals()  # of the engines before this one
         self._is_renewed = asyncio.Event()  # its engine is to be replaced by a new one
 
@@ -129,6 +132,13 @@ class Lifeline:
     def drafts(self) -> DraftTotals:
         status = self.status
         return self._earlier_drafts + DraftTotals(status.drafts, status.num_drafts, status.accepted_at)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether an engine that others start is gone for so long that its requests must not wait for it."""
+        if not self.starter.may_be_away or self._gone_at is None:
+            return False
+        return asyncio.get_running_loop().time() - self._gone_at >= AWAY_SECONDS
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_alive())
@@ -148,15 +158,20 @@ class Lifeline:
         while True:
             why = await self._run_once()
             was_of_use = self.client.detach()
+            self._gone_at = self._gone_at or asyncio.get_running_loop().time()
             failures = failures + 1 if why and not was_of_use else 0
-            if failures >= MAX_FAILURES:
+            if failures >= MAX_FAILURES and not self.starter.may_be_away:
                 self._change(EngineCondition(failed=f"{why}; tried {failures} times"))
             if self.condition.failed is not None:
                 return
-            pause = min(FIRST_PAUSE_SECONDS * 2**failures, LONGEST_PAUSE_SECONDS)
-            self.restarts += 1
-            log.warning("the engine is gone; starting another in %.1f s", pause)
-            self._change(EngineCondition(loading=Loading("starting again")))
+            longest = LONGEST_AWAY_PAUSE_SECONDS if self.starter.may_be_away else LONGEST_PAUSE_SECONDS
+            pause = min(FIRST_PAUSE_SECONDS * 2 ** min(failures, 10), longest)
+            self.restarts += self._ready_at is not None or not self.starter.may_be_away
+            if failures <= 1 or not self.starter.may_be_away:
+                log.warning("the engine of replica %s is gone; trying again in %.1f s", self.name, pause)
+            self._change(
+                EngineCondition(loading=Loading(f"trying again: {why}" if self.starter.may_be_away else "starting again"))
+            )
             await asyncio.sleep(pause)
 
     async def _run_once(self) -> str | None:
@@ -165,7 +180,12 @@ class Lifeline:
         self._is_renewed.clear()
         try:
             await self._run_engine()
+        except EngineRefused as error:
+            self._change(EngineCondition(failed=str(error)))
+            return str(error)
         except (OSError, zmq.ZMQError) as error:  # no file descriptor, no memory, no room for a socket's name …
+            if self.starter.may_be_away:
+                return str(error)
             log.exception("an engine could not be started")
             return f"its process could not be started ({error})"
         if self._is_renewed.is_set():
@@ -209,7 +229,6 @@ class Lifeline:
                 case EngineEvents():
                     self.status = message.status or self.status
                     self.client.receive(message)
-                    self.on_events(message)
                 case Prefixes():
                     self.client.receive_prefixes(message)
                 case Ready() if (why := self.why_not(message)) is not None:
@@ -221,6 +240,7 @@ class Lifeline:
                     self._change(EngineCondition(loading=message))
                 case Failed():
                     self._change(EngineCondition(failed=message.message))
+            self.on_message(message)
 
     async def _watch(self, watchdog: Watchdog) -> str:
         """Wait until the engine must be killed and return the reason; meanwhile update whether it is sick or lost (silent)."""
@@ -237,7 +257,7 @@ class Lifeline:
     def _attach(self, ready: Ready, channel: EngineChannel) -> None:
         if self._folder not in (None, ready.folder):  # this time the fallback is served, or no longer
             self.client.fail_all(lambda: EngineDied(f"the engine ended, and {ready.model} is served now: ask again"))
-        self._folder, self._ready_at = ready.folder, asyncio.get_running_loop().time()
+        self._folder, self._ready_at, self._gone_at = ready.folder, asyncio.get_running_loop().time(), None
         self.client.attach(channel.send, ready.max_rows)
         self._change(EngineCondition(ready=ready))
 

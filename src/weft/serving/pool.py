@@ -9,7 +9,7 @@ from functools import partial
 
 from weft.config import EngineSettings
 from weft.errors import EngineDied, InvalidRequest
-from weft.ipc.messages import DraftCounts, EngineEvents, EngineStatus, Prefixes, Ready
+from weft.ipc.messages import DraftCounts, EngineEvents, EngineStatus, Leaving, Prefixes, Ready, ToFront
 from weft.serving.dispatcher import Dispatcher
 from weft.serving.lifeline import DraftTotals, EngineCondition, Lifeline
 from weft.serving.starters import Starter
@@ -44,7 +44,7 @@ class Replica(Lifeline):
 
     @property
     def is_given_up(self) -> bool:
-        return self.condition.failed is not None or self.has_left
+        return self.condition.failed is not None or self.has_left or self.is_away
 
     def count_prompt(self, num_tokens: int, num_cached: int) -> None:
         self.num_prompt_tokens += num_tokens
@@ -61,7 +61,7 @@ class EnginePool:
         self.changed = asyncio.Event()  # set at the next change of condition, and then replaced
         for replica in self.replicas:
             replica.on_change = partial(self._update, replica)
-            replica.on_events = partial(self._receive, replica)
+            replica.on_message = partial(self._receive, replica)
             replica.why_not = partial(self._why_not, replica)
 
     def start(self) -> None:
@@ -128,8 +128,16 @@ class EnginePool:
         answers = await asyncio.gather(*(replica.client.prefixes(clear=clear) for replica in asked))
         return [(replica.name, answer) for replica, answer in zip(asked, answers, strict=True)]
 
-    def _receive(self, replica: Replica, events: EngineEvents) -> None:
-        self.dispatcher.receive(replica, events)
+    def _receive(self, replica: Replica, message: ToFront) -> None:
+        match message:
+            case EngineEvents():
+                self.dispatcher.receive(replica, message)
+            case Leaving():
+                replica.is_leaving, replica.has_left = True, message.is_over
+                self.dispatcher.settle()
+            case Ready():
+                replica.is_leaving = replica.has_left = False
+                self.dispatcher.settle()
 
     def _update(self, replica: Replica) -> None:
         condition = self._condition()
@@ -150,7 +158,11 @@ class EnginePool:
         """Return why an engine may not join the others: it serves another model, or other weights under the same name."""
         others = (one.condition.ready for one in self.replicas if one is not replica)
         other = next((one for one in others if one is not None), None)
-        if other is None or (ready.model, ready.folder) == (other.model, other.folder):
+        if other is None:
+            return None
+        if ready.weights and other.weights and ready.weights != other.weights:
+            return f"{replica.name} has other weights or another config under the name {ready.model} than the other engines"
+        if (ready.model, ready.weights or ready.folder) == (other.model, other.weights or other.folder):
             return None
         return f"replica {replica.name} serves {ready.model} of {ready.folder}, the others {other.model} of {other.folder}"
 

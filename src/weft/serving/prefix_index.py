@@ -5,10 +5,10 @@ bounded and may be wrong at any time: a match is where a request is cheaper, nev
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from weft.ipc.messages import ReportedChunk
+from weft.ipc.messages import EngineEvents, ReportedChunk
 from weft.memory.prefix_tree import key_of, root_key
 
 MAX_CHUNKS = 500_000  # some 150 MB; an engine keeps some thousands
@@ -87,6 +87,26 @@ class PrefixIndex:
             del sizes[chunk.size]
         if not sizes:
             del self._sizes[chunk.parent]
+
+
+class ReportedChunks:
+    """All chunks that one engine has cached, for fronts that come later: what it has reported so far."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[bytes, ReportedChunk] = {}
+
+    def take(self, events: EngineEvents) -> None:
+        for key in events.gone:
+            self._chunks.pop(key, None)
+        self._chunks |= {chunk.key: chunk for chunk in events.kept}
+
+    def clear(self) -> None:
+        self._chunks.clear()
+
+    def in_parts(self, size: int = 2000) -> Iterator[list[ReportedChunk]]:
+        """Yield all of them, in lists that are not too long for one message."""
+        chunks = list(self._chunks.values())
+        return (chunks[start : start + size] for start in range(0, len(chunks), size))
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -12,13 +12,15 @@ import uvloop
 from starlette.types import ASGIApp
 
 from weft import log
-from weft.config import ServerConfig
-from weft.errors import WeftError
+from weft.config import ServerConfig, find_engine_key
+from weft.errors import UnknownModel, WeftError
 from weft.metrics import Metrics
+from weft.serving.engine_key import EngineKey
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.pool import EnginePool
 from weft.serving.replicas import Devices, check_replicas, starters_here
 from weft.serving.service import Service
+from weft.serving.starters.given import Given
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
@@ -87,12 +89,30 @@ def make_service(config: ServerConfig) -> Service:
 
     devices = Devices.here()
     check_replicas(config.replicas, devices, force=config.force)
+    if config.engines:
+        return _service_of_engines(config)
 
     def make(name: str, fallback: str | None = None) -> ServedModel:
         starters = starters_here(config.engine_settings(name, fallback), config.replicas, devices)
         return ServedModel(name, EnginePool(starters, config.hang_seconds), config.late_system)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
+
+
+def _service_of_engines(config: ServerConfig) -> Service:
+    """Create the service of one model whose engines are given by address; more models can not be loaded there."""
+    path = find_engine_key(config.engine_key)
+    key = EngineKey.read(path) if path is not None else None
+    addresses = config.engine_addresses
+    name = (config.models or addresses)[0]
+    starters = [Given(config.engine_settings(name), address, key) for address in addresses]
+
+    def refuse(name: str) -> ServedModel:
+        raise UnknownModel(f"{name} can not be loaded: this server uses the engines that it was given", "model")
+
+    return Service(
+        [ServedModel(name, EnginePool(starters, config.hang_seconds), config.late_system)], Metrics(), config.max_queue, refuse
+    )
 
 
 def _raise_file_limit() -> None:

@@ -42,6 +42,11 @@ class Starter(Protocol):
     @property
     def settings(self) -> EngineSettings: ...
 
+    @property
+    def may_be_away(self) -> bool:
+        """Whether the engine is others' to start, so that it is waited for without end."""
+        ...
+
     def start(self) -> AbstractAsyncContextManager[StartedEngine]:
-        """Start or reach an engine; the context's end ends it, or leaves it. Raises OSError or zmq.ZMQError."""
+        """Start or reach an engine; the context's end ends it, or leaves it. Raises OSError, zmq.ZMQError or EngineRefused."""
         ...

@@ -56,6 +56,7 @@ class Here:
     command: Sequence[str] = COMMAND
     name: str = "0"
     environment: Mapping[str, str] = field(default_factory=dict)
+    may_be_away: bool = False
 
     @contextlib.asynccontextmanager
     async def start(self) -> AsyncIterator[ChildEngine]:
