@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
+REPLICAS ?= 1
 NAMES  ?=
 CORES  := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
 # Tests that mostly wait, for servers that come and go: one more worker than there are cores. All others compute: a worker a core.
@@ -75,8 +76,8 @@ compare: $(READY)  ## weft and other servers on the same work in one run (sevent
 compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.cpp (where `make compare` has built it), no log
 	$(BIN)/python -m bench.compare --quick
 
-soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds
-	$(BIN)/python tests/soak.py $(MINUTES)
+soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds; REPLICAS=3 engines of each model
+	$(BIN)/python tests/soak.py $(MINUTES) $(REPLICAS)
 
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 10
 	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py
