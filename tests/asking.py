@@ -28,6 +28,9 @@ class Asked:
         """Post a body as JSON and read the reply as it comes."""
         return httpx2.stream("POST", self.url + path, json=body, **OPTIONS, **options)
 
-    def watch(self, path: str) -> AbstractContextManager[httpx2.Response]:
+    def watch(self, path: str, **options: Any) -> AbstractContextManager[httpx2.Response]:
         """Read the reply to a GET as it comes."""
-        return httpx2.stream("GET", self.url + path, **OPTIONS)
+        return httpx2.stream("GET", self.url + path, **OPTIONS, **options)
+
+    def delete(self, path: str, **options: Any) -> httpx2.Response:
+        return httpx2.delete(self.url + path, **OPTIONS, **options)

@@ -168,14 +168,14 @@ class Known:
     """What was asked before."""
 
     def __init__(self) -> None:
-        self.prompts: dict[str, list[int]] = {}  # by salt
+        self.prompts: dict[tuple[str, str], list[int]] = {}  # by scope and salt
         self.reuses: dict[int, PrefixReuse] = {}  # by sequence
         self.num_kept = 0
 
     def take(self, message: Submit) -> None:
         self.num_kept += message.is_retained
         self.reuses |= dict.fromkeys(message.numbers, self._reuse(message))
-        self.prompts[message.salt] = message.prompt
+        self.prompts[message.scope, message.salt] = message.prompt
 
     def timings(self, number: int) -> Timings:
         reuse = self.reuses[number]
@@ -185,15 +185,16 @@ class Known:
         """Each known prompt as one chunk; none after a clearing."""
         num_cleared = len(self.prompts) if message.clear else 0
         self.prompts = {} if message.clear else self.prompts
+        listed = [(salt, ids) for (scope, salt), ids in self.prompts.items() if message.scope in (None, scope)]
         nodes = tuple(
             PrefixNode(at, None, len(ids), tuple(ids), 8 * len(ids), True, 0, at, 1.5, bool(salt), False)
-            for at, (salt, ids) in enumerate(self.prompts.items())
+            for at, (salt, ids) in enumerate(listed)
         )
         held_bytes = sum(node.nbytes for node in nodes)
         return Prefixes(message.number, nodes, len(nodes), held_bytes, 2**20, num_cleared=num_cleared)
 
     def _reuse(self, message: Submit) -> PrefixReuse:
-        prompt, known = message.prompt, self.prompts.get(message.salt)
+        prompt, known = message.prompt, self.prompts.get((message.scope, message.salt))
         if known is None:
             return PrefixReuse("salt") if message.salt else PrefixReuse("differs", 0, 0, prompt[0])
         pairs = enumerate(zip(prompt, known, strict=False))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from PIL import Image
 
-from weft.text.images import ImageSizing
+from weft.text.image_sizing import ImageSizing
 
 SIZING = ImageSizing(patch=16, merge=2, min_pixels=64 * 64, max_pixels=512 * 512)
 RED, WHITE, BLUE = (255, 0, 0), (255, 255, 255), (0, 0, 255)

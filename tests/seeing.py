@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from driver import adapter_for
-from golden.checkpoints import HERE, NUM_GREEDY, SIZES, Checkpoint, case
+from golden.checkpoints import CASES, HERE, NUM_GREEDY, Checkpoint, case, sizes_of
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Image, Submit
 from weft.model.adapter import Adapter
@@ -48,12 +48,12 @@ def vision_of(adapter: Adapter) -> Vision:
 
 def request(family: str, name: str, number: int | None = None) -> Submit:
     """The greedy request of one case, numbered by its place among them unless told otherwise."""
-    given = case(family, SIZES[name])
+    given = case(family, name)
     images = tuple(
         Image(start, *size, hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels.tobytes())
-        for start, size, pixels in zip(given.starts, SIZES[name], given.pixels, strict=True)
+        for start, size, pixels in zip(given.starts, sizes_of(family, name), given.pixels, strict=True)
     )
-    return Submit(([*SIZES].index(name) if number is None else number,), given.tokens, (GREEDY,), images=images)
+    return Submit((CASES.index(name) if number is None else number,), given.tokens, (GREEDY,), images=images)
 
 
 def prompt_logits(adapter: Adapter, given: Submit, cuts: tuple[int, ...] = ()) -> mx.array:

@@ -100,6 +100,16 @@ def test_every_flag_that_a_page_names_is_there(page: str) -> None:
     assert set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", (DOCS / page).read_text(encoding="utf-8"))) - flags <= others
 
 
+def test_every_flag_that_an_error_names_is_there() -> None:
+    flags = set(re.findall(r"--([a-z][a-z-]+)", app.generate_completion(prog_name="weft", shell="bash")))
+    rooms = [Path(problems.__file__).parent, *(DOCS.parent / "src/weft" / room for room in ("serving", "text", "engine"))]
+    source = "".join(path.read_text(encoding="utf-8") for room in rooms for path in room.rglob("*.py"))
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", source))
+
+    assert "allowed-hosts" in named
+    assert named <= flags
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_link_leads_somewhere(page: str) -> None:
     path = DOCS / page

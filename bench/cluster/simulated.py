@@ -10,7 +10,7 @@ from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.prefix import PrefixSharing
 from weft.engine.prefix_reports import PrefixReports
-from weft.engine.scheduler import OUTPUT_WEIGHT, Row, Scheduler
+from weft.engine.scheduler import Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import Cancel, EngineEvents, EngineStatus, PromptEvent, Submit, ToEngine, TokenEvent
 from weft.memory.prefix_tree import PrefixTree
@@ -151,7 +151,7 @@ class SimulatedEngine:
             if is_first:  # the first of the tokens that this one stands for
                 sequence.note_first_token(self.now - seconds * (1 - 1 / self.costs.grain))
             sequence.append(7, None)
-            self.scheduler.fairness.charge(sequence, OUTPUT_WEIGHT)
+            self.scheduler.fairness.charge_token(sequence)
             if sequence.is_finished:
                 del self.live[sequence.id]
             timings = sequence.timings if is_first or sequence.is_finished else None

@@ -97,7 +97,15 @@ class ServerConfig:
     port: int = 8400
     """The port to listen on; 0 takes any free one."""
     api_keys: tuple[str, ...] = ()
-    """Ask every client for this key, as a bearer token or x-api-key. Several may be given."""
+    """Ask clients for a key, as a bearer token or x-api-key: SECRET or NAME=SECRET, with :admin behind it for an admin's."""
+    keys_file: str | None = None
+    """A TOML file with further keys, as hashes, with roles and limits; SIGHUP has it read again."""
+    share_cache: bool = False
+    """Let clients with different keys share computed prompts, which lets each find out whether others sent the same."""
+    requests_per_minute: int | None = None
+    """Generating requests that each key may send in a minute; more are sent away with status 429."""
+    tokens_per_minute: int | None = None
+    """Tokens of prompts and answers that each key may use in a minute."""
     insecure: bool = False
     """Let other machines in without a key."""
     allowed_hosts: tuple[str, ...] = ()
@@ -131,7 +139,7 @@ class ServerConfig:
     cache_canary: bool = False
     """When idle, compute a kept prompt again and compare."""
     max_queue: int = 256
-    """Requests that may wait; more are sent away with status 429."""
+    """Requests of each key that may wait; more are sent away with status 429."""
     max_body_bytes: int = 64 * 2**20
     """The longest request body."""
     body_seconds: float = 30.0
@@ -170,19 +178,24 @@ class ServerConfig:
     def engine_addresses(self) -> list[str]:
         return [part.strip() for text in self.engines for part in text.split(",") if part.strip()]
 
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_keys) or self.keys_file is not None
+
     def check(self) -> None:
         if not 0 <= self.port <= 65535:
             raise WeftError(f"port {self.port} must be between 0 and 65535")
-        if not is_loopback(self.host) and not self.api_keys and not self.insecure:
+        if not is_loopback(self.host) and not self.has_keys and not self.insecure:
             raise WeftError(
                 f"host {self.host} can be reached from other machines and there is no API key: set one with --api-key or "
                 "WEFT_API_KEY, or say --insecure if everybody there may use the server"
             )
-        if "" in self.api_keys:
+        if not all(key.strip() for key in self.api_keys):
             raise WeftError("an API key is empty; give one with characters in it, or none")
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
         least |= {"replicas": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
+        least |= {"requests_per_minute": 1, "tokens_per_minute": 1}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
@@ -190,8 +203,9 @@ class ServerConfig:
         read_draft_sources(self.speculate)
         if self.engines and (len(self.models) > 1 or self.replicas > 1):
             raise WeftError("engines are all of one model and started by others; leave out replicas, and all models but one")
-        if self.cache_dir == "":
-            raise WeftError("cache_dir is empty; name a folder, or leave it out")
+        for name, what in (("cache_dir", "folder"), ("keys_file", "file")):
+            if getattr(self, name) == "":
+                raise WeftError(f"{name} is empty; name a {what}, or leave it out")
         for name in ("cache_dir", "cache_canary"):
             if getattr(self, name) and not self.cache_megabytes:
                 raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")

@@ -74,6 +74,14 @@ class QueueFull(BusyError):
     """A request is refused because too many answers run or wait, or too many requests wait for a model to be loaded."""
 
 
+class RateLimited(BusyError):
+    """A request is refused because its tenant has used up its requests or tokens of a minute; `headers` say what is left."""
+
+    def __init__(self, message: str, retry_after: int = 1, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message, retry_after)
+        self.headers = headers or {}
+
+
 class EngineStarting(BusyError):
     """The requested model is not ready yet: it is being loaded, or its engine does not respond at the moment."""
 

@@ -26,7 +26,8 @@ from weft.model.download import shown  # noqa: E402
 from weft.serving.image_decoder import ImageDecoder  # noqa: E402
 from weft.text.codec import Codec, EncodedPrompt  # noqa: E402
 from weft.text.image_parts import ImageFile, read_images, with_images  # noqa: E402
-from weft.text.images import DecodedImage, ImageSizing  # noqa: E402
+from weft.text.image_sizing import Sizing  # noqa: E402
+from weft.text.images import DecodedImage  # noqa: E402
 from weft.text.sampling import merge_sampling, recommended_sampling  # noqa: E402
 from weft.text.template import ChatTemplate  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
@@ -155,7 +156,7 @@ class LLM:
         sizing = self.codec.images.sizing
         return with_images(conversation, [self._decode(one, sizing) for one in files])
 
-    def _decode(self, file: ImageFile, sizing: ImageSizing) -> DecodedImage:
+    def _decode(self, file: ImageFile, sizing: Sizing) -> DecodedImage:
         try:
             return self._decoder.decode_now(file.data, sizing, file.max_pixels)
         except ImageProblem as error:

@@ -27,6 +27,7 @@ class RequestRecord:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     miss_cause: str | None = None  # what ended the cached part of its prompt
+    tenant: str = ""  # the name of its key
 
 
 def setup(format: Literal["text", "json"] = "text", level: str = "INFO") -> None:  # noqa: A002  the option's name
@@ -46,6 +47,9 @@ def log_request(record: RequestRecord) -> None:
     fields: dict[str, Any] = {"id": record.request_id, "client": record.client, "wire": record.dialect}
     fields |= {"model": record.model, "status": record.status, "finish": record.finish}
     text = f"{record.request_id} {record.client} {record.dialect} {record.model} {record.status} {record.finish or '-'}"
+    if record.tenant:
+        fields["tenant"] = record.tenant
+        text += f" tenant={record.tenant}"
     if record.prompt_tokens is not None:
         decoded = max(record.completion_tokens - 1, 0)  # the first token belongs to the prefill
         fields |= {"prompt_tokens": record.prompt_tokens, "cached_tokens": record.cached_tokens}
@@ -57,6 +61,12 @@ def log_request(record: RequestRecord) -> None:
             "decode={decode_ms}ms {tokens_per_second} tok/s"
         ).format(**fields)
     logging.getLogger("weft.request").info("%s", text, extra={"fields": fields})
+
+
+def log_action(fields: dict[str, str], level: int = logging.INFO) -> None:
+    """Write a line of the audit log (logger `weft.audit`): an admin's action with who asked for it, and its outcome."""
+    text = "audit: {action} {subject} by {tenant} from {client}, request {id}: {outcome}".format(**fields)
+    logging.getLogger("weft.audit").log(level, "%s", text, extra={"fields": fields})
 
 
 class TextLines(logging.Formatter):

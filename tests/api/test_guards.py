@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.api.http import Guard
 from weft.api.problems import handle
 from weft.config import ServerConfig
-from weft.errors import QueueFull
+from weft.errors import QueueFull, WeftError
+from weft.serving.tenants import Keyring
 
 KEY = "sk-secret-ü"
 PAGE = "https://page.example"
@@ -39,7 +40,8 @@ class Answer:
 
 
 def guarded(app: ASGIApp, on_response: Callable[[int], None] = lambda _: None, **settings: Any) -> Guard:
-    return Guard(app, ServerConfig(**settings), (), on_response)
+    config = ServerConfig(**settings)
+    return Guard(app, config, Keyring(config), (), on_response)
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,7 +121,7 @@ def test_a_name_that_may_resolve_to_us_by_another_hand_is_refused(host: str) -> 
     answer = ask(guarded(app, allowed_hosts=["box.example"]), ("host", host))
 
     assert (answer.status, answer.code) == (403, "forbidden_host")
-    assert f"--allowed-host {host.split(':')[0]}" in json.loads(answer.body)["error"]["message"]
+    assert f"--allowed-hosts {host.split(':')[0]}" in json.loads(answer.body)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +282,9 @@ def test_without_the_key_nobody_enters(headers: list[tuple[str, str]]) -> None:
 
 
 def test_an_empty_key_opens_nothing() -> None:
-    assert ask(guarded(app, api_keys=[""]), ("x-api-key", ""), ("authorization", "Bearer ")).status == 401
+    assert ask(guarded(app, api_keys=[KEY]), ("x-api-key", ""), ("authorization", "Bearer ")).status == 401
+    with pytest.raises(WeftError, match="empty"):
+        guarded(app, api_keys=[""])
 
 
 def test_health_is_open_without_the_key_but_not_to_any_host() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from weft.api.openai.response_store import FILE, ResponseStore
+from weft.serving.tenants import owner_of
 
 ITEMS = [{"id": "item_1", "type": "message", "role": "user", "content": "Hi"}]
 
@@ -35,11 +36,11 @@ def store(
     return ResponseStore(folder, max_count, 60.0, max_bytes, clock)
 
 
-def found(kept: ResponseStore, *numbers: int, api_key: bytes = b"") -> list[int]:
+def found(kept: ResponseStore, *numbers: int, owner: str = "") -> list[int]:
     """Those of the numbers that are there."""
 
     async def look() -> list[int]:
-        return [number for number in numbers if await kept.find(api_key, f"resp_{number}") is not None]
+        return [number for number in numbers if await kept.find(owner, f"resp_{number}") is not None]
 
     return asyncio.run(look())
 
@@ -49,32 +50,32 @@ def test_a_response_is_there_for_who_asks_right_after_it_was_given_away(tmp_path
 
     async def keep_and_find() -> Any:
         for number in range(5):
-            kept.keep(b"key", response(number, "é"), ITEMS)
-        return await kept.find(b"key", "resp_4")
+            kept.keep("key", response(number, "é"), ITEMS)
+        return await kept.find("key", "resp_4")
 
     one = asyncio.run(keep_and_find())
     assert one.response == response(4, "é")
     assert one.items == ITEMS
     assert one.conversation == (*ITEMS, *response(4, "é")["output"])
-    assert found(kept, 5, api_key=b"key") == []
+    assert found(kept, 5, owner="key") == []
 
 
 def test_a_response_of_another_key_is_not_there(tmp_path: Path) -> None:
     kept = store(tmp_path)
-    kept.keep(b"mine", response(1), ITEMS)
-    kept.keep(b"yours", response(1, "yours"), ITEMS)
+    kept.keep("mine", response(1), ITEMS)
+    kept.keep("yours", response(1, "yours"), ITEMS)
 
-    assert found(kept, 1, api_key=b"mine") == [1]
-    assert found(kept, 1, api_key=b"") == []
-    assert not asyncio.run(kept.delete(b"", "resp_1"))
-    assert asyncio.run(kept.delete(b"mine", "resp_1"))
-    assert found(kept, 1, api_key=b"mine") == []
-    assert found(kept, 1, api_key=b"yours") == [1]
+    assert found(kept, 1, owner="mine") == [1]
+    assert found(kept, 1, owner="") == []
+    assert not asyncio.run(kept.delete("", "resp_1"))
+    assert asyncio.run(kept.delete("mine", "resp_1"))
+    assert found(kept, 1, owner="mine") == []
+    assert found(kept, 1, owner="yours") == [1]
 
 
 def test_keys_are_not_written_down_and_nobody_else_may_read(tmp_path: Path) -> None:
     kept = store(tmp_path / "new")
-    kept.keep(b"my secret key", response(1, "what was said"), ITEMS)
+    kept.keep(owner_of(b"my secret key"), response(1, "what was said"), ITEMS)
     found(kept, 1)
 
     files = list((tmp_path / "new").iterdir())
@@ -88,11 +89,11 @@ def test_the_least_recently_used_goes_when_there_are_too_many(tmp_path: Path) ->
     kept = store(tmp_path, clock, max_count=3)
     for number in range(3):
         clock.now += 1
-        kept.keep(b"", response(number), ITEMS)
+        kept.keep("", response(number), ITEMS)
         assert found(kept, number) == [number]
     clock.now += 1
     assert found(kept, 0) == [0]  # now 1 is the oldest
-    kept.keep(b"", response(3), ITEMS)
+    kept.keep("", response(3), ITEMS)
 
     assert found(kept, 0, 1, 2, 3) == [0, 2, 3]
 
@@ -100,23 +101,23 @@ def test_the_least_recently_used_goes_when_there_are_too_many(tmp_path: Path) ->
 def test_there_are_never_more_bytes_than_allowed(tmp_path: Path) -> None:
     kept = store(tmp_path, max_bytes=1000)
     for number in range(6):
-        kept.keep(b"", response(number, "x" * 200), ITEMS)
+        kept.keep("", response(number, "x" * 200), ITEMS)
     assert found(kept, *range(6)) == [3, 4, 5]
 
-    kept.keep(b"", response(6, "x" * 2000), ITEMS)
+    kept.keep("", response(6, "x" * 2000), ITEMS)
     assert found(kept, 6) == []
 
 
 def test_the_old_are_forgotten_also_where_nobody_keeps_new_ones(tmp_path: Path) -> None:
     clock = Clock()
     kept = store(tmp_path, clock)
-    kept.keep(b"", response(1), ITEMS)
+    kept.keep("", response(1), ITEMS)
     clock.now += 59
     assert found(kept, 1) == [1]
     clock.now += 2
     assert found(kept, 1) == []
 
-    kept.keep(b"", response(2), ITEMS)
+    kept.keep("", response(2), ITEMS)
     found(kept, 2)
     with sqlite3.connect(tmp_path / FILE) as file:
         assert file.execute("SELECT id FROM responses").fetchall() == [("resp_2",)]
@@ -125,7 +126,7 @@ def test_the_old_are_forgotten_also_where_nobody_keeps_new_ones(tmp_path: Path) 
 
 def test_what_is_kept_is_there_after_a_restart(tmp_path: Path) -> None:
     first = store(tmp_path)
-    first.keep(b"", response(1), ITEMS)
+    first.keep("", response(1), ITEMS)
     found(first, 1)
     del first
 
@@ -135,9 +136,9 @@ def test_what_is_kept_is_there_after_a_restart(tmp_path: Path) -> None:
 def test_a_response_that_comes_again_takes_its_place(tmp_path: Path) -> None:
     kept = store(tmp_path)
     for text in ("first", "second"):
-        kept.keep(b"", response(1, text), ITEMS)
+        kept.keep("", response(1, text), ITEMS)
 
-    one = asyncio.run(kept.find(b"", "resp_1"))
+    one = asyncio.run(kept.find("", "resp_1"))
     assert one is not None
     assert one.response == response(1, "second")
 
@@ -151,7 +152,7 @@ def test_where_the_file_can_not_be_used_memory_is(tmp_path: Path, caplog: pytest
         (tmp_path / "file").touch()
         kept = store(tmp_path / "file")
     with caplog.at_level(logging.WARNING):
-        kept.keep(b"", response(1), ITEMS)
+        kept.keep("", response(1), ITEMS)
         assert found(kept, 1) == [1]
 
     assert "kept in memory only" in caplog.text
@@ -160,7 +161,7 @@ def test_where_the_file_can_not_be_used_memory_is(tmp_path: Path, caplog: pytest
 def test_a_response_that_can_not_be_kept_is_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = store(tmp_path)
     with caplog.at_level(logging.WARNING):
-        kept.keep(b"", response(1) | {"bad": {1, 2j}}, ITEMS)
+        kept.keep("", response(1) | {"bad": {1, 2j}}, ITEMS)
         assert found(kept, 1) == []
 
     assert "could not be kept" in caplog.text
@@ -169,3 +170,14 @@ def test_a_response_that_can_not_be_kept_is_a_line_in_the_log(tmp_path: Path, ca
 def test_a_store_for_none_makes_no_file(tmp_path: Path) -> None:
     assert found(store(tmp_path, max_count=0), 1) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_with_keys_nobody_pushes_out_another_s_responses(tmp_path: Path) -> None:
+    kept = store(tmp_path, max_count=2)
+    kept.is_per_owner = True
+    kept.keep("mine", response(1), ITEMS)
+    for number in range(5):
+        kept.keep("yours", response(number), ITEMS)
+
+    assert found(kept, 1, owner="mine") == [1]
+    assert found(kept, *range(5), owner="yours") == [3, 4]

@@ -57,6 +57,15 @@ def test_keys_come_from_flags_or_from_a_variable_with_commas_and_are_not_shown(t
     assert "SECRET" not in by_variable
 
 
+@pytest.mark.parametrize("blank", ["", " ", " , "])
+def test_a_variable_with_a_blank_key_does_not_open_the_door(tmp_path: Path, blank: str) -> None:
+    done = weft(tmp_path, "serve", "--dump-config", WEFT_API_KEY=blank)
+
+    assert done.returncode == 1
+    assert "WEFT_API_KEY is set and has no key in it" in done.stderr
+    assert settings(tmp_path, "--api-key", "SECRET", WEFT_API_KEY=blank)["api_key"] == ["********"]
+
+
 def test_a_flag_can_switch_off_what_a_file_switched_on(tmp_path: Path) -> None:
     write(tmp_path / "weft.toml", "exact = true\ninsecure = true")
     got = settings(tmp_path, "--no-exact")
@@ -110,12 +119,14 @@ def test_any_other_address_needs_a_key_or_a_word(host: str) -> None:
         ServerConfig(host=host).check()
     ServerConfig(host=host, insecure=True).check()
     ServerConfig(host=host, api_keys=("k",)).check()
+    ServerConfig(host=host, keys_file="keys.toml").check()
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"port": 70000}, {"port": -1}, {"max_rows": 0}, {"max_queue": -1}, {"max_body_bytes": 0}, {"api_keys": ("",)},
+        {"api_keys": ("a", " ")}, {"keys_file": ""}, {"requests_per_minute": 0}, {"tokens_per_minute": -1},
         {"body_seconds": 0.0}, {"heartbeat_seconds": float("nan")}, {"drain_seconds": -1.0},
         {"cache_dir_megabytes": 0}, {"cache_dir": ""}, {"cache_dir": "x", "cache_megabytes": 0},
         {"cache_canary": True, "cache_megabytes": 0}, {"memory": 0}, {"request_timeout": 0.0}, {"request_timeout": -1.0},

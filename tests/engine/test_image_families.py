@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
 from driver import SMALL, Run, adapter_for
-from golden.checkpoints import CONFIGS, SIZES
+from golden.checkpoints import CASES
+from golden.configs import CONFIGS
 from seeing import Build, prompt_logits, request, vision_of, write_checkpoint
 from weft.config import EngineConfig
+from weft.errors import InvalidRequest
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 from weft.model.loader import load
+from weft.model.vision.vision_families import FAMILIES
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)
@@ -29,27 +34,77 @@ EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)
 def test_a_prompt_cut_at_every_token_of_an_image_is_what_it_is_whole(seeing: Build, family: str) -> None:
     adapter, given = seeing(family), request(family, "two_images")
     whole = prompt_logits(adapter, given)
+    whole_images = vision_of(adapter).keeps_images_whole
     places = [place for image in given.images for place in range(image.start - 1, image.end + 2)]
+    amid = {place for image in given.images for place in range(image.start + 1, image.end)} if whole_images else set()
 
-    for place in places:
+    for place in (place for place in places if place not in amid):
         assert mx.array_equal(prompt_logits(adapter, given, (place,)), whole), place
-    assert mx.array_equal(prompt_logits(adapter, given, tuple(range(7, len(given.prompt), 7))), whole)
+    cuts = tuple(place for place in range(7, len(given.prompt), 7) if place not in amid)
+    assert mx.array_equal(prompt_logits(adapter, given, cuts), whole)
 
 
 @EVERY_FAMILY
 @pytest.mark.parametrize("config", [SMALL, CACHED], ids=["plain", "cached"])
 def test_rows_with_and_without_images_together_are_what_they_are_alone(seeing: Build, family: str, config: EngineConfig) -> None:
     together = Run(seeing(family), config, keep_logits=True)
-    rows = [together.engine.submit_all(request(family, name, number))[0] for number, name in enumerate([*SIZES, *SIZES])]
+    rows = [together.engine.submit_all(request(family, name, number))[0] for number, name in enumerate([*CASES, *CASES])]
     together.finish()
 
-    for row, name in zip(rows, [*SIZES, *SIZES], strict=True):
+    for row, name in zip(rows, [*CASES, *CASES], strict=True):
         single = Run(seeing(family), SMALL, keep_logits=True)
         (alone,) = single.engine.submit_all(request(family, name))
         single.finish()
         assert row.error is None
         assert row.output == alone.output
         assert np.array_equal(together.logits_of(row), single.logits_of(alone))
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("chunk_tokens", [3, 8, 11, 256])
+def test_a_prompt_in_chunks_of_any_size_cached_or_not_is_what_it_is_alone(seeing: Build, family: str, chunk_tokens: int) -> None:
+    run = Run(seeing(family), dataclasses.replace(CACHED, chunk_tokens=chunk_tokens), keep_logits=True)
+    rows = []
+    for number, name in enumerate(["one_image", "two_images", "two_images"]):
+        rows += run.engine.submit_all(request(family, name, number))
+        run.finish()
+    single = Run(seeing(family), SMALL, keep_logits=True)
+    (alone,) = single.engine.submit_all(request(family, "two_images"))
+    single.finish()
+
+    assert rows[2].timings.cached_tokens > 0
+    for row in rows[1:]:
+        assert row.error is None
+        assert np.array_equal(run.logits_of(row), single.logits_of(alone))
+
+
+WHOLE = [name for name, config in CONFIGS.items() if FAMILIES[config["model_type"]].sight(config) != "causal"]
+
+
+@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize("chunk_tokens", range(2, 40))
+def test_no_chunk_ends_amid_an_image_whose_tokens_see_each_other(seeing: Build, family: str, chunk_tokens: int) -> None:
+    engine = Run(seeing(family), dataclasses.replace(CACHED, chunk_tokens=chunk_tokens)).engine
+    for cut in (None, *range(1, len(request(family, "two_images").prompt) - 1)):
+        (row,) = engine.submit_all(request(family, "two_images"))
+        if cut is not None:
+            row.cut(cut)  # as where other prompts part from it
+        ends = list(engine.scheduler.chunk_ends(row))
+        amid = {place for image in row.request.images for place in range(image.start + 1, image.end)}
+
+        assert ends[-1] == len(row.prompt) - 1
+        assert ends == sorted({*ends})
+        assert not amid & {*ends}
+        assert 1 not in [end - start for start, end in itertools.pairwise([0, *ends])]
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_a_prompt_that_ends_with_an_image_whose_tokens_see_each_other_is_refused(seeing: Build, family: str) -> None:
+    given = request(family, "one_image")
+    cut = msgspec.structs.replace(given, prompt=given.prompt[: given.images[-1].end])
+
+    with pytest.raises(InvalidRequest, match="image 0 of the request: it is the last of the prompt"):
+        Run(seeing(family)).engine.submit_all(cut)
 
 
 @EVERY_FAMILY
@@ -130,20 +185,23 @@ def test_features_of_blocks_that_are_not_there_leave_text(tmp_path: Path) -> Non
 def test_a_tower_that_lacks_a_tensor_leaves_text(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     weights = dict(mx.load(str(folder / "model.safetensors")))
-    del weights[next(name for name in weights if name.endswith("blocks.1.attn.proj.bias"))]
+    own = re.compile(r"(blocks|encoder\.layers)\.1\..*proj\.(linear\.)?(bias|weight)$")
+    gone = next(name for name in weights if own.search(name))
+    del weights[gone]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     adapter = adapter_for(folder)
 
     assert adapter.vision is None
-    assert "blocks.1.attn.proj.bias" in str(adapter.no_vision)
+    assert re.search(r"(blocks|layers)\.1\..*proj", str(adapter.no_vision))
 
 
 @EVERY_FAMILY
 def test_the_names_and_kernels_of_conversions_make_the_same_tower(seeing: Build, family: str, tmp_path: Path) -> None:
     folder, converted = write_checkpoint(family, tmp_path), {}
     for name, array in mx.load(str(folder / "model.safetensors")).items():
-        last = array.transpose(0, 2, 3, 4, 1) if array.ndim == 5 else array
-        converted[re.sub(r"^(model\.)?visual\.", "vision_tower.", name)] = mx.contiguous(last)
+        is_kernel = array.ndim == 5 or (array.ndim == 4 and "patch" in name)
+        own = re.sub(r"^model\.(?=vision_tower|multi_modal)", "", re.sub(r"^(model\.)?visual\.", "vision_tower.", name))
+        converted[own] = mx.contiguous(mx.moveaxis(array, 1, -1)) if is_kernel else array
     mx.save_safetensors(str(folder / "model.safetensors"), converted)
     image = request(family, "one_image").images[0]
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
@@ -20,7 +21,7 @@ from weft.engine.host import Canary
 from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import AskPrefixes, PrefixReuse, Submit
+from weft.ipc.messages import AskPrefixes, Prefixes, PrefixReuse, Submit
 from weft.memory.disk import DiskTier
 from weft.memory.disk_files import Packed
 from weft.model.adapter import Adapter
@@ -233,6 +234,33 @@ def test_salts_share_nothing(adapter: Adapter) -> None:
 
     assert [row.timings.cached_tokens for row in rows] == [0, 0, 99]
     assert told(rows[1]) == PrefixReuse("salt")
+
+
+def in_scopes(adapter: Adapter, *scopes: str) -> tuple[list[Sequence], list[list[int]], Prefixes]:
+    """The same prompt in each scope, one after the other: rows, the sizes of what each computed, and what the last is shown."""
+    run, chosen = Run(adapter, CACHED), (Sampling(temperature=0.0, max_tokens=1, ignore_eos=True),)
+    rows, sizes, counts = [], [], counted(run)
+    for number, scope in enumerate(scopes):
+        counts.clear()
+        rows += run.engine.submit_all(Submit((number,), TRUNK, chosen, scope=scope, tenant=scope))
+        run.finish()
+        sizes.append(list(counts))
+    return rows, sizes, run.engine.prefix.answer(AskPrefixes(0, scope=scopes[-1]), 1)
+
+
+def test_scopes_share_nothing_and_each_lists_its_own(adapter: Adapter) -> None:
+    """A tenant's prompt is computed in the same chunks whether another sent it or not: its time tells nothing."""
+    rows, sizes, shown = in_scopes(adapter, "anna", "ben")
+    _, sizes_alone, shown_alone = in_scopes(adapter, "ben")
+    repeated, _, _ = in_scopes(adapter, "anna", "ben", "anna")
+
+    assert [row.timings.cached_tokens for row in rows] == [0, 0]
+    assert sizes[1] == sizes_alone[0]
+    assert told(rows[1]) == PrefixReuse("differs", 0, 0, TRUNK[0])  # as if nothing had ever been asked
+    assert [row.timings.cached_tokens for row in repeated] == [0, 0, 99]
+    still = [msgspec.structs.replace(node, idle_seconds=0.0) for node in shown.nodes]
+    assert still == [msgspec.structs.replace(node, idle_seconds=0.0) for node in shown_alone.nodes]
+    assert (shown.num_nodes, shown.held_bytes, shown.disk_bytes) == (shown_alone.num_nodes, shown_alone.held_bytes, 0)
 
 
 class TestDisk:

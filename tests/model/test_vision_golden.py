@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from driver import SMALL, Run
-from golden.checkpoints import CONFIGS, SIZES, logit_places
+from golden.checkpoints import CASES, logit_places
+from golden.configs import CONFIGS, layout
 from seeing import Build, golden, prompt_logits, request, vision_of
 from weft.model.vision import tower
 from weft.model.vision.image_positions import positions_of
 
 CLOSE = 1e-4  # largest difference, in spreads of the numbers compared
 EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)
-EVERY_CASE = pytest.mark.parametrize("name", SIZES)
+EVERY_CASE = pytest.mark.parametrize("name", CASES)
 
 
 def difference(found: mx.array | np.ndarray, right: np.ndarray) -> float:
@@ -50,7 +51,7 @@ def test_features_are_those_of_the_reference_where_attention_is_cut_into_steps(
     assert difference(cut[-1][0], golden(family)["two_images.features.0"]) < CLOSE
 
 
-@EVERY_FAMILY
+@pytest.mark.parametrize("family", [family for family in CONFIGS if layout(family).has_places])
 @EVERY_CASE
 def test_positions_are_those_of_the_reference(family: str, name: str) -> None:
     given = request(family, name)
@@ -72,9 +73,9 @@ def test_logits_are_those_of_the_reference(seeing: Build, family: str, name: str
 @EVERY_FAMILY
 def test_greedy_answers_in_one_batch_are_those_of_the_reference(seeing: Build, family: str) -> None:
     run = Run(seeing(family), SMALL, keep_logits=True)
-    rows = [run.engine.submit_all(request(family, name))[0] for name in SIZES]
+    rows = [run.engine.submit_all(request(family, name))[0] for name in CASES]
     run.finish()
 
-    for row, name in zip(rows, SIZES, strict=True):
+    for row, name in zip(rows, CASES, strict=True):
         assert row.output == golden(family)[f"{name}.greedy"].tolist()
         assert difference(run.logits_of(row), golden(family)[f"{name}.greedy_logits"]) < CLOSE

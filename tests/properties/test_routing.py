@@ -97,6 +97,15 @@ def test_a_salt_is_a_world_of_its_own() -> None:
     assert index.matches([1, 2, 3, 4, 5], "salt") == {"a": 4}
 
 
+def test_a_scope_is_a_world_of_its_own() -> None:
+    index = PrefixIndex()
+    key = key_of(root_key("", "tenant"), [1, 2, 3, 4])
+    index.report("a", [ReportedChunk(key, root_key("", "tenant"), 4, has_checkpoint=True)], [])
+
+    assert index.matches([1, 2, 3, 4, 5], "") == {}
+    assert index.matches([1, 2, 3, 4, 5], "", "tenant") == {"a": 4}
+
+
 LOADS = st.lists(st.tuples(st.integers(0, 50_000), st.sampled_from([0.0001, 0.001, 0.01])), min_size=2, max_size=5)
 
 

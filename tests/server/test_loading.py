@@ -221,6 +221,28 @@ def test_the_key_is_needed_and_two_that_load_at_once_get_one_engine(folder: str)
     assert num_models == 2
 
 
+def test_a_path_in_another_spelling_is_the_same_model(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    spellings = [
+        f"{folder}/",
+        f"{folder}/.",
+        f"{tmp_path}/./other",
+        f"{tmp_path}/other/../other",
+        "other",
+        str(tmp_path / "link"),
+    ]
+    with front({"m": []}, spare={folder: []}) as server, ThreadPoolExecutor(4) as pool:
+        first = list(pool.map(lambda name: server.post("/v1/models/load", {"model": name}), [folder, "./other", "other//"]))
+        later = [server.post("/v1/models/load", {"model": name}) for name in spellings]
+        names = [model.name for model in server.service.models]
+
+    assert sorted(answer.status_code for answer in first) == [200, 200, 202]
+    assert [answer.status_code for answer in later] == [200] * len(spellings)
+    assert len(names) == 2
+    assert {answer.json()["id"] for answer in (*first, *later)} == {names[1]}
+
+
 def test_beside_a_stream_another_model_comes_answers_alike_and_goes(tmp_path: Path) -> None:
     """The real thing: two engines of one machine, and the first one loses or changes nothing."""
     copy = str(shutil.copytree(TINY_HYBRID, tmp_path / "copy"))

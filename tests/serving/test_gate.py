@@ -177,6 +177,20 @@ def test_a_front_with_a_wrong_key_or_none_gets_no_word(key: EngineKey | None, mo
     asyncio.run(asyncio.wait_for(run(), HANG_SECONDS))
 
 
+def test_a_client_that_knows_only_the_engine_s_public_key_gets_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.serving.starters.given.WELCOME_SECONDS", 0.6)
+    stranger = EngineKey(b"s" * 32)
+    stranger._publics["engine"] = KEY._publics["engine"]
+
+    async def run() -> None:
+        async with listening(fake_gate()) as address, front_of(address, key=stranger) as pool:
+            await become(lambda: pool.condition.failed or pool.condition.ready)
+
+            assert "another engine key" in (pool.condition.failed or "")
+
+    asyncio.run(asyncio.wait_for(run(), HANG_SECONDS))
+
+
 def test_an_address_where_nobody_listens_is_named() -> None:
     said = refusal(lambda: Given(SETTINGS, "127.0.0.1:9").start())
 

@@ -19,7 +19,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from image_files import BLUE, ODD, RED, REFUSED, SIZING, encoded, noise, oriented, png, resized, rows
 from weft.errors import EngineError, ImageProblem, ServerStopping
 from weft.serving.image_decoder import COMMAND, DecodeLimits, ImageDecoder
-from weft.text.images import DecodedImage, ImageSizing
+from weft.text.image_sizing import ImageSizing
+from weft.text.images import DecodedImage
 
 GOOD = noise(100, 70)
 WORKER = COMMAND[-1]
@@ -60,7 +61,7 @@ def decoder() -> Iterator[ImageDecoder]:
 
 
 def decodes(decoder: ImageDecoder, image: Image.Image = GOOD) -> bool:
-    return decoder.decode_now(encoded(image, "PNG"), SIZING).pixels == resized(image)
+    return decoder.decode_now(encoded(image, "PNG"), SIZING).frames[0].pixels == resized(image)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (64, 64), (31, 33), (640, 480), (479, 641), (200, 1), (1281, 853)])
@@ -72,7 +73,8 @@ def test_pixels_are_those_of_transformers(decoder: ImageDecoder, size: tuple[int
     )
     expected = theirs.preprocess(image, do_rescale=False, do_normalize=False, return_tensors="np")
     ours = decoder.decode_now(encoded(image, "PNG"), sizing)
-    pixels = np.frombuffer(ours.pixels, np.uint8).reshape(ours.height, ours.width, 3).transpose(2, 0, 1)
+    (frame,) = ours.frames
+    pixels = np.frombuffer(frame.pixels, np.uint8).reshape(frame.height, frame.width, 3).transpose(2, 0, 1)
     patches, num_rows, num_columns = theirs.patchify(pixels, sizing.patch, sizing.merge, 2)
 
     assert expected["image_grid_thw"].tolist() == [[1, num_rows, num_columns]]
@@ -85,8 +87,8 @@ def test_pixels_are_those_of_transformers(decoder: ImageDecoder, size: tuple[int
 def test_an_unusual_file_gives_the_pixels_that_are_meant(decoder: ImageDecoder, data: bytes, meant: Image.Image) -> None:
     image = decoder.decode_now(data, SIZING)
 
-    assert (image.width, image.height) == SIZING.target(*meant.size)
-    assert image.pixels == resized(meant)
+    assert (image.frames[0].width, image.frames[0].height) == SIZING.target(*meant.size)
+    assert image.frames[0].pixels == resized(meant)
     assert image.original == meant.size
 
 
@@ -110,7 +112,7 @@ def test_an_image_is_turned_as_it_is_shown(decoder: ImageDecoder, orientation: i
     image = decoder.decode_now(data, SIZING)
 
     assert image.original == shown.size == ((64, 96) if orientation in range(5, 9) else (96, 64))
-    assert image.pixels == resized(shown)
+    assert image.frames[0].pixels == resized(shown)
 
 
 def test_one_child_survives_all_hostile_files(make: Callable[..., ImageDecoder]) -> None:
@@ -130,7 +132,7 @@ def test_one_child_survives_all_hostile_files(make: Callable[..., ImageDecoder])
 def test_an_image_is_made_no_larger_than_a_request_allows(decoder: ImageDecoder) -> None:
     image = decoder.decode_now(encoded(noise(300, 300), "PNG"), SIZING, max_pixels=96 * 96)
 
-    assert (image.width, image.height) == (96, 96)
+    assert (image.frames[0].width, image.frames[0].height) == (96, 96)
 
 
 def test_no_child_is_started_before_the_first_image_that_passes_the_checks(make: Callable[..., ImageDecoder]) -> None:
@@ -166,7 +168,7 @@ def test_a_child_that_is_killed_in_mid_job_costs_that_image_only(make: Callable[
     assert isinstance(lost, ImageProblem)
     assert "could not be decoded within 10 s of computing" in str(lost)
     assert isinstance(right, DecodedImage)
-    assert right.pixels == resized(other)
+    assert right.frames[0].pixels == resized(other)
     assert decodes(decoder)
     assert pid not in decoder.pids
 
@@ -175,7 +177,7 @@ def test_the_event_loop_goes_on_while_a_child_is_stuck(make: Callable[..., Image
     async def story() -> bytes:
         pid, task = await stuck(make(), encoded(GOOD, "PNG"))  # the loop has gone on, or this would not be reached
         os.kill(pid, signal.SIGCONT)
-        return (await task).pixels
+        return (await task).frames[0].pixels
 
     assert asyncio.run(story()) == resized(GOOD)
 
@@ -301,7 +303,7 @@ def test_an_image_that_was_decoded_is_not_decoded_again(make: Callable[..., Imag
 
     assert again is first
     assert asyncio.run(decoder.decode(data, SIZING)) is first
-    assert (smaller.width, smaller.height) != (first.width, first.height)
+    assert smaller.plan != first.plan
     assert decoder.num_decoded == 2
 
 

@@ -8,24 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from golden.checkpoints import HERE
 from image_files import ODD, encoded, noise, png, spliced
 from weft.errors import BadModel, ImageProblem
 from weft.text import images
+from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, TileSizing, read_sizing
 from weft.text.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
     MAX_JPEG_SEGMENTS,
-    DecodedImage,
-    ImageSizing,
+    Frame,
     read_base64,
     read_data_url,
-    read_sizing,
     sniff,
 )
 
@@ -63,6 +66,54 @@ def test_a_turned_image_has_the_turned_size_and_as_many_tokens(sizing: ImageSizi
         return
 
     assert sizing.target(height, width) == upright[::-1]
+
+
+@given(st.sampled_from([(16, 3, 280), (16, 3, 70), (14, 2, 1120)]), SIDES, SIDES)
+def test_gemma_4_sizes_are_those_of_transformers(rule: tuple[int, int, int], width: int, height: int) -> None:
+    patch, merge, tokens = rule
+    if max(width, height) > 200 * min(width, height):
+        with pytest.raises(ImageProblem, match="may differ 200 times"):
+            BudgetSizing(*rule, "BICUBIC").plan(width, height)
+        return
+    theirs = get_aspect_ratio_preserving_size(height, width, patch, tokens * merge**2, merge)
+
+    assert BudgetSizing(*rule, "BICUBIC").target(width, height) == theirs[::-1]
+
+
+def test_a_cap_takes_a_number_of_tokens_that_gemma_4_knows() -> None:
+    sizing = BudgetSizing(16, 3, 280, "BICUBIC")
+
+    assert [sizing.capped(pixels).max_tokens for pixels in (None, 1 << 30, 512 * 512, 1)] == [280, 280, 70, 70]
+
+
+@given(SIDES, SIDES)
+def test_tiles_are_as_many_as_those_of_transformers(width: int, height: int) -> None:
+    sizing = TileSizing(2048, 512, 64, "LANCZOS")
+    theirs = Idefics3ImageProcessorPil(size={"longest_edge": 2048}, max_image_size={"longest_edge": 512})
+    if max(width, height) > 200 * min(width, height):
+        return
+    count, rows, columns = theirs.get_number_of_image_patches(height, width)
+    plan = sizing.plan(width, height)
+
+    assert len(plan.frames) == count
+    assert {*plan.frames} == {(512, 512)}
+    assert plan.views[0].grid == ((columns, rows) if rows else (1, 1))
+    assert len(sizing.capped(512 * 512).plan(width, height).frames) == 1
+
+
+def test_grids_of_tiles_are_those_of_transformers() -> None:
+    """Its processor needs torch, so what it made of some sizes is in the golden file."""
+    sizing = GridSizing(16, 2, 64, 256, 512, 2, 10, 2.0, "BILINEAR")
+    with np.load(HERE / "lfm2_vl.npz") as golden:
+        expected = golden["sizes"].tolist()
+
+    assert len(expected) > 50
+    for width, height, columns, rows, *whole in expected:
+        plan = sizing.plan(width, height)
+        assert plan.views[0].grid == (columns, rows)
+        assert plan.views[-1].size == (*whole,)
+        assert len(plan.frames) == (columns * rows + 1 if columns * rows > 1 else 1)
+        assert len(sizing.capped(512 * 512).plan(width, height).frames) == 1
 
 
 def test_a_cap_makes_images_smaller_and_never_larger() -> None:
@@ -108,7 +159,7 @@ def test_a_folder_that_describes_no_images_or_another_family_has_no_sizing(tmp_p
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"crop_size": 224, "size": {"shortest_edge": 224}}))
     clip = read_sizing(tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(
-        json.dumps(EDGES | QWEN | {"image_processor_type": "Gemma3ImageProcessor"})
+        json.dumps(EDGES | QWEN | {"image_processor_type": "Phi4MultimodalImageProcessor"})
     )
 
     assert empty is None
@@ -279,11 +330,11 @@ def test_a_data_url_of_something_else_is_refused(head: str, words: str) -> None:
 
 def test_a_key_stands_for_pixels_and_size_together() -> None:
     pixels = bytes(range(24))
-    one = DecodedImage.of((4, 2), pixels, (9, 9))
+    one = Frame.of((4, 2), pixels)
 
     assert len(one.key) == 16
-    assert one.key == DecodedImage.of((4, 2), pixels, (5, 5)).key
-    assert len({one.key, DecodedImage.of((2, 4), pixels, (9, 9)).key, DecodedImage.of((4, 2), bytes(24), (9, 9)).key}) == 3
+    assert one.key == Frame.of((4, 2), pixels).key
+    assert len({one.key, Frame.of((2, 4), pixels).key, Frame.of((4, 2), bytes(24)).key}) == 3
 
 
 def test_pillow_is_not_imported_with_the_front() -> None:

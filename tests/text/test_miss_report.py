@@ -18,12 +18,12 @@ PLACE = IDS.index(TOKENIZER.encode(" dog", add_special_tokens=False)[0])
 CAT = TOKENIZER.encode(" cat", add_special_tokens=False)[0]
 
 
-def why(reuse: PrefixReuse, is_salted: bool = False) -> str:
-    return explain_reuse(reuse, IDS, TOKENIZER, is_salted=is_salted).why
+def why(reuse: PrefixReuse, is_hidden: bool = False) -> str:
+    return explain_reuse(reuse, IDS, TOKENIZER, is_hidden=is_hidden).why
 
 
 def test_the_two_tokens_and_the_text_before_them_are_told() -> None:
-    told = explain_reuse(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=False)
+    told = explain_reuse(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_hidden=False)
 
     assert (told.cause, told.matched, told.position, told.token, told.instead) == ("differs", 4, PLACE, " dog", " cat")
     assert told.before == "Once upon a time there was a little"
@@ -32,13 +32,13 @@ def test_the_two_tokens_and_the_text_before_them_are_told() -> None:
 
 
 def test_only_the_last_characters_before_are_told() -> None:
-    told = explain_reuse(PrefixReuse("differs", 0, len(IDS) - 1, IDS[-1], CAT), IDS, TOKENIZER, is_salted=False)
+    told = explain_reuse(PrefixReuse("differs", 0, len(IDS) - 1, IDS[-1], CAT), IDS, TOKENIZER, is_hidden=False)
 
     assert told.before == TEXT.removesuffix(" tree")[-40:]
 
 
 def test_under_a_salt_no_text_is_told() -> None:
-    told = explain_reuse(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_salted=True)
+    told = explain_reuse(PrefixReuse("differs", 4, PLACE, IDS[PLACE], CAT), IDS, TOKENIZER, is_hidden=True)
 
     assert (told.before, told.token, told.instead) == ("", None, None)
     assert told.why.endswith(f"at token {PLACE + 1} this prompt differs from the nearest known one")
@@ -59,12 +59,12 @@ def test_under_a_salt_no_text_is_told() -> None:
 )
 def test_every_cause_has_its_sentence(reuse: PrefixReuse, words: str) -> None:
     assert words in why(reuse)
-    assert words in why(reuse, is_salted=True)
+    assert words in why(reuse, is_hidden=True)
 
 
 def test_half_a_character_is_shown_as_its_bytes_and_a_line_end_as_an_escape() -> None:
     half, newline = TOKENIZER.encode("漢", add_special_tokens=False)[0], TOKENIZER.encode("\n", add_special_tokens=False)[0]
-    told = explain_reuse(PrefixReuse("differs", 0, 0, half, newline), [half], TOKENIZER, is_salted=False)
+    told = explain_reuse(PrefixReuse("differs", 0, 0, half, newline), [half], TOKENIZER, is_hidden=False)
 
     assert told.token is not None
     assert told.token.startswith("\\xe6")

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft import __version__
+from weft.api.access import note_action, require_admin, tenant_of
 from weft.api.dialect import Body, SomeText, convert, pick_fields, request_ids, reused_fields
 from weft.api.http import json_response, read_json
 from weft.api.openai.chat import ChatMessage, read_messages
@@ -27,6 +28,7 @@ from weft.serving.model import ServedModel
 from weft.serving.pool import Replica
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
+from weft.serving.tenants import Tenant
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
 
@@ -85,25 +87,29 @@ class Admin:
     registry: ModelRegistry
     started: float = field(default_factory=time.time)
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
         """Respond 503 if the server is stopping or a model given at start is loading, failed or sick, else 200; list models."""
-        models = {model.name: condition_of(model) for model in self.service.models}
+        models = {model.name: visible_condition(model, tenant_of(request)) for model in self.service.models}
         states = {condition_of(model)["status"] for model in self.service.models if not model.is_guest}
         states |= {"stopping"} if self.service.is_stopping else set()
         status = next((state for state in ("failed", "stopping", "sick", "loading") if state in states), "ready")
         code, headers = (200, {}) if status == "ready" else (503, {"retry-after": "2"})
         return json_response({"status": status, "models": models}, code, headers)
 
-    async def list_models(self, _: Request) -> Response:
+    async def list_models(self, request: Request) -> Response:
         """Respond with all served models, ready ones first, as one list that OpenAI and Anthropic clients understand."""
-        rows = [self._model(model) for model in sorted(self.service.models, key=lambda model: not model.is_ready)]
+        tenant, models = tenant_of(request), sorted(self.service.models, key=lambda model: not model.is_ready)
+        rows = [self._model(model, tenant) for model in models]
         ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]} if rows else {"first_id": None, "last_id": None}
         return json_response({"object": "list", "data": rows, "has_more": False, **ends})
 
     async def show_model(self, request: Request) -> Response:
-        return json_response(self._model(self.service.find(request.path_params["id"])))
+        return json_response(self._model(self.service.find(request.path_params["id"]), tenant_of(request)))
 
-    async def list_available(self, _: Request) -> Response:
+    async def list_available(self, request: Request) -> Response:
+        """Respond with the models that could be loaded; to a tenant who may not load any, with none."""
+        if not tenant_of(request).is_admin:
+            return json_response({"object": "list", "data": [], "free_bytes": None})
         rows = [
             {"id": model.name, "object": "model", "kind": model.kind, "size_bytes": model.size_bytes}
             | {"is_here": model.folder is not None, "is_loaded": is_loaded}
@@ -115,41 +121,46 @@ class Admin:
     async def load(self, request: Request) -> Response:
         """Start loading a model in the background; respond 202 if started, 200 if it was already loaded or loading."""
         wanted = await self._read(request, LoadRequest)
+        require_admin(request, "loading a model", wanted.model)
         model, is_new = await self.registry.load(wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))
-        return json_response(self._model_status(model), 202 if is_new else 200)
+        return json_response(self._model_status(model, tenant_of(request)), 202 if is_new else 200)
 
     async def unload(self, request: Request) -> Response:
         """Unload a model: let running requests finish for a limited time, cancel the rest, respond when its engine ended."""
         name = (await self._read(request, UnloadRequest)).model
+        require_admin(request, "unloading a model", name)
         await self.registry.unload(name)
         return json_response({"id": name, "object": "model", "status": {"value": "unloaded"}})
 
     async def renew(self, request: Request) -> Response:
         """Replace the engine of one replica by a new one; its answers end within the drain time, or move to other replicas."""
         wanted = await self._read(request, RenewRequest)
+        require_admin(request, "renewing a replica", wanted.replica)
         model = self.service.find(wanted.model)
         await model.pool.renew(wanted.replica, self.config.drain_seconds)
-        return json_response(self._model_status(model))
+        return json_response(self._model_status(model, tenant_of(request)))
 
-    async def status(self, _: Request) -> Response:
-        models = self.service.models
-        engines, kinds = [model.pool for model in models], sorted({kind for model in models for kind in model.memory})
+    async def status(self, request: Request) -> Response:
+        """Respond with the state of server and engines; to a tenant who is no admin, with its own requests and no more."""
+        tenant, models = tenant_of(request), [self._model_status(model, tenant_of(request)) for model in self.service.models]
+        kinds = sorted({kind for model in models for kind in model["memory"]})
         return json_response(
             {
                 "version": __version__,
                 "uptime_seconds": round(time.time() - self.started, 1),
                 "pid": os.getpid(),
-                "engine_pid": engines[0].pid if engines else None,
-                "engine_restarts": sum(engine.restarts for engine in engines),
-                "rows_running": sum(engine.status.running for engine in engines),
-                "rows_waiting": sum(engine.status.waiting for engine in engines),
-                "requests": len(self.service.submitted()),
-                "memory": {kind: sum(model.memory.get(kind, 0) for model in models) for kind in kinds},
-                "models": [self._model_status(model) for model in models],
+                "engine_pid": models[0]["engine_pid"] if models else None,
+                **{name: sum(model[name] for model in models) for name in ("engine_restarts", "rows_running", "rows_waiting")},
+                "requests": len([one for one in self.service.submitted() if tenant.may_see(one.generation.tenant)]),
+                "memory": {kind: sum(model["memory"].get(kind, 0) for model in models) for kind in kinds},
+                "models": models,
             }
         )
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        """Respond with the metrics of all tenants together, which are for admins."""
+        if not tenant_of(request).is_admin:
+            require_admin(request, "reading metrics")
         metrics = self.service.metrics
         for model in self.service.models:
             status = model.pool.status
@@ -167,12 +178,16 @@ class Admin:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def cancel(self, request: Request) -> Response:
-        cancel_request(self.service, request.path_params["id"])
+        cancel_request(self.service, request)
         return json_response({"id": request.path_params["id"], "cancelled": True})
 
-    async def list_cache(self, _: Request) -> Response:
-        ready = [model for model in self.service.models if model.is_ready]
-        cached = await asyncio.gather(*(model.pool.prefixes() for model in ready))
+    async def list_cache(self, request: Request) -> Response:
+        """Respond with the cached prompts: all of them to an admin, else the tenant's own."""
+        tenant, ready = tenant_of(request), [model for model in self.service.models if model.is_ready]
+        if tenant.hides_texts and not tenant.is_admin:
+            require_admin(request, "listing prompts that tenants share")
+        scope = None if tenant.is_admin else tenant.scope
+        cached = await asyncio.gather(*(model.pool.prefixes(scope=scope) for model in ready))
         rows = [
             (model, name, one, model.require()[0].tokenizer)
             for model, answers in zip(ready, cached, strict=True)
@@ -184,6 +199,7 @@ class Admin:
     async def clear_cache(self, request: Request) -> Response:
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         name = (await self._read(request, ClearRequest)).model if has_body else None
+        require_admin(request, "clearing the cache", name or "all models")
         models = [model for model in self.service.models if model.failed is None and not model.is_leaving]
         models = models if name is None else [self.service.find(name)]
         for model in models:
@@ -194,7 +210,8 @@ class Admin:
 
     async def report_request(self, request: Request) -> Response:
         given = request.path_params["id"]
-        report = next(filter(None, map(self.service.report, request_ids(given))), None)
+        found = (self.service.report(request_id, tenant_of(request).may_see) for request_id in request_ids(given))
+        report = next(filter(None, found), None)
         if report is None:
             message = f"Nothing is known of request {given!r}: it has no first token yet, or is not among the last {MAX_REPORTS}."
             raise BorderError(404, "request_not_found", message)
@@ -226,15 +243,16 @@ class Admin:
     async def _read(self, request: Request, kind: type[Body]) -> Body:
         return convert(await read_json(request, self.config), kind)
 
-    def _model(self, model: ServedModel) -> dict[str, Any]:
+    def _model(self, model: ServedModel, tenant: Tenant) -> dict[str, Any]:
         """Return a model's JSON row with OpenAI's and Anthropic's fields, its status and, once known, its context length."""
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.started))
         row: dict[str, Any] = {"id": model.name, "object": "model", "created": int(self.started), "owned_by": "weft"}
         row |= {"type": "model", "display_name": model.name, "created_at": created, "root": model.name}
-        value, ready, codec = condition_of(model)["status"], model.ready, model.codec
+        condition, ready, codec = visible_condition(model, tenant), model.ready, model.codec
+        value = condition["status"]
         if value not in ("failed", "unloading"):
             value = "loaded" if model.is_ready else "loading"
-        row["status"] = {"value": value} | ({"message": model.failed} if model.failed else {})
+        row["status"] = {"value": value} | ({"message": condition["message"]} if model.failed else {})
         if ready is not None:
             context = ready.limits.context_length
             row |= dict.fromkeys(("max_model_len", "context_length", "max_input_tokens", "max_tokens"), context)
@@ -244,18 +262,45 @@ class Admin:
             row["speculation"] = {"sources": ready.speculation, "unused": model.unused_sources}
         return row if model.notice is None else row | {"notice": model.notice}
 
-    def _model_status(self, model: ServedModel) -> dict[str, Any]:
+    def _model_status(self, model: ServedModel, tenant: Tenant) -> dict[str, Any]:
         engine = model.pool
         process = {"engine_pid": engine.pid, "engine_restarts": engine.restarts}
-        rows = {"rows_running": engine.status.running, "rows_waiting": engine.status.waiting}
-        row = self._model(model) | {"condition": condition_of(model), **process, **rows, "memory": model.memory}
-        return row | show_replicas(model)
+        if not tenant.is_admin:  # how often engines die may be others' doing, like the memory they use
+            process = {"engine_pid": None, "engine_restarts": 0}
+        memory, rows = model.memory if tenant.is_admin else {}, count_rows(self.service, model, tenant)
+        row = self._model(model, tenant) | {"condition": visible_condition(model, tenant), **process, **rows, "memory": memory}
+        return row | (show_replicas(model) if tenant.is_admin else {})
 
 
-def cancel_request(service: Service, given: str) -> None:
-    """Cancel the running request with this id (a reply's id also works). Raises BorderError (404) if none is running."""
-    if not any(service.cancel(request_id) for request_id in request_ids(given)):
+def cancel_request(service: Service, request: Request) -> None:
+    """Cancel the running request that a path names (a reply's id also works). Raises BorderError (404) if none is running.
+
+    To a tenant who is no admin, requests of others do not exist.
+    """
+    given, tenant = request.path_params["id"], tenant_of(request)
+    found = next(filter(None, (service.cancel(request_id, tenant.may_see) for request_id in request_ids(given))), [])
+    if not found:
         raise BorderError(404, "request_not_found", f"No request {given!r} is running; it may have ended already.")
+    if any(one.generation.tenant != tenant.id for one in found):
+        note_action(request, "cancelling another tenant's request", given, "allowed")
+
+
+def count_rows(service: Service, model: ServedModel, tenant: Tenant) -> dict[str, int]:
+    """Return how many answers are computed and how many wait; of a tenant who is no admin, only its own are counted."""
+    if tenant.is_admin:
+        return {"rows_running": model.pool.status.running, "rows_waiting": model.pool.status.waiting}
+    own = [one for one in service.submitted(model) if tenant.may_see(one.generation.tenant)]
+    unfinished = [choice for one in own for choice in one.choices if choice.finish is None]
+    running = sum(choice.timings is not None for choice in unfinished)
+    return {"rows_running": running, "rows_waiting": len(unfinished) - running}
+
+
+def visible_condition(model: ServedModel, tenant: Tenant) -> dict[str, Any]:
+    """Return a model's condition as a tenant may see it: why one failed names files of this machine, which is for admins."""
+    condition = condition_of(model)
+    if condition["status"] == "failed" and not tenant.is_admin:
+        condition["message"] = "it can not be served; the server's log says why"
+    return condition
 
 
 def show_replicas(model: ServedModel) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from weft.api import ollama, openapi, problems
+from weft.api.access import tenant_of
 from weft.api.admin import Admin
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, pick_fields
@@ -31,8 +32,10 @@ from weft.errors import ContextTooLong, RequestTimedOut, WeftError
 from weft.ipc.limits import Sampling
 from weft.log import RequestRecord, log_request
 from weft.serving.active_request import ActiveRequest, Parts
+from weft.serving.rate_limit import RateLimiter
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
+from weft.serving.tenants import Keyring, Tenant
 
 log = logging.getLogger("weft.api")
 
@@ -44,21 +47,27 @@ SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-
 
 PartStream = AsyncGenerator[Parts]
 Translate = Callable[..., ParsedRequest]  # takes a body, and where there is a Recall the past
-Recall = Callable[[dict[str, Any], bytes], Awaitable[responses.Past]]  # takes a body, and the key it was sent with
+Recall = Callable[[dict[str, Any], str], Awaitable[responses.Past]]  # takes a body, and who owns its stored responses
 
 
 def make_app(service: Service, config: ServerConfig) -> Starlette:
-    """Build the Starlette app: all routes and their handlers, with `Guard` as the only middleware."""
+    """Build the Starlette app: all routes and their handlers, with `Guard` as the only middleware. Raises WeftError."""
+    keyring = Keyring(config)
+    service.on_hangup = keyring.reload
+    if not keyring.has_admin:
+        log.warning(
+            "no key is an admin's, so nobody can load or unload models: write :admin behind one, or role in the keys file"
+        )
     registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
     admin, models, page = Admin(service, config, registry), ollama.OllamaModels(service, config), Page()
-    stored = StoredResponses(service, config)
+    stored, limiter = StoredResponses(service, config), RateLimiter()
 
     async def count_message_tokens(request: Request) -> Response:
         generation = await asyncio.to_thread(anthropic.translate_count, await read_json(request, config))
         return json_response({"input_tokens": await service.count_tokens(generation)})
 
     def generate(path: str, dialect: str, translate: Translate, recall: Recall | None = None) -> Route:
-        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall).handle)
+        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall, limiter).handle)
 
     def post(path: str, endpoint: Callable[[Request], Any]) -> Route:
         return Route(path, endpoint, methods=["POST"])
@@ -101,7 +110,7 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
         post("/tokenize", admin.tokenize),
         post("/detokenize", admin.detokenize),
     ]
-    guard = Middleware(Guard, config=config, open_paths=page.files, on_response=service.metrics.http)
+    guard = Middleware(Guard, config=config, keyring=keyring, open_paths=page.files, on_response=service.metrics.http)
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle})
 
 
@@ -114,12 +123,14 @@ class GeneratingEndpoint:
     dialect: str
     translate: Translate
     recall: Recall | None
+    limiter: RateLimiter
 
     async def handle(self, request: Request) -> Any:
         """Parse the body, start generation, and return a stream or a whole reply; errors are logged, then raised to `Guard`."""
-        account, request_id = RequestAccount(request, self.dialect, self.service), request.state.request_id
+        account, request_id = RequestAccount(request, self.dialect, self.service, self.limiter), request.state.request_id
         try:
             deadline = Deadline.of(request.headers, self.config.request_timeout)
+            self.limiter.take_request(tenant_of(request))
             parsed = await self._parse(request)
             model = self.service.find(parsed.generation.model)
             account.model = model.name
@@ -145,6 +156,8 @@ class GeneratingEndpoint:
                 account.close(error)
                 reply = make_reply()
                 return Response(reply.frame_opening() + reply.frame_error(error), headers=headers, media_type=parsed.media_type)
+            account.charge()
+            headers |= self.limiter.headers(tenant_of(request))
             reply = make_reply(active.sampling)
             if parsed.stream:
                 return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
@@ -157,14 +170,22 @@ class GeneratingEndpoint:
 
     async def _parse(self, request: Request) -> ParsedRequest:
         body = await read_json(request, self.config)
-        past = {} if self.recall is None else {"past": await self.recall(body, request.state.api_key)}
+        tenant = tenant_of(request)
+        past = {} if self.recall is None else {"past": await self.recall(body, tenant.owner)}
         is_large = self.recall is not None or int(request.headers.get("content-length") or 0) > LARGE_BODY_BYTES
         parsed = await asyncio.to_thread(self.translate, body, **past) if is_large else self.translate(body)
         session = parsed.generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
-        who = request.state.api_key + b"\0" + session.encode()  # clients take turns; they are known by key and session
-        client = hashlib.blake2b(who, digest_size=8).hexdigest() if who != b"\0" else ""
-        generation = replace(parsed.generation, dialect=self.dialect, session=session, client=client)
+        generation = replace(parsed.generation, dialect=self.dialect, session=session, **_whose(tenant, session))
+        if tenant.id and tenant.is_admin:  # an admin's priority counts among all tenants
+            generation = replace(generation, rank=generation.priority)
         return replace(parsed, generation=generation)
+
+
+def _whose(tenant: Tenant, session: str) -> dict[str, Any]:
+    """Return what a request says of whose it is; clients, known by their key and session, take turns within their tenant's."""
+    who = f"{tenant.owner}\0{session}".encode()
+    client = "" if tenant == Keyring.anybody([]) and not session else hashlib.blake2b(who, digest_size=8).hexdigest()
+    return {"tenant": tenant.id, "client": client, "scope": tenant.scope, "hides_texts": tenant.hides_texts}
 
 
 @dataclass(frozen=True)
@@ -244,14 +265,25 @@ class RequestAccount:
     request: Request
     dialect: str
     service: Service
+    limiter: RateLimiter
     model: str = "-"
     active: ActiveRequest | None = None
     arrived: float = field(default_factory=time.monotonic)
+    num_charged: int = 0  # tokens so far
+
+    def charge(self) -> None:
+        """Charge the tenant for the tokens that were used since the last call."""
+        if self.active is not None and self.active.is_submitted:
+            usage = self.active.usage
+            num_used = usage.prompt_tokens + usage.completion_tokens
+            self.limiter.charge_tokens(tenant_of(self.request), num_used - self.num_charged)
+            self.num_charged = num_used
 
     def close(self, error: BaseException | None) -> None:
         path, address = self.request.scope["path"], self.request.client
         status = 200 if error is None else problems.status_of(error, path) if isinstance(error, Exception) else 499
         active = self.active if self.active is not None and self.active.is_submitted else None
+        self.charge()
         finish = "cancelled" if status == 499 else "error" if error is not None else active.finish if active else None
         measured: dict[str, Any] = {}
         if active is not None:
@@ -265,6 +297,7 @@ class RequestAccount:
             status=status,
             finish=finish,
             total_seconds=time.monotonic() - self.arrived,
+            tenant=tenant_of(self.request).name,
             **measured,
         )
         log_request(record)

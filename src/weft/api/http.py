@@ -1,7 +1,6 @@
 """HTTP basics: the middleware that checks requests, limited reading of JSON bodies, deadlines, and the web page's files."""
 
 import asyncio
-import hmac
 import ipaddress
 import logging
 import math
@@ -23,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.api.problems import BorderError, problem, status_of
 from weft.config import ServerConfig
 from weft.errors import InvalidRequest, RequestTimedOut
+from weft.serving.tenants import Keyring, Tenant
 
 log = logging.getLogger("weft.api")
 
@@ -166,9 +166,16 @@ class Guard:
     name may be made to resolve to us (DNS rebinding, hence Host). /health and `open_paths` need no key.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: Iterable[str], on_response: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        keyring: Keyring,
+        open_paths: Iterable[str],
+        on_response: Callable[[int], None],
+    ) -> None:
         self.app = app
-        self.api_keys = [key.encode() for key in config.api_keys]
+        self.keyring = keyring
         self.open_paths = {"/health", *open_paths}
         self.allowed_hosts = {_host_of(host) or host for host in (*config.allowed_hosts, config.host)}
         self.allowed_origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
@@ -201,7 +208,7 @@ class Guard:
                 added |= self._check_origin(headers)
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                     return await _preflight(headers)(scope, receive, send_marked)
-            state["api_key"] = self._check_key(headers, scope["path"])
+            state["tenant"] = self._check_key(headers, scope["path"])
             await self.app(scope, receive, send_marked)
         except Exception as error:  # the last border: whatever it is, the client gets an answer and the others go on
             if status_of(error) == 500:
@@ -218,7 +225,7 @@ class Guard:
             raise BorderError(400, "invalid_host", "The request must have exactly one Host header of the form name:port.")
         # An address is safe: only a name can be made to resolve to us by somebody else.
         if _kind_of(host) == "name" and host not in self.allowed_hosts:
-            message = f"Host {host!r} is not a name of this server; start it with --allowed-host {host} if it should be."
+            message = f"Host {host!r} is not a name of this server; start it with --allowed-hosts {host} if it should be."
             raise BorderError(403, "forbidden_host", message)
 
     def _check_origin(self, headers: Headers) -> dict[str, str]:
@@ -229,22 +236,23 @@ class Guard:
         is_ours = authority == headers.get("host", "").lower()  # a page of this server; its Host was checked before
         is_trusted = host is not None and (is_ours or _kind_of(host) == "loopback")
         if not is_trusted and origin.lower() not in self.allowed_origins:
-            hint = "start it with --allowed-origin ORIGIN to let them"
+            hint = "start it with --allowed-origins ORIGIN to let them"
             raise BorderError(403, "forbidden_origin", f"Web pages of origin {origin!r} may not use this server; {hint}.")
         return {"access-control-allow-origin": origin, "access-control-expose-headers": "*", "vary": "origin"}
 
-    def _check_key(self, headers: Headers, path: str) -> bytes:
-        """Return the API key that the client sent, or b"". Raises BorderError (401) if a key is required and none is valid."""
+    def _check_key(self, headers: Headers, path: str) -> Tenant:
+        """Return the tenant whose API key the client sent. Raises BorderError (401) if a key is required and none is valid."""
         bearers = [value.partition(" ") for value in headers.getlist("authorization")]
         given = headers.getlist("x-api-key") + [token.strip() for scheme, _, token in bearers if scheme.lower() == "bearer"]
         tokens = [token.encode("latin-1") for token in given if token]  # an empty key never fits
-        if not self.api_keys or path in self.open_paths:
-            return tokens[0] if tokens else b""
-        fitting = [token for token in tokens for key in self.api_keys if hmac.compare_digest(token, key)]
-        if not fitting:
-            message = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
-            raise BorderError(401, "invalid_api_key", message, {"www-authenticate": "Bearer"})
-        return fitting[0]
+        if self.keyring.is_open:
+            return self.keyring.anybody(tokens)
+        if (tenant := self.keyring.find(tokens)) is not None:
+            return tenant
+        if path in self.open_paths:
+            return self.keyring.nobody()
+        message = "The API key is missing or wrong; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+        raise BorderError(401, "invalid_api_key", message, {"www-authenticate": "Bearer"})
 
 
 def _preflight(headers: Headers) -> Response:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from weft.api.admin import condition_of, show_replicas
+from weft.api.admin import count_rows, show_replicas, visible_condition
 from weft.api.dialect import EVENTS
 from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
@@ -17,6 +17,7 @@ from weft.serving.active_request import ActiveRequest
 from weft.serving.lifeline import DraftTotals
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
+from weft.serving.tenants import Tenant
 
 TICK_SECONDS = 0.25
 QUIET_TICKS = 4  # if nothing changes, only every fourth tick is sent
@@ -32,8 +33,8 @@ class LiveEvents:
 
     service: Service
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        view, left = LiveView(self.service), asyncio.create_task(until_gone(receive))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        view, left = LiveView(self.service, scope["state"]["tenant"]), asyncio.create_task(until_gone(receive))
         self.service.watchers.append(view.end_request)
         try:
             headers = [*STREAM_HEADERS, (b"content-type", EVENTS.encode())]
@@ -50,10 +51,14 @@ class LiveEvents:
 
 
 class LiveView:
-    """The state last sent to one client of GET /v1/events; `tick` computes what has changed since."""
+    """The state last sent to one client of GET /v1/events; `tick` computes what has changed since.
 
-    def __init__(self, service: Service) -> None:
+    A tenant who is no admin is sent its own requests, and of models nothing that depends on others.
+    """
+
+    def __init__(self, service: Service, tenant: Tenant) -> None:
         self.service = service
+        self.tenant = tenant
         self._rows: dict[ActiveRequest, EventRow] = {}  # as last sent
         self._num_own: Counter[ActiveRequest] = Counter()  # prompt tokens computed (not cached) so far
         self._ended: list[ActiveRequest] = []
@@ -64,25 +69,29 @@ class LiveView:
         self._num_quiet = 0
 
     def end_request(self, request: ActiveRequest) -> None:
-        self._ended.append(request)
+        if self.tenant.may_see(request.generation.tenant):
+            self._ended.append(request)
 
     def tick(self, now: float) -> EventRow | None:
         """Return an event with changed and queued requests and all models; None on three of four ticks without a change."""
         self._num_tokens.clear()
         self._num_prefilled.clear()
         ended, self._ended = self._ended, []
-        requests = (*ended, *self.service.submitted())
+        requests = (*ended, *filter(self._is_visible, self.service.submitted()))
         rows = [row for request in requests if (row := self._news(request, request in ended)) is not None]
         for request in ended:
             self._rows.pop(request, None)
             del self._num_own[request]
-        rows += [{"id": request.id, "state": "queued"} for request in self.service.waiting]
+        rows += [{"id": request.id, "state": "queued"} for request in filter(self._is_visible, self.service.waiting)]
         seconds, self._num_quiet = now - (self._last or now), 0 if rows else self._num_quiet + 1
         if self._num_quiet % QUIET_TICKS and self._last is not None:
             return None
         self._last = now
         models = [self._model(model, seconds) for model in self.service.models]
         return {"time": round(time.time(), 3), "seconds": round(seconds, 3), "models": models, "requests": rows}
+
+    def _is_visible(self, request: ActiveRequest) -> bool:
+        return self.tenant.may_see(request.generation.tenant)
 
     def _news(self, request: ActiveRequest, is_over: bool) -> EventRow | None:
         """Add a request's new tokens to its model's counts for this tick; return the request's row if it changed, else None."""
@@ -147,22 +156,22 @@ class LiveView:
 
     def _model(self, model: ServedModel, seconds: float) -> EventRow:
         status, tokens, prefilled = model.pool.status, self._num_tokens[model.name], self._num_prefilled[model.name]
+        is_admin, images = self.tenant.is_admin, status.images if any(status.images.values()) else None
         before, gaps = self._gaps.get(model.name, []), self.service.metrics.gaps(model.name)
         self._gaps[model.name] = gaps
         return {
             "name": model.name,
-            **condition_of(model),
-            "rows_running": status.running,
-            "rows_waiting": status.waiting,
+            **visible_condition(model, self.tenant),
+            **count_rows(self.service, model, self.tenant),
             "max_rows": model.pool.max_rows,
-            "restarts": model.pool.restarts,
-            "memory": model.memory,
+            "restarts": model.pool.restarts if is_admin else 0,
+            "memory": model.memory if is_admin else {},
             "tokens_per_second": round(tokens / seconds, 1) if seconds else 0,
             "prompt_tokens_per_second": round(prefilled / seconds, 1) if seconds else 0,
-            "gaps": percentiles(before, gaps),
-            "drafts": _show_drafts(model.pool.drafts),
-            "images": status.images if any(status.images.values()) else None,
-            **show_replicas(model),
+            "gaps": percentiles(before, gaps) if is_admin else None,
+            "drafts": _show_drafts(model.pool.drafts) if is_admin else None,
+            "images": images if is_admin else None,
+            **(show_replicas(model) if is_admin else {}),
         }
 
 

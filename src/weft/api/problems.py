@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft import errors
-from weft.errors import BusyError, ContextTooLong, RequestError, WeftError
+from weft.errors import BusyError, ContextTooLong, RateLimited, RequestError, WeftError
 
 MAX_RETRY_AFTER = 30  # seconds; OpenAI's client gives up at once above 120
 MESSAGES = "/v1/messages"  # how the paths of Anthropic's dialect begin
@@ -39,6 +39,7 @@ _TABLE: tuple[tuple[type[Exception], int, str | None, str], ...] = (
     (errors.RequestError, 400, None, "invalid_prompt"),
     (errors.EngineStarting, 503, "model_loading", "server_is_overloaded"),
     (errors.ServerStopping, 503, "server_stopping", "server_is_overloaded"),
+    (errors.RateLimited, 429, "rate_limit_exceeded", "rate_limit_exceeded"),
     (errors.QueueFull, 429, "queue_full", "rate_limit_exceeded"),
     (errors.BusyError, 429, "queue_full", "server_is_overloaded"),
     (errors.EngineError, 500, "engine_error", "server_error"),
@@ -57,15 +58,18 @@ _ANTHROPIC_TYPES = {
 
 
 def status_of(error: Exception, path: str = "") -> int:
-    """Return the HTTP status for an error; on Anthropic's paths 429 becomes 529 (overloaded)."""
+    """Return the HTTP status for an error; on Anthropic's paths 429 becomes 529 (overloaded), but for a rate limit."""
     status = _row(error)[0]
-    return OVERLOADED if status == 429 and path.startswith(MESSAGES) else status
+    is_overloaded = status == 429 and path.startswith(MESSAGES) and not isinstance(error, RateLimited)
+    return OVERLOADED if is_overloaded else status
 
 
 def headers_of(error: Exception) -> dict[str, str]:
     """Return an error's response headers: its own, `retry-after` if busy, or `x-should-retry: false` for other 5xx."""
     if isinstance(error, BorderError):
         return error.headers
+    if isinstance(error, RateLimited):  # the whole wait: whoever comes before is refused again
+        return {"retry-after": str(max(error.retry_after, 1)), **error.headers}
     if isinstance(error, BusyError):
         return {"retry-after": str(min(max(error.retry_after, 1), MAX_RETRY_AFTER))}
     # Clients send any 5xx three times. What broke a row or an engine would break two more.

@@ -20,21 +20,8 @@ from weft.errors import WeftError
 
 # Command X is `X_command` in the module X, unless MODULES names another one.
 COMMANDS = (
-    "serve",
-    "engine",
-    "key",
-    "run",
-    "ls",
-    "pull",
-    "ps",
-    "load",
-    "unload",
-    "launch",
-    "cache",
-    "bench",
-    "top",
-    "doctor",
-    "service",
+    *("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service", "keys"),
+    *("engine", "key"),
 )
 MODULES = dict.fromkeys(("ls", "pull", "ps", "load", "unload", "cache"), "models") | {"service": "service_unit"}
 MODULES |= dict.fromkeys(("engine", "key"), "engine_server")

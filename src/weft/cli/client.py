@@ -13,6 +13,7 @@ import msgspec
 
 from weft.config import ServerConfig
 from weft.errors import RequestError, WeftError
+from weft.serving.tenants import split_key
 
 DEFAULT_URL = f"http://{ServerConfig.host}:{ServerConfig.port}"
 PROBE_SECONDS = 0.2
@@ -55,12 +56,18 @@ class ListedModel(msgspec.Struct):
     replicas: list[ListedReplica] = []  # of a model that has several
 
 
+def _own_key() -> str:
+    """Return the secret of the first key in WEFT_API_KEY, which may be written as for the server, with a name and a role."""
+    written = os.environ.get("WEFT_API_KEY", "").split(",")[0].strip()
+    return split_key(written)[1] if written else ""
+
+
 class ServerClient:
     """HTTP client of one server, one request at a time; address and key come from WEFT_URL and WEFT_API_KEY if not given."""
 
     def __init__(self, url: str | None = None, key: str | None = None) -> None:
         self.url = (url or os.environ.get("WEFT_URL") or DEFAULT_URL).rstrip("/").removesuffix("/v1")
-        self.key = key or os.environ.get("WEFT_API_KEY", "").split(",")[0].strip()
+        self.key = key or _own_key()
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self.key}"} if self.key else {})
         self._socket: socket.socket | None = None
         self._hung_up = False

@@ -1,6 +1,7 @@
 """`weft serve`: reads settings from flags, WEFT_* environment variables and TOML files; shows start-up progress on stderr."""
 
 import json
+import os
 import shlex
 import sys
 import tomllib
@@ -93,13 +94,15 @@ def start_server(settings: Settings = ServerConfig(), *, config: SettingsFile = 
       WEFT_PORT=9000 weft serve --dump-config
     """
     settings.check()
+    if not settings.has_keys and not os.environ.get("WEFT_API_KEY", "-").strip(" ,"):
+        raise WeftError("WEFT_API_KEY is set and has no key in it: everybody would be let in; give it one, or unset it")
     if dump_config:
         sys.stdout.write(dump_settings(settings))
         return 0
     from weft.api.app import make_app
     from weft.serving.server import serve
 
-    with Terminal(has_key=bool(settings.api_keys)) as screen:
+    with Terminal(has_key=settings.has_keys) as screen:
         return serve(settings, screen, make_app)
 
 

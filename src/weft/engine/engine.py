@@ -19,7 +19,7 @@ from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
 from weft.engine.runner import RowFailure, Runner, Step
 from weft.engine.sampler import NOT_FINITE, Logprobs
-from weft.engine.scheduler import OUTPUT_WEIGHT, Plan, Row, Scheduler
+from weft.engine.scheduler import Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.speculation import Speculation
 from weft.errors import InternalError, InvalidRequest, RowFailed
@@ -59,9 +59,13 @@ class Engine:
         self.budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, config.memory_bytes)
         self.runner = Runner(adapter, config, clock, self.faults)
         is_caching, own_cuts = config.cache_bytes > 0 and adapter.can_be_saved, config.exact and not adapter.cuts_freely
-        tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=adapter.is_positional) if is_caching else None
-        has_checkpoints = is_caching and not adapter.is_positional
-        self.scheduler = Scheduler(config, self.budget, self.bisection, has_checkpoints=has_checkpoints)
+        whole_images = adapter.vision is not None and adapter.vision.keeps_images_whole  # and so are chunks that hold one
+        can_split = adapter.is_positional and not whole_images
+        tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=can_split) if is_caching else None
+        has_checkpoints = is_caching and not can_split
+        self.scheduler = Scheduler(
+            config, self.budget, self.bisection, has_checkpoints=has_checkpoints, keeps_images_whole=whole_images
+        )
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
         # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.
         self.max_replayed_tokens = config.max_replayed_tokens
@@ -333,7 +337,7 @@ class Engine:
         except Exception as error:  # a border: a token belongs to its own row
             self._fail(sequence, "taking a token", error)
             return
-        self.scheduler.fairness.charge(sequence, OUTPUT_WEIGHT)
+        self.scheduler.fairness.charge_token(sequence)
         if is_first:
             sequence.note_first_token(self.clock())
         if sequence.ending is None:

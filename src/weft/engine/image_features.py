@@ -14,7 +14,7 @@ from weft.model.vision.vision import Seen, Vision
 
 MAX_BYTES = 128 << 20  # of features kept; the newest are, whatever their size
 
-Key = tuple[str, bytes]  # the salt of the request, and the image's own key
+Key = tuple[str, str, bytes]  # the scope and the salt of the request, and the image's own key
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ImageFeatures:
         for image in images:
             if image.start >= end or image.end <= start or image.key in features:
                 continue
-            key = sequence.request.salt, image.key
+            key = sequence.request.scope, sequence.request.salt, image.key
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 self.num_hits += image.start >= start  # not where a chunk begins amid an image

@@ -59,11 +59,22 @@ class PrefixSharing:
             if disk is not None:
                 disk.clear()
             num_cleared = tree.clear()
-        now, salted = tree.clock(), {id(root) for salt, root in tree.roots.items() if salt}
-        nodes = tuple(
+        if request.scope is not None:
+            own = tree.nodes_of(request.scope)
+            # What a scope is shown must not depend on others: its nodes are numbered by themselves.
+            numbers = {node: at for at, node in enumerate(sorted(own, key=_number), 1)}
+            return Prefixes(request.number, self._listed(own, numbers), len(own), sum(map(_nbytes, own)), budget_bytes)
+        nodes = list(itertools.islice(tree.nodes(), MAX_NODES_SENT))
+        sizes = (len(tree), self.held_bytes, budget_bytes, disk.held_bytes if disk is not None else 0)
+        return Prefixes(request.number, self._listed(nodes, {node: node.number for node in nodes}), *sizes, num_cleared)
+
+    def _listed(self, nodes: list[Node], numbers: dict[Node, int]) -> tuple[PrefixNode, ...]:
+        assert self.tree is not None
+        disk, now, salted = self.disk, self.tree.clock(), {root for (_, salt), root in self.tree.roots.items() if salt}
+        return tuple(
             PrefixNode(
-                number=node.number,
-                parent=(node.parent.number or None) if node.parent is not None else None,
+                number=numbers[node],
+                parent=None if node.parent is None else numbers.get(node.parent),
                 length=node.length,
                 tokens=node.tokens,
                 nbytes=node.nbytes,
@@ -71,13 +82,11 @@ class PrefixSharing:
                 pins=node.pins,
                 hits=node.hits,
                 idle_seconds=now - node.used_at,
-                is_salted=id(node.path()[0].parent) in salted,
+                is_salted=node.path()[0].parent in salted,
                 is_on_disk=disk is not None and disk.has(node.key),
             )
-            for node in itertools.islice(tree.nodes(), MAX_NODES_SENT)
+            for node in nodes[:MAX_NODES_SENT]
         )
-        sizes = (len(tree), self.held_bytes, budget_bytes, disk.held_bytes if disk is not None else 0)
-        return Prefixes(request.number, nodes, *sizes, num_cleared)
 
     def update(self, sequence: Sequence) -> None:
         """Skip the part of a prompt that is cached now, or start loading it from disk; prepare a fully cached one to decode."""
@@ -108,7 +117,8 @@ class PrefixSharing:
             timings.reuse = PrefixReuse("whole", sequence.num_computed)
         elif node is not None:
             end = next(self.chunk_ends(sequence))
-            timings.reuse = self.tree.explain_miss(node, sequence.prefill_ids, end, sequence.request.salt)
+            salt, scope = sequence.request.salt, sequence.request.scope
+            timings.reuse = self.tree.explain_miss(node, sequence.prefill_ids, end, salt, scope)
 
     def enter(self, row: Row) -> None:
         """Add a computed prompt chunk to the prefix tree and pin it; if it does not fit, the sequence stops sharing chunks."""
@@ -180,7 +190,7 @@ class PrefixSharing:
     def _match(self, sequence: Sequence, tree: PrefixTree) -> None:
         cursor = sequence.prefix
         if cursor.node is None:
-            self._pin(sequence, tree.root(sequence.request.salt))
+            self._pin(sequence, tree.root(sequence.request.salt, sequence.request.scope))
         assert cursor.node is not None
         if sequence.must_read_prompt or cursor.is_private or sequence.is_amid_chunk:
             return
@@ -264,6 +274,14 @@ class PrefixSharing:
                 assert node.parent is not None
                 packed = _packed(node.block), None if checkpoint is None else _packed(checkpoint)
                 self.disk.store(Entry(node.key, node.parent.key, node.tokens, *packed))
+
+
+def _number(node: Node) -> int:
+    return node.number
+
+
+def _nbytes(node: Node) -> int:
+    return node.nbytes
 
 
 def _packed(saved: object) -> Packed:

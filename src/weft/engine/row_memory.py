@@ -27,7 +27,7 @@ class RowMemory:
     chunk_seconds: float = 0.0  # spent on the chunk so far
     alone: AloneCause | None = None  # why it last decoded on its own caches, if it did
     logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
-    encoding: dict[tuple[str, bytes], mx.array] = field(default_factory=dict)  # features that the chunk under way encodes
+    encoding: dict[tuple[str, str, bytes], mx.array] = field(default_factory=dict)  # features that the chunk under way encodes
 
     @property
     def has_caches(self) -> bool:

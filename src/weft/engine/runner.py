@@ -30,7 +30,6 @@ from weft.memory.spec import Recurrent, mismatch
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
-from weft.model.vision.image_positions import shift_of
 
 log = logging.getLogger("weft.engine")
 
@@ -282,10 +281,14 @@ class Runner:
             if not is_short:
                 self._log_once(refusal)
             return
-        memory.state.shift = shift_of(sequence.request.images)
+        memory.state.shift = self._shift(sequence)
         self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
         memory.retained = memory.own, sequence.num_computed
         memory.own = None
+
+    def _shift(self, sequence: Sequence) -> int:
+        """Return what is added to a token's number for its position behind the sequence's images."""
+        return 0 if self.adapter.vision is None else self.adapter.vision.shift_of(sequence.request.images)
 
     def _count_alone(self, memory: RowMemory, cause: AloneCause) -> None:
         """Count a row that decodes alone, at its first step for this cause."""
@@ -325,7 +328,7 @@ class Runner:
     def _decode_alone(self, sequences: tuple[Sequence, ...], last: Step | None) -> Iterator[tuple[list[Sequence], mx.array]]:
         for sequence in sequences:
             if (own := _memory(sequence).own) is not None:
-                shift = shift_of(sequence.request.images)
+                shift = self._shift(sequence)
                 position = sequence.num_computed + shift if shift else None
                 yield [sequence], self.adapter.decode_alone(self._inputs([sequence], last)[:, None], own, position)
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
+from weft.engine.fairness import Fairness
 from weft.engine.sequence import Sequence
+from weft.ipc.messages import IMAGE_KEYS
 
-OUTPUT_WEIGHT = 2  # an output token costs about as much as two prompt tokens
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
@@ -48,38 +49,20 @@ class Plan:
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)  # tokens that the step verifies, by sequence
 
 
-class Fairness:
-    """Fair queueing: orders sequences by priority, then by how few weighted tokens their client has been served.
-
-    A client that returns is owed nothing for its absence: it starts at the level of the least served client present.
-    """
-
-    def __init__(self) -> None:
-        self.served: dict[str, float] = {}  # virtual tokens by client
-
-    def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
-        """Raise an absent client's counter to that of the least served client present; drop those of other absent ones."""
-        clients = {one.client for one in present}
-        if sequence.client not in clients:
-            level = min((self.served[client] for client in clients), default=0.0)
-            self.served[sequence.client] = max(self.served.get(sequence.client, 0.0), level, sequence.request.served)
-            self.served = {client: count for client, count in self.served.items() if client in {*clients, sequence.client}}
-
-    def charge(self, sequence: Sequence, tokens: float) -> None:
-        self.served[sequence.client] = self.served.get(sequence.client, 0.0) + tokens
-
-    def first(self, waiting: Iterable[Sequence]) -> Sequence:
-        """Return the next sequence: highest priority, then least served client, then preempted ones, then the first given."""
-        return min(waiting, key=lambda one: (-one.request.priority, self.served.get(one.client, 0.0), not one.is_preempted))
-
-
 class Scheduler:
     """Decides which sequences run: admission, preemption and each step's plan; owns the waiting, running and prefill queues."""
 
     def __init__(
-        self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection, *, has_checkpoints: bool = False
+        self,
+        config: EngineConfig,
+        budget: MemoryBudget,
+        bisection: Bisection,
+        *,
+        has_checkpoints: bool = False,
+        keeps_images_whole: bool = False,
     ) -> None:
         self.config = config
+        self.keeps_images_whole = keeps_images_whole  # no chunk ends amid an image
         self.has_checkpoints = has_checkpoints  # prompts go on only from where a chunk ended: one more ends near the prompt's end
         self.budget = budget
         self.bisection = bisection
@@ -124,8 +107,8 @@ class Scheduler:
     def to_preempt(self) -> Sequence | None:
         """Return the running sequence that must give up its row now, or None.
 
-        The youngest when memory is over budget or a suspect waits for a row; the youngest of the client with the most rows
-        when a client waits that has none and was served less.
+        The youngest when memory is over budget or a suspect waits for a row; the youngest of whoever has most rows, when
+        somebody waits who was served less and has too few (`_overfed`).
         """
         running = [one for one in self.running if not one.is_finished]
         if len(running) > 1 and self.budget.is_over(running):
@@ -136,12 +119,24 @@ class Scheduler:
         is_full = len(self.running) >= self.config.max_rows or not self.budget.fits(first, running)
         if is_full and self.bisection.is_suspect(first):  # the others do not step before it has
             return next((one for one in reversed(running) if not self.bisection.is_suspect(one)), None)
-        client, count = Counter(one.client for one in running).most_common(1)[0]
-        if not is_full or count < 2 or self.fairness.served[first.client] >= self.fairness.served[client]:
-            return None
-        if any(one.client == first.client for one in running):
-            return None
-        return next(one for one in reversed(running) if one.client == client)
+        overfed = self._overfed(first, running) if is_full else []
+        return overfed[-1] if overfed else None
+
+    def _overfed(self, first: Sequence, running: list[Sequence]) -> list[Sequence]:
+        """Return the rows of which one is taken for a waiting sequence; [] if it has no right to any of them yet.
+
+        Tenants have equally many rows if all want more. Within a tenant a client that has none gets one.
+        """
+        levels, rows = self.fairness.tenants, Counter(one.tenant for one in running)
+        tenant, count = rows.most_common(1)[0]
+        if rows[first.tenant] + 1 < count and levels.level(first.tenant) < levels.level(tenant):
+            return [one for one in running if one.tenant == tenant]
+        own, clients = [one for one in running if one.tenant == first.tenant], self.fairness.clients
+        if not own or any(one.client == first.client for one in own):
+            return []
+        turn, count = Counter(one.turn for one in own).most_common(1)[0]
+        is_owed = count > 1 and clients.level(first.turn) < clients.level(turn)
+        return [one for one in own if one.turn == turn] if is_owed else []
 
     def preempt(self, sequence: Sequence) -> None:
         """Move a running sequence to the front of the waiting queue."""
@@ -188,6 +183,7 @@ class Scheduler:
         """Iterate over the ends of a prompt's remaining chunks: multiples of the chunk size, boundaries, the last but one token.
 
         No chunk has one token, unless the prompt has no more: some models compute a single token differently (MLA).
+        Where images are kept whole, an end amid one moves to its first token, or behind it if the chunk begins there.
         """
         tail = (len(sequence.prefill_ids) - 1) // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
         is_needed = self.has_checkpoints and (sequence.prefix.cut_at is None or sequence.prefix.cut_at <= tail)
@@ -199,13 +195,26 @@ class Scheduler:
             places = [position for position in sequence.boundaries if position > end + 1][:1]
             if tail >= end + TAIL_TOKENS:
                 places.append(tail)
-            end = min(((end + 1) // size + 1) * size, *places, last)
+            start, end = end, min(((end + 1) // size + 1) * size, *places, last)
+            end = self._around_image(sequence.prefill_ids, start, end) if self.keeps_images_whole else end
             end = last if end == last - 1 else end
             yield end
 
+    @staticmethod
+    def _around_image(ids: list[int], start: int, end: int) -> int:
+        """Move a chunk's end out of an image: to the image's first token, or behind it if the chunk begins near there."""
+        first = behind = end
+        while first > start and ids[first - 1] >= IMAGE_KEYS and ids[first] >= IMAGE_KEYS:
+            first -= 1
+        if first > start + 1 or first == end:
+            return first
+        while ids[behind] >= IMAGE_KEYS:
+            behind += 1
+        return behind
+
     def finish_chunk(self, row: Row) -> None:
         """Charge a computed chunk to its client and move its prompt to the end of the prefill queue, or out of it if complete."""
-        self.fairness.charge(row.sequence, row.count)
+        self.fairness.charge_chunk(row.sequence, row.start, row.count)
         self.prompts = [one for one in self.prompts if one is not row.sequence]
         if not row.sequence.is_prefilled:
             self.prompts.append(row.sequence)

@@ -101,8 +101,17 @@ class Sequence:
         return self.request.prompt
 
     @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
     def client(self) -> str:
         return self.request.client
+
+    @property
+    def turn(self) -> tuple[str, str]:
+        """Whose turn it takes: a client's of a tenant."""
+        return self.request.tenant, self.request.client
 
     @property
     def finish(self) -> FinishReason | None:

@@ -196,14 +196,17 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     constraint: ConstraintSpec | None = None
     boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one: chunks end there too
     salt: str = ""  # prefixes are shared only under the same salt
-    client: str = ""  # who sent it, for fairness
-    priority: int = 0  # higher ones go first
+    scope: str = ""  # and only within the same scope, which is a tenant's
+    tenant: str = ""  # whose it is: tenants take turns
+    client: str = ""  # which session of the tenant's, or which client: these take turns within its turns
+    priority: int = 0  # higher ones of the same tenant go first
+    rank: int = 0  # higher ones of all tenants go first
     is_retained: bool = False  # the client will come back: its prefixes are worth more
     emitted: tuple[tuple[int, ...], ...] = ()  # by sampling: tokens that earlier engines emitted; the answer goes on after them
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer: drafts are looked up there too
     speculate: bool = True  # whether draft tokens may be verified for it
     images: tuple[Image, ...] = ()  # in the prompt's order; their places hold the model's image token
-    served: float = 0.0  # tokens that its client has had from all replicas, weighted as fairness weighs them
+    served: tuple[float, float] = (0.0, 0.0)  # what its tenant and its client have had from all replicas, as fairness weighs it
 
     @property
     def keyed_prompt(self) -> list[int]:
@@ -233,6 +236,7 @@ class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     clear: bool = False  # evict first what no running sequence uses, on disk too
+    scope: str | None = None  # list those of this scope alone, numbered by themselves, with sizes of their own; None: all
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

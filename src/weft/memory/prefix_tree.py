@@ -108,7 +108,7 @@ class PrefixTree:
         self.held_bytes = 0
         self.num_evicted = 0
         self.on_change: Callable[[Node, bytes], None] = lambda _node, _key: None  # a node came, went, or its checkpoint did
-        self.roots: dict[str, Node] = {}  # by salt
+        self.roots: dict[tuple[str, str], Node] = {}  # by scope and salt
         self._new: OrderedDict[Node, None] = OrderedDict()
         self._protected: OrderedDict[Node, None] = OrderedDict()
         self._protected_bytes = 0
@@ -118,14 +118,20 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._new) + len(self._protected)
 
-    def root(self, salt: str = "") -> Node:
-        if salt not in self.roots:
-            self.roots[salt] = Node(0, None, (), root_key(salt))
-        return self.roots[salt]
+    def root(self, salt: str = "", scope: str = "") -> Node:
+        """Return the node at which all prompts under this salt and in this scope begin; others share nothing with them."""
+        if (scope, salt) not in self.roots:
+            self.roots[scope, salt] = Node(0, None, (), root_key(salt, scope))
+        return self.roots[scope, salt]
 
     def nodes(self) -> Iterator[Node]:
         """Iterate over all nodes but the roots, most recently used first, parents before children."""
-        return iter(sorted((*self._new, *self._protected), key=lambda node: (-node.used_at, node.length)))
+        return iter(sorted((*self._new, *self._protected), key=_recency))
+
+    def nodes_of(self, scope: str) -> list[Node]:
+        """Return all nodes of one scope but its roots, most recently used first, parents before children."""
+        roots = [root for (whose, _), root in self.roots.items() if whose == scope]
+        return sorted((node for root in roots for node in root.subtree() if node is not root), key=_recency)
 
     def match(self, prompt: Sequence[int], start: Node, ends: Iterator[int]) -> Node:
         """Return the deepest node with a checkpoint on the prompt's cached path from `start`, or `start` if there is none.
@@ -164,9 +170,9 @@ class PrefixTree:
             return None
         return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
 
-    def explain_miss(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str) -> PrefixReuse:
+    def explain_miss(self, prefix_node: Node, prompt: Sequence[int], end: int, salt: str, scope: str = "") -> PrefixReuse:
         """Return a PrefixReuse: why a prompt is cached only up to `prefix_node`; `end` is where its next chunk would end."""
-        root = self.root(salt)
+        root = self.root(salt, scope)
         if salt and not root.children:
             return PrefixReuse("salt")
         position, instead = self._longest_known(root, prompt)
@@ -342,17 +348,21 @@ class PrefixTree:
     def _forget_empty_root(self, node: Node) -> None:
         """Drop `node` if it is a root without children and pins, because clients may use any number of salts."""
         if node.parent is None and not node.pins and not node.children:
-            self.roots = {salt: root for salt, root in self.roots.items() if root is not node}
+            self.roots = {key: root for key, root in self.roots.items() if root is not node}
 
 
-def root_key(salt: str) -> bytes:
-    """Return the key of the empty prefix under a salt."""
-    return hashlib.blake2b(salt.encode(), digest_size=16).digest()
+def root_key(salt: str, scope: str = "") -> bytes:
+    """Return the key of the empty prefix under a salt and in a scope."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=scope.encode()).digest()
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Return the hash that identifies a path: the path with the key `parent`, extended by a chunk of these tokens."""
     return hashlib.blake2b(parent + array("I", tokens).tobytes(), digest_size=16).digest()
+
+
+def _recency(node: Node) -> tuple[float, int]:
+    return -node.used_at, node.length
 
 
 def _recent(node: Node) -> Iterable[Node]:

@@ -145,6 +145,7 @@ class Adapter:
 
     def prefill(self, tokens: list[int], caches: LayerCaches, seen: Seen | None = None) -> tuple[Chunk, mx.array]:
         """Return a prompt chunk's lazy forward for one row: a `Chunk` to evaluate layer by layer, and its logits (1, T, V)."""
+        tokens = tokens if seen is None or seen.tokens is None else seen.tokens
         logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 

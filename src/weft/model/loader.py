@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from weft.errors import BadModel, ModelError, UnsupportedModel
 from weft.memory.safetensors import DTYPE_BYTES, read_header
+from weft.model.architectures import find_classes
 from weft.model.download import Progress
 
 log = logging.getLogger("weft.model")
@@ -179,7 +180,7 @@ class _LoadObserver:
         self.extra: set[str] = set()  # names in the files of the tensors that the model does not take
         self._read: Weights = {}  # the arrays under their names in the files
         try:
-            self.model_class, self.args_class = mlx_lm.utils._get_classes(config)
+            self.model_class, self.args_class = find_classes(config)
         except (ValueError, AttributeError) as error:  # AttributeError: a module of mlx-lm that is no architecture
             what = f"{folder / 'config.json'} has model_type {config['model_type']!r}, which mlx-lm {mlx_lm.__version__}"
             raise UnsupportedModel(f"{what} does not know; use a model of another architecture") from error

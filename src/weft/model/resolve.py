@@ -93,6 +93,18 @@ def locate(name: str) -> LocalModel:
     return _measured(LocalModel(name, "hub", _in_hub_cache(name)))
 
 
+def identity(name: str) -> str:
+    """Return what all names of one model have in common: the real path of its folder or file, or the name of an absent one."""
+    try:
+        path = Path(name).expanduser()
+        if name not in ALIASES and name and path.exists():
+            return str(path.resolve())
+        folder = locate(name).folder
+    except (BadModel, ModelNotFound, OSError, ValueError, RuntimeError):  # any text may come as a name, also ~nobody and \0
+        return name
+    return name if folder is None else str(folder.resolve())
+
+
 def _measured(model: LocalModel) -> LocalModel:
     return model if model.folder is None else replace(model, size_bytes=bytes_under(model.folder))
 

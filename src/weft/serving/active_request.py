@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import RowFailed, WeftError
@@ -27,24 +27,28 @@ class RequestReport:
     model: str
     created: int  # seconds since 1970
     usage: Usage
+    tenant: str = ""
 
 
 class Reports:
-    """The reports of the last `max_reports` requests that have ended, by request id."""
+    """The reports of each tenant's last `max_reports` requests that have ended, by request id."""
 
     def __init__(self, max_reports: int = MAX_REPORTS) -> None:
         self.max_reports = max_reports
-        self._kept: dict[str, RequestReport] = {}  # the oldest first
+        self._kept: dict[str, dict[str, RequestReport]] = {}  # by tenant; the oldest first
 
     def add(self, report: RequestReport) -> None:
-        """Keep a report, replacing one with the same id; if there are then too many, drop the oldest."""
-        self._kept.pop(report.id, None)
-        self._kept[report.id] = report
-        if len(self._kept) > self.max_reports:
-            del self._kept[next(iter(self._kept))]
+        """Keep a report, replacing one with the same id; if its tenant then has too many, drop the oldest."""
+        kept = self._kept.setdefault(report.tenant, {})
+        kept.pop(report.id, None)
+        kept[report.id] = report
+        if len(kept) > self.max_reports:
+            del kept[next(iter(kept))]
 
-    def find(self, request_id: str) -> RequestReport | None:
-        return self._kept.get(request_id)
+    def find(self, request_id: str, may_see: Callable[[str], bool]) -> RequestReport | None:
+        """Return the report of this id among those of tenants that `may_see` accepts; None if there is none."""
+        found = (kept.get(request_id) for tenant, kept in self._kept.items() if may_see(tenant))
+        return next(filter(None, found), None)
 
 
 @dataclass
@@ -112,8 +116,8 @@ class ChoiceStream:
     def _note_timings(self, timings: Timings) -> None:
         self.timings = timings
         if timings.reuse is not None and self._reuse is None:
-            is_salted = bool(self.generation.cache_salt)
-            self._reuse = explain_reuse(timings.reuse, self.prompt.encoded.ids, self.codec.tokenizer, is_salted=is_salted)
+            is_hidden = bool(self.generation.cache_salt) or self.generation.hides_texts
+            self._reuse = explain_reuse(timings.reuse, self.prompt.encoded.ids, self.codec.tokenizer, is_hidden=is_hidden)
 
     def _finish(self, event: TokenEvent) -> Finish:
         checked = None if self.has_calls else self._checked
@@ -260,4 +264,4 @@ class ActiveRequest:
         """The request's id, model, creation time and usage; None before the engine has sent timings for the first choice."""
         if not self.choices or self.choices[0].timings is None:
             return None
-        return RequestReport(self.id, self.model, self._created, self.usage)
+        return RequestReport(self.id, self.model, self._created, self.usage, self.generation.tenant)

@@ -6,6 +6,7 @@ cheapest. With a single replica nothing waits here: its engine has the whole que
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -20,6 +21,7 @@ SPARE_PLACES = 2  # sequences that a replica has beside those in its rows, so th
 OUTPUT_WEIGHT = 2  # as the engine's scheduler weighs a token of an answer against one of a prompt
 ANSWER_SHARE = 0.1  # of the newest answer in the running mean of how long answers hold their rows
 
+Party = tuple[str, ...]  # a tenant, or a tenant and its client
 Group = list[InFlightSequence]  # sequences of one prompt, which share its computation
 
 
@@ -47,28 +49,40 @@ class DispatchTarget(RoutedReplica, Protocol):
 
 
 class ServedTokens:
-    """Weighted tokens that clients have had from all replicas; a client that returns is owed nothing for its absence."""
+    """Weighted tokens that tenants and their clients have had from all replicas.
+
+    As in an engine (`engine/fairness.py`), whoever returns is owed nothing for the absence.
+    """
 
     def __init__(self) -> None:
-        self._ended: dict[str, float] = {}  # by client, of sequences that have ended
+        self._ended: defaultdict[Party, float] = defaultdict(float)  # of sequences that have ended
 
-    def arrive(self, client: str, present: Collection[str]) -> None:
-        """Raise an absent client's count to that of the least served client present; drop those of other absent ones."""
-        if client not in present:
-            level = min((self._ended.get(one, 0.0) for one in present), default=0.0)
-            kept = {one: count for one, count in self._ended.items() if one in present}
-            self._ended = kept | {client: max(self._ended.get(client, 0.0), level)}
+    def arrive(self, submit: Submit, live: Collection[InFlightSequence]) -> None:
+        """Raise an absent party's count to that of the least served one present beside it; drop those of other absent ones."""
+        present = {party for one in live for party in parties_of(one.submit)}
+        tenant, client = parties_of(submit)
+        for party, beside in ((tenant, [one for one in present if len(one) == 1]), (client, self._clients(tenant, present))):
+            if party not in present:
+                level = min((self._ended[one] for one in beside), default=0.0)
+                self._ended[party] = max(self._ended[party], level)
+        kept = {party: count for party, count in self._ended.items() if party in {*present, tenant, client}}
+        self._ended = defaultdict(float, kept)
 
     def end(self, one: InFlightSequence) -> None:
-        client = one.submit.client
-        self._ended[client] = self._ended.get(client, 0.0) + _weight(one)
+        for party in parties_of(one.submit):
+            self._ended[party] += _weight(one)
 
-    def now(self, live: Collection[InFlightSequence]) -> dict[str, float]:
-        """Return the counts by client, those of unfinished sequences included."""
-        counts = dict(self._ended)
+    def now(self, live: Collection[InFlightSequence]) -> dict[Party, float]:
+        """Return the counts by party, those of unfinished sequences included."""
+        counts = defaultdict(float, self._ended)
         for one in live:
-            counts[one.submit.client] = counts.get(one.submit.client, 0.0) + _weight(one)
+            for party in parties_of(one.submit):
+                counts[party] += _weight(one)
         return counts
+
+    @staticmethod
+    def _clients(tenant: Party, present: Collection[Party]) -> list[Party]:
+        return [one for one in present if len(one) == 2 and one[:1] == tenant]
 
 
 class Dispatcher:
@@ -99,6 +113,11 @@ class Dispatcher:
     def __len__(self) -> int:
         return sum(len(one.client.live) for one in self.replicas) + self.num_queued
 
+    def num_of(self, tenant: str) -> int:
+        """Return how many of the sequences are a tenant's."""
+        queued = sum(one.submit.tenant == tenant for group in self.queue for one in group)
+        return queued + sum(replica.client.live.num_of(tenant) for replica in self.replicas)
+
     @property
     def is_lone(self) -> bool:
         return len(self.replicas) == 1
@@ -113,7 +132,7 @@ class Dispatcher:
     def submit(self, submits: Sequence[Submit]) -> Subscription:
         """Submit the prompts of one request, which wait while no replica can take them; return the subscription to its events."""
         subscription = Subscription(submits, self.cancel)
-        self.served.arrive(submits[0].client, {one.submit.client for one in self._live()})
+        self.served.arrive(submits[0], self._live())
         self.queue += _groups(sequences_of(subscription))
         self.settle()
         return subscription
@@ -180,13 +199,13 @@ class Dispatcher:
         live = replica.client.live
         return replica.is_open and len(live) < replica.max_rows + SPARE_PLACES and not live.is_confined
 
-    def _route(self, group: Group, open_ones: Sequence[DispatchTarget], served: dict[str, float]) -> DispatchTarget:
+    def _route(self, group: Group, open_ones: Sequence[DispatchTarget], served: dict[Party, float]) -> DispatchTarget:
         """Choose the replica of a prompt among those with a place, and note where and why."""
         subscription, index, submit = group[0].subscription, group[0].prompt_index, group[0].submit
         everywhere = [one for one in self.replicas if not one.is_gone]
         chosen, placement = self.router.choose(submit, open_ones, everywhere)
         subscription.placements.setdefault(index, placement)
-        subscription.submits[index] = msgspec.structs.replace(submit, served=served.get(submit.client, 0.0))
+        subscription.submits[index] = msgspec.structs.replace(submit, served=_levels(submit, served))
         for one in group:
             one.num_uncached, one.sent_at = len(submit.prompt) - placement.matched, self.clock()
         return chosen
@@ -200,10 +219,21 @@ def _weight(one: InFlightSequence) -> float:
     return (0 if one.sampling_index else one.num_uncached) + OUTPUT_WEIGHT * len(one.emitted)
 
 
-def _order(group: Group, served: dict[str, float]) -> tuple[bool, int, float]:
-    """Answers that have begun come first, then higher priorities, then clients that were served less, then the first come."""
+def parties_of(submit: Submit) -> tuple[Party, Party]:
+    """Return the two that take turns for a request: its tenant, and within that its client."""
+    return (submit.tenant,), (submit.tenant, submit.client)
+
+
+def _levels(submit: Submit, served: dict[Party, float]) -> tuple[float, float]:
+    tenant, client = parties_of(submit)
+    return served.get(tenant, 0.0), served.get(client, 0.0)
+
+
+def _order(group: Group, served: dict[Party, float]) -> tuple[bool, int, float, int, float]:
+    """Answers that have begun come first; the others in the order of an engine, then the first come."""
     submit = group[0].submit
-    return not any(one.emitted for one in group), -submit.priority, served.get(submit.client, 0.0)
+    tenant, client = _levels(submit, served)
+    return not any(one.emitted for one in group), -submit.rank, tenant, -submit.priority, client
 
 
 def _groups(sequences: Sequence[InFlightSequence]) -> list[Group]:

@@ -196,7 +196,7 @@ class Gate:
 
     async def _answer(self, identity: bytes, request: AskPrefixes) -> None:
         with contextlib.suppress(WeftError):  # the front has a limit of its own to wait
-            answer: Prefixes = await self.lifeline.client.prefixes(clear=request.clear)
+            answer: Prefixes = await self.lifeline.client.prefixes(clear=request.clear, scope=request.scope)
             self.send(identity, msgspec.structs.replace(answer, number=request.number))
 
     async def _send_files(self, identity: bytes, request: FetchFiles) -> None:

@@ -7,7 +7,6 @@ Its answer is trusted as little as the image: only a frame of the expected lengt
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -20,12 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from blake3 import blake3
 
 from weft.errors import EngineError, ImageProblem, ServerStopping
 from weft.serving import image_worker
 from weft.serving.image_worker import JOB, NO_PILLOW, REFUSED, REPLY, TURNED, UPRIGHT
-from weft.text.images import MAX_IMAGE_PIXELS, DecodedImage, ImageHeader, ImageSizing, sniff
+from weft.text.image_sizing import Sizing
+from weft.text.images import MAX_IMAGE_PIXELS, DecodedImage, ImageHeader, ImagePlan, sniff
 
 log = logging.getLogger("weft.serving")
 
@@ -37,7 +38,7 @@ MAX_SENTENCE_BYTES = 4096  # of a refusal
 # All that a child is told of the environment: it reads hostile files and needs no keys.
 KEPT_VARIABLES = ("HOME", "LANG", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "PYTHONPATH", "PYTHONUSERBASE")
 
-_Key = tuple[bytes, tuple[int, int], tuple[int, int]]  # digest of a file, and its two targets
+_Key = tuple[bytes, ImagePlan, ImagePlan]  # digest of a file, and its two plans
 
 
 @dataclass(frozen=True)
@@ -54,26 +55,26 @@ class DecodeLimits:
 
 @dataclass(frozen=True)
 class _DecodeJob:
-    """An image to decode, and its two targets: as it is stored, and turned by a quarter; `key` is what the cache calls it."""
+    """An image to decode, and its two plans: as it is stored, and turned by a quarter; `key` is what the cache calls it."""
 
     data: bytes
     header: ImageHeader
-    upright: tuple[int, int]
-    turned: tuple[int, int]
+    upright: ImagePlan
+    turned: ImagePlan
     key: _Key
 
     @classmethod
-    def of(cls, data: bytes, sizing: ImageSizing) -> Self:
+    def of(cls, data: bytes, sizing: Sizing) -> Self:
         header = sniff(data)
-        upright = sizing.target(header.width, header.height)
-        turned = sizing.target(header.height, header.width)
+        upright = sizing.plan(header.width, header.height)
+        turned = sizing.plan(header.height, header.width)
         return cls(data, header, upright, turned, (blake3(data).digest(), upright, turned))
 
     @property
     def frame(self) -> bytes:
+        plans = msgspec.json.encode([self.upright.filter, self.upright.views, self.turned.views])
         header = self.header
-        sizes = (header.width, header.height, *self.upright, *self.turned)
-        return JOB.pack(header.format.encode(), *sizes, len(self.data))
+        return JOB.pack(header.format.encode(), header.width, header.height, len(plans), len(self.data)) + plans
 
 
 class ImageDecoder:
@@ -110,7 +111,7 @@ class ImageDecoder:
         with self._lock:
             return len(self._children) > len(self._idle)
 
-    async def decode(self, data: bytes, sizing: ImageSizing, max_pixels: int | None = None) -> DecodedImage:
+    async def decode(self, data: bytes, sizing: Sizing, max_pixels: int | None = None) -> DecodedImage:
         """Decode an image and resize it for a model, to at most `max_pixels`; raise ImageProblem if that can not be done."""
         job = await asyncio.to_thread(_DecodeJob.of, data, sizing.capped(max_pixels))
         if (found := self._cache.find(job.key)) is not None:
@@ -118,7 +119,7 @@ class ImageDecoder:
         self._check_open()
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, job)
 
-    def decode_now(self, data: bytes, sizing: ImageSizing, max_pixels: int | None = None) -> DecodedImage:
+    def decode_now(self, data: bytes, sizing: Sizing, max_pixels: int | None = None) -> DecodedImage:
         """Decode an image like `decode`, blocking the calling thread meanwhile."""
         job = _DecodeJob.of(data, sizing.capped(max_pixels))
         if (found := self._cache.find(job.key)) is not None:
@@ -278,7 +279,7 @@ class _Child:
 def _is_expected(kind: bytes, length: int, job: _DecodeJob) -> bool:
     """Return whether a reply of this kind and length can be the answer to a job."""
     if kind in (UPRIGHT, TURNED):
-        return length == 3 * math.prod(job.upright if kind == UPRIGHT else job.turned)
+        return length == (job.upright if kind == UPRIGHT else job.turned).num_bytes
     return kind in (REFUSED, NO_PILLOW) and length <= MAX_SENTENCE_BYTES
 
 
@@ -299,10 +300,10 @@ class _ImageCache:
 
     def add(self, key: _Key, image: DecodedImage) -> None:
         with self._lock:
-            if key in self._images or len(image.pixels) > self.max_bytes:
+            if key in self._images or image.num_bytes > self.max_bytes:
                 return
             self._images[key] = image
-            self._num_bytes += len(image.pixels)
+            self._num_bytes += image.num_bytes
             while self._num_bytes > self.max_bytes:
                 _, oldest = self._images.popitem(last=False)
-                self._num_bytes -= len(oldest.pixels)
+                self._num_bytes -= oldest.num_bytes

@@ -6,6 +6,7 @@ this process, not the server.
 
 import importlib
 import io
+import json
 import math
 import resource
 import struct
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 if TYPE_CHECKING:
     from PIL import Image
 
-JOB = struct.Struct("<4sIIIIIIQ")  # format, size as stored, target upright, target turned, number of bytes that follow
+JOB = struct.Struct("<4sIIIQ")  # format, size as stored, numbers of bytes that follow: plans as JSON, and the file
 REPLY = struct.Struct("<cQ")  # what it is, number of bytes that follow
 UPRIGHT, TURNED, REFUSED, NO_PILLOW = b"=", b"/", b"!", b"?"  # pixels, pixels of swapped sides, a sentence, an error text
 PLUGINS = ("Gif", "Jpeg", "Png", "WebP", "Tiff")  # Tiff reads EXIF; files are opened as one of the other four only
@@ -35,13 +36,17 @@ TURNS: dict[object, str] = {  # EXIF's orientations, and what Pillow calls the w
 QUARTER_TURNS = ("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90")
 
 
+Views = list[tuple[list[tuple[int, int]], int]]  # sizes to resize to, one after the other, and a tile's side, or 0
+
+
 class Job(NamedTuple):
-    """An image file to decode: its format and size according to its header, and the sizes to resize it to."""
+    """An image file to decode: its format and size according to its header, and what to make of it."""
 
     format: str
     size: tuple[int, int]
-    upright: tuple[int, int]  # the target if the image is shown as stored, or mirrored
-    turned: tuple[int, int]  # the target if it is shown turned by a quarter
+    filter: str
+    upright: Views  # if the image is shown as stored, or mirrored
+    turned: Views  # if it is shown turned by a quarter
     data: bytes
 
 
@@ -95,9 +100,9 @@ def _read_job(stream: BinaryIO) -> Job | None:
     head = stream.read(JOB.size)
     if len(head) < JOB.size:
         return None
-    name, *sides, length = JOB.unpack(head)
-    size, upright, turned = zip(sides[::2], sides[1::2], strict=True)
-    return Job(name.decode().rstrip("\0"), size, upright, turned, stream.read(length))
+    name, width, height, plans, length = JOB.unpack(head)
+    resampling, upright, turned = json.loads(stream.read(plans))
+    return Job(name.decode().rstrip("\0"), (width, height), resampling, upright, turned, stream.read(length))
 
 
 def _answer(job: Job) -> tuple[bytes, bytes]:
@@ -125,8 +130,20 @@ def resize(job: Job) -> tuple[bytes, bytes]:
         rgb = _to_rgb(image)
     if turn is not None:
         rgb = rgb.transpose(Image.Transpose[turn])
-    kind, target = (TURNED, job.turned) if turn in QUARTER_TURNS else (UPRIGHT, job.upright)
-    return kind, rgb.resize(target, Image.Resampling.BICUBIC).tobytes()
+    kind, views = (TURNED, job.turned) if turn in QUARTER_TURNS else (UPRIGHT, job.upright)
+    return kind, b"".join(_pixels(rgb, job.filter, sizes, tile) for sizes, tile in views)
+
+
+def _pixels(image: "Image.Image", resampling: str, sizes: list[tuple[int, int]], tile: int) -> bytes:
+    """Return the pixels of an image resized to sizes one after the other, in tiles row by row if it is cut."""
+    from PIL import Image
+
+    for width, height in sizes:
+        image = image.resize((width, height), Image.Resampling[resampling])
+    if not tile:
+        return image.tobytes()
+    corners = [(left, top) for top in range(0, image.height, tile) for left in range(0, image.width, tile)]
+    return b"".join(image.crop((left, top, left + tile, top + tile)).tobytes() for left, top in corners)
 
 
 def _orientation(image: "Image.Image") -> object:

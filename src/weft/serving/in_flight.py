@@ -175,6 +175,11 @@ class InFlight:
     def __len__(self) -> int:
         return len(self.inside) + len(self.waiting)
 
+    def num_of(self, tenant: str) -> int:
+        """Return how many of the sequences are a tenant's."""
+        everything = (*self.inside.values(), *self.waiting.values())
+        return sum(one.subscription.submits[one.prompt_index].tenant == tenant for one in everything)
+
     def add(self, subscription: Subscription) -> None:
         self.waiting |= {one.number: one for one in sequences_of(subscription)}
 
@@ -335,13 +340,16 @@ class EngineClient:
             self.send(Cancel(numbers))
             self._send_due()  # others may have waited for one of them to prove itself
 
-    async def prefixes(self, *, clear: bool = False) -> Prefixes:
-        """Return the engine's cached prefixes, after evicting unused ones if `clear`; raise EngineError if it does not answer."""
+    async def prefixes(self, *, clear: bool = False, scope: str | None = None) -> Prefixes:
+        """Return the engine's cached prefixes (of one scope), after evicting unused ones if `clear`.
+
+        Raises EngineError if the engine does not answer.
+        """
         if self.send is None:
             raise EngineDied("the engine is not there to say what it keeps; try again in a moment")
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send(AskPrefixes(number, clear))
+        self.send(AskPrefixes(number, clear, scope))
         try:
             return await asyncio.wait_for(answer, ANSWER_SECONDS)
         except TimeoutError:

@@ -14,7 +14,7 @@ from weft.serving.lifeline import DraftTotals
 from weft.serving.pool import EnginePool
 from weft.serving.queue import RequestQueue
 from weft.text.codec import Codec
-from weft.text.image_parts import ImageWriter
+from weft.text.image_writer import ImageWriter
 from weft.text.types import LateSystem
 
 log = logging.getLogger("weft.serving")
@@ -161,7 +161,8 @@ class ServedModel:
             raise EngineStarting(f"{self.name} is not ready yet ({what}); try again in a moment", retry_after=2)
         return self.codec, condition.ready
 
-    def place(self, count: int, max_queue: int) -> AbstractContextManager[None]:
-        """Reserve `count` places in the queue while prompts are encoded. Raises QueueFull, or what `require` raises."""
+    def place(self, tenant: str, count: int, max_queue: int) -> AbstractContextManager[None]:
+        """Reserve `count` of a tenant's places in the queue while prompts are encoded. Raises QueueFull, or as `require` does."""
         self.require()
-        return self.queue.place(self.name, count, len(self.pool.dispatcher), self.pool.max_rows + max_queue)
+        num_submitted, num_places = self.pool.dispatcher.num_of(tenant), self.pool.max_rows + max_queue
+        return self.queue.place(self.name, tenant, count, num_submitted, num_places)

@@ -122,10 +122,10 @@ class EnginePool:
         finally:
             replica.is_leaving = replica.has_left = False
 
-    async def prefixes(self, *, clear: bool = False) -> list[tuple[str, Prefixes]]:
-        """Return what each ready replica has cached, by its name; raise EngineError if one does not answer."""
+    async def prefixes(self, *, clear: bool = False, scope: str | None = None) -> list[tuple[str, Prefixes]]:
+        """Return what each ready replica has cached (of one scope), by its name; raise EngineError if one does not answer."""
         asked = [replica for replica in self.replicas if replica.client.send is not None] or self.replicas[:1]
-        answers = await asyncio.gather(*(replica.client.prefixes(clear=clear) for replica in asked))
+        answers = await asyncio.gather(*(replica.client.prefixes(clear=clear, scope=scope) for replica in asked))
         return [(replica.name, answer) for replica, answer in zip(asked, answers, strict=True)]
 
     def _receive(self, replica: Replica, message: ToFront) -> None:

@@ -49,10 +49,10 @@ class PrefixIndex:
         for key in [key for key, chunk in self._chunks.items() if replica in chunk.has_checkpoint]:
             self._remove(replica, key)
 
-    def matches(self, prompt: Sequence[int], salt: str) -> dict[str, int]:
+    def matches(self, prompt: Sequence[int], salt: str, scope: str = "") -> dict[str, int]:
         """Return by replica how many of a prompt's tokens it can continue from; replicas with none are left out."""
         found: dict[str, int] = {}
-        waiting, last = [(root_key(salt), 0)], len(prompt) - 1
+        waiting, last = [(root_key(salt, scope), 0)], len(prompt) - 1
         while waiting:
             key, start = waiting.pop()
             sizes = self._sizes.get(key, Counter())

@@ -1,8 +1,8 @@
-"""The limit on a model's queue: requests beyond it get HTTP 429, with a Retry-After estimated from how fast answers finish."""
+"""The limit on each tenant's answers in a model's queue: 429 beyond it, with a Retry-After from how fast answers finish."""
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,23 +34,27 @@ class FinishRate:
 
 
 class RequestQueue:
-    """Limits how many answers of one model run, wait or have their prompts encoded at the same time."""
+    """Limits how many answers of one model run, wait or have their prompts encoded at the same time, for each tenant."""
 
     def __init__(self) -> None:
         self.finish_rate = FinishRate()
-        self._num_encoding = 0  # answers whose prompts are being encoded
+        self._num_encoding: Counter[str] = Counter()  # answers whose prompts are being encoded, by tenant
 
     @contextmanager
-    def place(self, model: str, count: int, num_submitted: int, num_places: int) -> Iterator[None]:
-        """Reserve `count` places while prompts are encoded, until they are submitted. Raises QueueFull if too few are free."""
-        taken, now = num_submitted + self._num_encoding, time.monotonic()
+    def place(self, model: str, tenant: str, count: int, num_submitted: int, num_places: int) -> Iterator[None]:
+        """Reserve `count` of a tenant's places while prompts are encoded, until they are submitted.
+
+        Raises QueueFull if too few of them are free. Every tenant has `num_places` of its own, so that none finds out by a
+        refusal, or suffers from, how much others ask for.
+        """
+        taken, now = num_submitted + self._num_encoding[tenant], time.monotonic()
         if taken + count > num_places:
             message = f"{taken} answers of {model} are running or waiting, {count} more are too many; come again"
             raise QueueFull(message, retry_after=self.finish_rate.seconds_for(taken, now))
         if not taken:
             self.finish_rate.begin(now)
-        self._num_encoding += count
+        self._num_encoding[tenant] += count
         try:
             yield
         finally:
-            self._num_encoding -= count
+            self._num_encoding[tenant] -= count

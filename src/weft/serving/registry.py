@@ -26,6 +26,7 @@ class ModelRegistry:
         self.drain_seconds = drain_seconds
         self._unloading: dict[ServedModel, asyncio.Task[None]] = {}
         self._names = {model.name for model in service.models}  # folders and files that were served are found again
+        self._identities: dict[str, str] = {}  # by the name of a served model; one model may have many names
 
     async def options(self) -> list[tuple[LocalModel, Fit, bool]]:
         """List local, built-in and once-served models: each with whether it fits into free memory and whether it is loaded."""
@@ -46,9 +47,10 @@ class ModelRegistry:
         not fit and is not forced, or is being unloaded.
         """
         found, needed = (None, None) if self._find_served(name) else await asyncio.to_thread(_look_up, name)
+        identity = await self._identify(name)
         if self.service.is_stopping:
             raise ServerStopping("the server is being stopped; come again", retry_after=5)
-        if (served := self._find_served(name)) is not None:
+        if (served := self._find_served(name) or self._find_alias(identity)) is not None:
             if served.is_leaving:
                 raise ModelConflict(f"{name} is just being unloaded; load it again in a few seconds", "model")
             return served, False
@@ -61,7 +63,20 @@ class ModelRegistry:
                 f"{name} needs at least {fit.needed_bytes} bytes of memory and {fit.free_bytes} are free: unload another model, "
                 'give engines more with --memory, or send "force": true to try all the same', "force"
             )  # fmt: skip
+        self._identities[name] = identity  # from here on nobody else loads it under another name
         return await self._add(name, needed or 0), True
+
+    async def _identify(self, name: str) -> str:
+        """Return what all names of this model have in common; that of the served models is then known too."""
+        unknown = {model.name for model in self.service.models} - self._identities.keys()
+        found = await asyncio.to_thread(_identities, {*unknown, name})
+        self._identities |= {one: found[one] for one in unknown}
+        return found[name]
+
+    def _find_alias(self, identity: str) -> ServedModel | None:
+        """Return the served model with this identity, whatever its name; None if there is none."""
+        same = (model.name for model in self.service.models if self._identities.get(model.name) == identity)
+        return next(filter(None, map(self._find_served, same)), None)
 
     async def _add(self, name: str, needed: int) -> ServedModel:
         model = self.service.make(name)
@@ -107,6 +122,12 @@ def _look_up(name: str) -> tuple[LocalModel, int | None]:
         return model, needed_bytes(model)
     except (ModelError, OSError, ValueError, RuntimeError) as error:  # any text may come as a name, also ~nobody and \0
         raise UnknownModel(str(error), "model") from error
+
+
+def _identities(names: set[str]) -> dict[str, str]:
+    from weft.model.resolve import identity
+
+    return {name: identity(name) for name in names}
 
 
 def _find_models(names: set[str]) -> list[tuple[LocalModel, int | None]]:

@@ -55,7 +55,7 @@ class Router:
     ) -> tuple[Routed, Placement]:
         """Return the replica with the least cost, with how much it has cached and the most that any of `everywhere` has."""
         prompt = submit.keyed_prompt
-        cached = self.index.matches(prompt, submit.salt)
+        cached = self.index.matches(prompt, submit.salt, submit.scope)
         matched = {one.name: max(cached.get(one.name, 0), _coming(submit, prompt, one)) for one in everywhere}
         waits = {one.name: wait_seconds(one, everywhere) for one in replicas}
         share = sum(_has_queue(one) for one in everywhere) / len(everywhere)
@@ -102,8 +102,9 @@ def _has_queue(replica: RoutedReplica) -> bool:
 
 def _coming(submit: Submit, prompt: Sequence[int], replica: RoutedReplica) -> int:
     """Return how much of a prompt a replica will have cached once it has computed the prompts under way there."""
+    whose = submit.scope, submit.salt
     under_way = (one.submit for one in replica.client.live.inside.values() if not one.has_begun and not one.sampling_index)
-    common = (num_common(prompt, other.keyed_prompt) for other in under_way if other.salt == submit.salt)
+    common = (num_common(prompt, other.keyed_prompt) for other in under_way if (other.scope, other.salt) == whose)
     most = min(max(common, default=0), len(prompt) - 1)
     return most if most >= MIN_COMING else 0
 

@@ -1,6 +1,7 @@
 """The server process: binds the port, handles signals, runs the models and the HTTP application until it is stopped."""
 
 import asyncio
+import logging
 import resource
 import signal
 import socket
@@ -67,11 +68,24 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
+    if config.keys_file is not None:  # else the end of its terminal ends the server
+        loop.add_signal_handler(signal.SIGHUP, lambda: reload_keys(service))
     await service.start(screen, on_failure=end)
     try:
         await server.serve([listener])
     finally:
         await service.stop()
+
+
+def reload_keys(service: Service) -> None:
+    """Read the keys file again; if that fails, say why in the audit log and go on with the keys that were read before."""
+    fields = {"action": "reload keys", "subject": "-", "tenant": "-", "client": "SIGHUP", "id": "-", "outcome": "done"}
+    try:
+        service.on_hangup()
+    except WeftError as error:
+        log.log_action(fields | {"outcome": f"failed, the keys stay as they were: {error}"}, logging.ERROR)
+    else:
+        log.log_action(fields)
 
 
 class Uvicorn(uvicorn.Server):

@@ -26,10 +26,13 @@ from weft.serving.image_decoder import ImageDecoder
 from weft.serving.model import LOAD_HINT, ServedModel, ServerScreen
 from weft.text.codec import Codec, EncodedPrompt
 from weft.text.image_parts import ImageFile, image_places, read_images, with_images
-from weft.text.images import DecodedImage, ImageSizing
+from weft.text.image_sizing import Sizing
+from weft.text.images import DecodedImage
 from weft.text.types import Conversation, GenerationRequest, Prompt
 
 LONG_TEXT = 4096  # characters from which a prompt is encoded in a thread, so that streams do not wait for it
+TenantTest = Callable[[str], bool]  # whether what is asked for may be a tenant's with this id
+
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of one request's choices
 
 
@@ -45,6 +48,7 @@ class Service:
         self.active: list[ActiveRequest] = []  # several may have the same id
         self.watchers: list[Callable[[ActiveRequest], None]] = []  # called with every request that is over
         self.reports = Reports()
+        self.on_hangup: Callable[[], None] = lambda: None  # reads again what may change meanwhile; may raise WeftError
         self.decoder = ImageDecoder()
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
         self._screen: ServerScreen | None = None
@@ -64,7 +68,7 @@ class Service:
                     yield []
                 model = self.find(generation.model)  # a fallback may have taken its place
             request.model = model.name
-            with model.place(len(generation.prompts) * generation.n, self.max_queue):
+            with model.place(generation.tenant, len(generation.prompts) * generation.n, self.max_queue):
                 codec, ready = model.require()
                 generation = request.generation = codec.fitted(generation)
                 generation = request.generation = await self._see(codec, ready, generation)
@@ -93,7 +97,7 @@ class Service:
 
     async def _until_loaded(self, request: ActiveRequest, model: ServedModel, silence: float) -> AsyncGenerator[None]:
         """Wait while a model is being loaded, yielding at once and every `silence` seconds; raise QueueFull if too many wait."""
-        if len(self.waiting) >= self.max_queue:
+        if sum(one.generation.tenant == request.generation.tenant for one in self.waiting) >= self.max_queue:
             raise QueueFull(f"{self.max_queue} requests wait for a model to be loaded; come again", retry_after=5)
         request.is_waiting = True
         try:
@@ -137,7 +141,7 @@ class Service:
             prompts.append(with_images(prompt, decoded))
         return replace(generation, prompts=tuple(prompts))
 
-    async def _decode(self, file: ImageFile, sizing: ImageSizing) -> DecodedImage:
+    async def _decode(self, file: ImageFile, sizing: Sizing) -> DecodedImage:
         try:
             return await self.decoder.decode(file.data, sizing, file.max_pixels)
         except ImageProblem as error:
@@ -155,17 +159,18 @@ class Service:
         wanted = f"no model {name!r} is" if name else "the request names no model, and not one alone is"
         raise UnknownModel(f"{wanted} loaded here; loaded: {names}; {LOAD_HINT}", "model")
 
-    def cancel(self, request_id: str) -> bool:
-        """Cancel all active requests with this id; return whether there was one."""
-        found = [request for request in self.active if request.id == request_id]
+    def cancel(self, request_id: str, may_see: TenantTest = lambda _: True) -> list[ActiveRequest]:
+        """Cancel all active requests with this id, of tenants that `may_see` accepts, and return them."""
+        found = [one for one in self.active if one.id == request_id and may_see(one.generation.tenant)]
         for request in found:
             request.abandon(RequestCancelled("the request was cancelled before its answer was complete"))
-        return bool(found)
+        return found
 
-    def report(self, request_id: str) -> RequestReport | None:
+    def report(self, request_id: str, may_see: TenantTest = lambda _: True) -> RequestReport | None:
         """Return the report of an active or recent request; None if it is unknown, too old, or the engine sent no timings yet."""
-        running = (request.report for request in self.active if request.id == request_id)
-        return next(filter(None, running), self.reports.find(request_id))
+        own = [one for one in self.active if may_see(one.generation.tenant)]
+        running = (request.report for request in own if request.id == request_id)
+        return next(filter(None, running), self.reports.find(request_id, may_see))
 
     def submitted(self, model: ServedModel | None = None) -> list[ActiveRequest]:
         return [one for one in self.active if one.is_submitted and (model is None or one.model == model.name)]
@@ -274,8 +279,11 @@ def _submit(
         constraint=prompt.constraint,
         boundaries=prompt.boundaries,
         salt=generation.cache_salt,
+        scope=generation.scope,
+        tenant=generation.tenant,
         client=generation.client,
         priority=generation.priority,
+        rank=generation.rank,
         is_retained=bool(generation.session),
         prediction=prompt.prediction,
         speculate=generation.speculate,

@@ -11,7 +11,7 @@ from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
-from weft.text.image_parts import ImageWriter
+from weft.text.image_writer import ImageWriter
 from weft.text.normalise import INSTRUCTING, PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
 from weft.text.sampling import merge_sampling, recommended_sampling
@@ -160,10 +160,10 @@ class Codec:
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))
 
 
-def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_salted: bool) -> ReuseExplanation:
-    """Explain a prompt's prefix-cache reuse in a sentence with the texts at the first uncached token (no texts if salted)."""
+def explain_reuse(reuse: PrefixReuse, ids: Sequence[int], tokenizer: Tokenizer, *, is_hidden: bool) -> ReuseExplanation:
+    """Explain a prompt's prefix-cache reuse in a sentence with the texts at the first uncached token (no texts if hidden)."""
     place, before, token, instead = reuse.position, "", None, None
-    if place is not None and not is_salted:
+    if place is not None and not is_hidden:
         before = tokenizer.decode(ids[max(0, place - CONTEXT) : place], skip_special_tokens=False).lstrip("\ufffd")[-CONTEXT:]
         token, instead = (None if one is None else _shown(one, tokenizer) for one in (reuse.token, reuse.instead))
     known = f"the first {reuse.matched} of {len(ids)}" if reuse.matched else f"none of the {len(ids)}"

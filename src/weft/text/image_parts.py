@@ -1,16 +1,11 @@
-"""Images in conversations: finds the parts of messages that are images in any dialect, and the places of images in prompts."""
+"""Images in conversations: finds the parts of messages that are images in any dialect, and reads what they hold."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from weft.errors import ImageProblem, InvalidRequest, UnsupportedParameter
-from weft.ipc.messages import Image
-from weft.text.images import DecodedImage, ImageSizing, read_base64, read_data_url, read_sizing
-from weft.text.template import Capabilities
-from weft.text.tokenizer import Tokenizer
+from weft.text.images import DecodedImage, read_base64, read_data_url
 from weft.text.types import Conversation, Message
 
 MAX_IMAGES = 32  # of a request
@@ -91,52 +86,3 @@ def with_images(conversation: Conversation, images: Sequence[DecodedImage]) -> C
 def images_of(conversation: Conversation) -> list[DecodedImage]:
     """Return the images in a conversation that `with_images` made."""
     return [part["image"] for _, part in image_places(conversation) if isinstance(part.get("image"), DecodedImage)]
-
-
-@dataclass(frozen=True)
-class ImageWriter:
-    """How a model's prompts hold images: the token that stands for a piece of one, and the sizes it was trained with."""
-
-    token: int
-    text: str  # of that token
-    sizing: ImageSizing
-
-    @classmethod
-    def of(cls, folder: Path, tokenizer: Tokenizer, capabilities: Capabilities | None) -> "ImageWriter | None":
-        """Read it from a model's folder; None where its files or its chat template have no place for images."""
-        path = folder / "config.json"
-        token = json.loads(path.read_text(encoding="utf-8")).get("image_token_id") if path.is_file() else None
-        sizing = read_sizing(folder)
-        if not isinstance(token, int) or sizing is None or capabilities is None:
-            return None
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return cls(token, text, sizing) if capabilities.image.count(text) == 1 else None
-
-    def expand(self, conversation: Conversation, prompt: str) -> str:
-        """Write the image token of a rendered prompt once for each token of its image; raises InvalidRequest if a text has it."""
-        for index, message in enumerate(conversation.messages):
-            if any(self.text in text for text in message.texts):
-                place = message.place or f"messages[{index}]"
-                raise InvalidRequest(f"{place} has {self.text} in its text, which stands for images here; leave it out", place)
-        images = images_of(conversation)
-        pieces = prompt.split(self.text)
-        if len(pieces) != len(images) + 1:
-            count = f"the prompt has {self.text} {len(pieces) - 1} times, and the request has {len(images)} images"
-            raise InvalidRequest(f"{count}; leave it out of texts", "messages")
-        found = [pieces[0]]
-        for image, piece in zip(images, pieces[1:], strict=True):
-            found += [self.text * self.num_tokens(image), piece]
-        return "".join(found)
-
-    def num_tokens(self, image: DecodedImage) -> int:
-        return image.width * image.height // self.sizing.factor**2
-
-    def placed(self, conversation: Conversation, ids: list[int]) -> tuple[Image, ...]:
-        """Return the images of an encoded prompt with their places in it."""
-        found, start = [], 0
-        for image in images_of(conversation):
-            start = ids.index(self.token, start)
-            rows, columns = image.height // self.sizing.factor, image.width // self.sizing.factor
-            found.append(Image(start, rows, columns, image.key, image.pixels))
-            start += rows * columns
-        return tuple(found)

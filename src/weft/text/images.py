@@ -1,4 +1,4 @@
-"""Images of a request before they are decoded: reading base64 and data URLs, checking file headers, and a model's sizing rule.
+"""Images of a request: reading base64 and data URLs, checking file headers, and what an image is once it is decoded.
 
 Everything here is pure Python on bytes that are not trusted. Decoding is done by `serving/image_decoder.py` in other processes.
 """
@@ -7,15 +7,16 @@ import binascii
 import math
 import struct
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import msgspec
 from blake3 import blake3
 
-from weft.errors import BadModel, ImageProblem
+from weft.errors import ImageProblem
 
 ImageFormat = Literal["PNG", "JPEG", "WEBP", "GIF"]
+Resampling = Literal["LANCZOS", "BILINEAR", "BICUBIC"]  # as Pillow calls them
+Size = tuple[int, int]  # width and height
 
 MAX_IMAGE_BYTES = 20_000_000  # of the file
 MAX_IMAGE_PIXELS = 64_000_000  # of the decoded image; a small file can claim billions
@@ -47,59 +48,77 @@ _REFUSED_FORMATS = (
 )
 
 
-class ImageSizing(msgspec.Struct, frozen=True):
-    """A model's rule for the size of images: sides are multiples of patch × merge, the area lies between two pixel counts.
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """What becomes of an image: it is resized to sizes (width, height) one after the other, and may be cut into square tiles."""
 
-    It is the rule of Qwen's models. An extreme aspect ratio may exceed `max_pixels`, as no side is shorter than one multiple.
-    """
-
-    patch: int
-    merge: int
-    min_pixels: int
-    max_pixels: int
+    sizes: tuple[Size, ...]
+    tile: int = 0  # pixels of a tile's side; 0: it is not cut
 
     @property
-    def factor(self) -> int:
-        return self.patch * self.merge
+    def size(self) -> Size:
+        return self.sizes[-1]
 
-    def target(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height to which an image of this size is resized; raise ImageProblem if it is too long."""
-        _check_aspect(width, height)
-        sides = (width, height)
-        target = [round(side / self.factor) * self.factor for side in sides]
-        if math.prod(target) > self.max_pixels:
-            shrink = math.sqrt(width * height / self.max_pixels)
-            target = [max(self.factor, math.floor(side / shrink / self.factor) * self.factor) for side in sides]
-        elif math.prod(target) < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (width * height))
-            target = [math.ceil(side * grow / self.factor) * self.factor for side in sides]
-        return target[0], target[1]
+    @property
+    def grid(self) -> Size:
+        """Columns and rows of tiles."""
+        return (self.size[0] // self.tile, self.size[1] // self.tile) if self.tile else (1, 1)
 
-    def num_tokens(self, width: int, height: int) -> int:
-        """Return the number of prompt tokens that an image of this size takes; swapped sides take as many."""
-        return math.prod(self.target(width, height)) // self.factor**2
-
-    def capped(self, max_pixels: int | None) -> Self:
-        """Return this rule with a lower bound on the area, or the rule itself if the bound is None or not lower."""
-        if max_pixels is None or max_pixels >= self.max_pixels:
-            return self
-        most = max(max_pixels, self.factor**2)
-        return msgspec.structs.replace(self, max_pixels=most, min_pixels=min(self.min_pixels, most))
+    @property
+    def frame(self) -> Size:
+        """Width and height of each of its parts that a model encodes by itself."""
+        return (self.tile, self.tile) if self.tile else self.size
 
 
-class DecodedImage(msgspec.Struct, frozen=True):
-    """An image as RGB pixels, row by row, resized for one model; equal `key`s mean equal pixels and size."""
+class ImagePlan(msgspec.Struct, frozen=True):
+    """How an image is resized and cut for one model: one view in most families, tiles and the whole in some."""
+
+    views: tuple[View, ...]
+    filter: Resampling = "BICUBIC"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pixels of all views."""
+        return sum(3 * math.prod(view.size) for view in self.views)
+
+    @property
+    def frames(self) -> list[Size]:
+        """Width and height of all frames, those of tiles row by row."""
+        return [view.frame for view in self.views for _ in range(math.prod(view.grid))]
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """Pixels that a model encodes by themselves: a resized image, or a tile of it; equal `key`s mean equal pixels and size."""
 
     width: int
     height: int
     pixels: bytes
     key: bytes
-    original: tuple[int, int]  # width and height before resizing, as the image is shown
 
     @classmethod
-    def of(cls, size: tuple[int, int], pixels: bytes, original: tuple[int, int]) -> Self:
-        key = blake3(struct.pack("<QQ", *size)).update(pixels).digest(length=16)
-        return cls(*size, pixels, key, original)
+    def of(cls, size: Size, pixels: bytes) -> Self:
+        return cls(*size, pixels, blake3(struct.pack("<QQ", *size)).update(pixels).digest(length=16))
+
+
+class DecodedImage(msgspec.Struct, frozen=True):
+    """An image as RGB pixels, row by row, resized and cut for one model."""
+
+    plan: ImagePlan
+    frames: tuple[Frame, ...]
+    original: Size  # width and height before resizing, as the image is shown
+
+    @classmethod
+    def of(cls, plan: ImagePlan, pixels: bytes, original: Size) -> Self:
+        """Cut the pixels of a plan's views, behind each other, into its frames."""
+        frames, start = [], 0
+        for size in plan.frames:
+            end = start + 3 * math.prod(size)
+            frames.append(Frame.of(size, pixels[start:end]))
+            start = end
+        return cls(plan, tuple(frames), original)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.plan.num_bytes
 
 
 class ImageHeader(msgspec.Struct, frozen=True):
@@ -126,7 +145,7 @@ def sniff(data: bytes) -> ImageHeader:
     if width * height > MAX_IMAGE_PIXELS:
         limit = f"{MAX_IMAGE_PIXELS:,} pixels are allowed: send a smaller one"
         raise ImageProblem(f"the {name} image has {width} × {height} pixels, and {limit}")
-    _check_aspect(width, height)
+    check_aspect(width, height)
     return ImageHeader(name, width, height)
 
 
@@ -157,58 +176,12 @@ def read_data_url(url: str) -> bytes:
     return read_base64(text, media_type)
 
 
-def read_sizing(folder: Path) -> ImageSizing | None:
-    """Read the sizing rule from a model's folder; None if it describes no images or a rule that is not known here."""
-    found = _processor_fields(folder)
-    if found is None:
-        return None
-    path, fields = found
-    kind = fields.get("image_processor_type", "Qwen2VL" if "merge_size" in fields else "")
-    if not str(kind).startswith("Qwen2VL"):
-        return None
-    size = fields.get("size")
-    size = size if isinstance(size, dict) else {}
-    values = {
-        "patch_size": fields.get("patch_size"),
-        "merge_size": fields.get("merge_size"),
-        "min_pixels": _first(fields.get("min_pixels"), size.get("min_pixels"), size.get("shortest_edge")),
-        "max_pixels": _first(fields.get("max_pixels"), size.get("max_pixels"), size.get("longest_edge")),
-    }
-    for name, value in values.items():
-        if type(value) is not int or value < 1:
-            raise BadModel(f"{path} has the {name} {value!r}, which is not a positive whole number; download the model again")
-    sizing = ImageSizing(*values.values())
-    if not max(sizing.min_pixels, sizing.factor**2) <= sizing.max_pixels:
-        pixels = f"between {sizing.min_pixels} and {sizing.max_pixels} pixels in squares of {sizing.factor} × {sizing.factor}"
-        raise BadModel(f"{path} asks for images of {pixels}, which no image can be; download the model again")
-    return sizing
-
-
-def _processor_fields(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the image processor's fields and the file they are in: processor_config.json before preprocessor_config.json."""
-    for name, key in (("processor_config.json", "image_processor"), ("preprocessor_config.json", None)):
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
-            raise BadModel(f"{path} could not be read as a JSON object ({error}); download it again") from error
-        fields = content if key is None else content.get(key)
-        if isinstance(fields, dict):
-            return path, fields
-    return None
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
 def _shown(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
 
 
-def _check_aspect(width: int, height: int) -> None:
+def check_aspect(width: int, height: int) -> None:
+    """Raise ImageProblem for an image that is too long."""
     if max(width, height) / min(width, height) > MAX_ASPECT:
         ratio = f"its sides may differ {MAX_ASPECT} times at most"
         raise ImageProblem(f"the image has {width} × {height} pixels, and {ratio}: cut it into pieces")

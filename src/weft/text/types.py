@@ -78,9 +78,13 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
     session: str = ""  # the client's name for a conversation that will come again with more turns
-    client: str = ""  # who sent it; the scheduler is fair between clients
+    tenant: str = ""  # whose it is; the scheduler is fair between tenants
+    client: str = ""  # who sent it; the scheduler is fair between a tenant's clients
+    scope: str = ""  # within which cached prefixes are shared
+    hides_texts: bool = False  # others share them, so reports do not quote them
     dialect: str = ""
-    priority: int = 0  # requests with a higher number go first
+    priority: int = 0  # requests with a higher number go before others of the same tenant
+    rank: int = 0  # and those with a higher rank before others of all tenants
     prediction: str | None = None  # a text that the answer is expected to contain much of
     speculate: bool = True  # whether draft tokens may be verified for it
     is_flexible: bool = False  # reasoning that the model can not do, or more tokens than fit, are left out instead of refused

@@ -1,7 +1,6 @@
 """Stores responses in an SQLite file limited in number, bytes (LRU) and age, and serves the endpoints that read them."""
 
 import asyncio
-import hashlib
 import logging
 import os
 import sqlite3
@@ -18,6 +17,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from weft.api.access import tenant_of
 from weft.api.admin import cancel_request
 from weft.api.http import json_response, read_json
 from weft.api.openai.response_items import Item, find_references
@@ -38,12 +38,12 @@ CREATE TABLE IF NOT EXISTS responses (
     owner TEXT, id TEXT, kept REAL, used REAL, nbytes INTEGER, response BLOB, items BLOB, PRIMARY KEY (owner, id)
 )
 """
-# Delete the least recently used responses beyond the maximum count or the maximum total of bytes.
+# Delete the least recently used responses beyond the maximum count or the maximum total of bytes, of all or of each owner.
 SHRINK = """
 DELETE FROM responses WHERE rowid IN (
     SELECT rowid FROM (
         SELECT rowid, row_number() OVER latest AS place, sum(nbytes) OVER latest AS total
-        FROM responses WINDOW latest AS (ORDER BY used DESC, rowid DESC)
+        FROM responses WINDOW latest AS ({partition} ORDER BY used DESC, rowid DESC)
     ) WHERE place > ? OR total > ?
 )
 """
@@ -63,26 +63,27 @@ class StoredResponse:
 
 @dataclass(eq=False)
 class ResponseStore:
-    """Stores responses in an SQLite file, or in memory if that fails. Finding one needs the API key it was stored with."""
+    """Stores responses in an SQLite file, or in memory if that fails. Finding one needs the owner it was stored for."""
 
     folder: Path
     max_count: int
     max_seconds: float
     max_bytes: int = MAX_BYTES
     clock: Callable[[], float] = time.time
+    is_per_owner: bool = False  # whether the maxima are each owner's, so that none can push out another's responses
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "weft-store")
         self._connection: sqlite3.Connection | None = None  # from its first use on, and used by the thread alone
 
-    def keep(self, api_key: bytes, response: Item, items: list[Item]) -> None:
-        self._thread.submit(self._keep, _owner(api_key), response, items).add_done_callback(_log_failure)
+    def keep(self, owner: str, response: Item, items: list[Item]) -> None:
+        self._thread.submit(self._keep, owner, response, items).add_done_callback(_log_failure)
 
-    async def find(self, api_key: bytes, response_id: str) -> StoredResponse | None:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._find, _owner(api_key), response_id)
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._find, owner, response_id)
 
-    async def delete(self, api_key: bytes, response_id: str) -> bool:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._delete, _owner(api_key), response_id)
+    async def delete(self, owner: str, response_id: str) -> bool:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._delete, owner, response_id)
 
     def _keep(self, owner: str, response: Item, items: list[Item]) -> None:
         output, given, now = msgspec.json.encode(response), msgspec.json.encode(items), self.clock()
@@ -90,7 +91,8 @@ class ResponseStore:
         with self._open() as connection:
             connection.execute("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             connection.execute("DELETE FROM responses WHERE kept < ?", (now - self.max_seconds,))
-            connection.execute(SHRINK, (self.max_count, self.max_bytes))
+            shrink = SHRINK.format(partition="PARTITION BY owner" if self.is_per_owner else "")
+            connection.execute(shrink, (self.max_count, self.max_bytes))
 
     def _find(self, owner: str, response_id: str) -> StoredResponse | None:
         now = self.clock()
@@ -131,11 +133,6 @@ def _connect(folder: Path | None) -> sqlite3.Connection:
     return connection
 
 
-def _owner(api_key: bytes) -> str:
-    """Return a hash of an API key, under which its responses are stored; the key itself is never written."""
-    return hashlib.blake2b(api_key, digest_size=16).hexdigest()
-
-
 def _log_failure(kept: Future[None]) -> None:
     if (error := kept.exception()) is not None:
         log.warning("a response could not be kept: %s", error)
@@ -148,20 +145,21 @@ class StoredResponses:
         self.service = service
         self.config = config
         self.store = ResponseStore(cache_folder(), config.store_responses, config.store_days * DAY_SECONDS)
+        self.store.is_per_owner = config.has_keys  # without keys a client could be any number of owners
 
-    async def recall(self, body: dict[str, Any], api_key: bytes) -> Past:
+    async def recall(self, body: dict[str, Any], owner: str) -> Past:
         """Load the stored responses that a body refers to. Raises BorderError (400) if previous_response_id is not stored."""
         items: tuple[Item, ...] = ()
         if isinstance(previous := body.get("previous_response_id"), str):
-            if (stored := await self.store.find(api_key, previous)) is None:
+            if (stored := await self.store.find(owner, previous)) is None:
                 raise BorderError(400, "previous_response_not_found", f"Previous response with id '{previous}' not found.")
             items = stored.conversation
         referred = {item["id"]: item for item in items}
         for item_id in find_references(body.get("input")):
             response_id = f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"  # an item's id is kind_response_index
-            if item_id not in referred and (stored := await self.store.find(api_key, response_id)) is not None:
+            if item_id not in referred and (stored := await self.store.find(owner, response_id)) is not None:
                 referred |= {item["id"]: item for item in stored.conversation}
-        return Past(items, referred, partial(self.store.keep, api_key) if self.store.max_count else None)
+        return Past(items, referred, partial(self.store.keep, owner) if self.store.max_count else None)
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
@@ -186,22 +184,22 @@ class StoredResponses:
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["id"]
-        if not await self.store.delete(request.state.api_key, response_id):
+        if not await self.store.delete(tenant_of(request).owner, response_id):
             raise _not_found(response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        cancel_request(self.service, request.path_params["id"])
+        cancel_request(self.service, request)
         return json_response({"id": request.path_params["id"], "object": "response", "status": "cancelled", "output": []})
 
     async def count_tokens(self, request: Request) -> Response:
         body = await read_json(request, self.config)
-        parsed = await asyncio.to_thread(translate, body, await self.recall(body, request.state.api_key))
+        parsed = await asyncio.to_thread(translate, body, await self.recall(body, tenant_of(request).owner))
         num_tokens = await self.service.count_tokens(parsed.generation)
         return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
 
     async def _find(self, request: Request) -> StoredResponse:
-        stored = await self.store.find(request.state.api_key, request.path_params["id"])
+        stored = await self.store.find(tenant_of(request).owner, request.path_params["id"])
         if stored is None:
             raise _not_found(request.path_params["id"])
         return stored

@@ -1,4 +1,4 @@
-"""Caches that carry what a chunk with images needs into one forward: positions, and features that are added between layers.
+"""Caches that carry what a chunk with images needs into one forward: positions, masks, and features added between layers.
 
 A model's first layers are subclassed at load, so that they add what their own cache brings; nothing is left on the model.
 """
@@ -10,18 +10,29 @@ import mlx.nn as nn
 
 from weft.errors import UnsupportedModel
 from weft.kernels.mrope import Places
+from weft.model.vision.image_mask import ImageMask
 
 
 class PlacedCache:
-    """A row's KV cache that says other positions than its length, for one forward, and what to add to its layer's output."""
+    """A row's KV cache for one forward: may say other positions than its length, another mask, and what its layer adds."""
 
-    def __init__(self, cache: Any, offset: int | Places, addition: mx.array | None = None) -> None:
+    def __init__(
+        self, cache: Any, offset: int | Places | None, addition: mx.array | None = None, mask: ImageMask | None = None
+    ) -> None:
         self._cache = cache
-        self.offset = offset
-        self.addition = addition  # (1, T, H)
+        self._mask = mask
+        self.addition = addition  # to its layer's output, (1, T, H)
+        if offset is not None:
+            self.offset = offset
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
+
+    def make_mask(self, num_tokens: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        """Return the cache's mask, in which the tokens of an image may see each other."""
+        if self._mask is None:
+            return self._cache.make_mask(num_tokens, window_size=window_size, return_array=return_array)
+        return self._mask.over(self._cache, num_tokens, window_size, return_array)
 
 
 class AddingLayer:

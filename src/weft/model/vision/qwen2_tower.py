@@ -92,6 +92,7 @@ class Qwen2Tower(Tower):
 
     def __init__(self, config: dict[str, Any]) -> None:
         # There `hidden_size` is that of the features, and the tower's own is `embed_dim`.
+        config = config["vision_config"]
         missing = [name for name in ("embed_dim", "hidden_size", "mlp_ratio") if name not in config]
         if missing:
             raise UnsupportedModel(f"vision_config has no {missing[0]}")
@@ -116,7 +117,7 @@ class Qwen25Tower(Tower):
     """The tower of Qwen2.5-VL: RMSNorms, gated MLPs, and in most blocks patches attend within their window."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        shape = Qwen25TowerConfig.read(config)
+        shape = Qwen25TowerConfig.read(config["vision_config"])
         super().__init__(shape, has_patch_bias=False)
         self._shape = shape
         self.blocks = [Block(shape, rms_norm, SwigluMLP(shape)) for _ in range(shape.depth)]

@@ -68,7 +68,7 @@ class Qwen3Tower(Tower):
     """A tower whose patches have learned and rotary positions; DeepStack features follow those of the last block."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        shape = Qwen3TowerConfig.read(config)
+        shape = Qwen3TowerConfig.read(config["vision_config"])
         super().__init__(shape, has_patch_bias=True)
         self._shape = shape
         self.num_levels = 1 + len(shape.deepstack_visual_indexes)

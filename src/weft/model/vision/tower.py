@@ -22,6 +22,7 @@ from weft.kernels.attention import ON_CPU, grouped_attention
 SCORES = 1 << 20  # of a step of attention on a CPU: some milliseconds on two cores
 FUSED_HEAD_SIZES = (64, 80, 128)  # of MLX's attention on GPUs; others are padded with zeros
 THETA = 10000.0
+RENAMED_FIELDS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads", "num_channels": "in_channels"}
 
 layer_norm = functools.partial(nn.LayerNorm, eps=1e-6)
 rms_norm = functools.partial(nn.RMSNorm, eps=1e-6)
@@ -45,6 +46,7 @@ class TowerConfig:
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
         """Read a tower's shape; raises UnsupportedModel where something is missing or is not built here."""
+        config = {RENAMED_FIELDS.get(name, name): value for name, value in config.items()}
         for field in dataclasses.fields(cls):
             if field.name not in config and field.default is dataclasses.MISSING:
                 raise UnsupportedModel(f"vision_config has no {field.name}")
@@ -73,21 +75,29 @@ class Tower(nn.Module):  # type: ignore[misc]
     """A vision tower: a linear layer of patches, blocks, and what makes features of their states."""
 
     num_levels = 1  # of features: the first is the embedding, others are added to states of the language model
+    embed_scale = 1.0  # by which the language model multiplies embeddings; features are what comes out of that
 
     def __init__(self, config: TowerConfig, *, has_patch_bias: bool) -> None:
         super().__init__()
         self.config = config
         self.patch_embed = nn.Linear(config.in_channels * config.patch_size**2, config.hidden_size, bias=has_patch_bias)
 
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """Rows and columns of tokens, where all images have the same."""
+        return None
+
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the weights of a checkpoint as this tower has them: the patches' convolution as a linear layer."""
         found = dict(weights)
-        kernel = found.pop("patch_embed.proj.weight", None)
-        if kernel is not None and kernel.ndim == 5:
+        kernel = found.get("patch_embed.proj.weight")
+        if kernel is not None and kernel.ndim > 2:
+            del found["patch_embed.proj.weight"]
             if kernel.shape[1] != self.config.in_channels:  # conversions have the channels last
-                kernel = kernel.transpose(0, 4, 1, 2, 3)
-            # A still image is the same at all times of a patch, so the kernel's times add up.
-            found["patch_embed.weight"] = kernel.astype(mx.float32).sum(axis=2).flatten(1)
+                kernel = mx.moveaxis(kernel, -1, 1)
+            if kernel.ndim == 5:  # a still image is the same at all times of a patch, so the kernel's times add up
+                kernel = kernel.astype(mx.float32).sum(axis=2)
+            found["patch_embed.weight"] = kernel.flatten(1)
         if (bias := found.pop("patch_embed.proj.bias", None)) is not None:
             found["patch_embed.bias"] = bias
         return found
@@ -107,6 +117,11 @@ class Tower(nn.Module):  # type: ignore[misc]
         patches = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * side * side)
         return self.patch_embed(patches.astype(self.patch_embed.weight.dtype))  # type: ignore[no-any-return]
 
+    def channels_first(self, patches: mx.array) -> mx.array:
+        """Return the weight of a linear layer of patches whose pixels have the channels last, as this tower has it."""
+        side = self.config.patch_size
+        return patches.reshape(-1, side, side, self.config.in_channels).transpose(0, 3, 1, 2).flatten(1)
+
     def patches_of(self, pixels: mx.array) -> tuple[int, int]:
         """Return how many rows and columns of patches an image has."""
         height, width, _ = pixels.shape
@@ -114,7 +129,7 @@ class Tower(nn.Module):  # type: ignore[misc]
 
 
 class Attention(nn.Module):  # type: ignore[misc]
-    """Attention of the patches of an image to each other, with rotary positions of rows and columns."""
+    """Attention of the patches of an image to each other, in most families with rotary positions of rows and columns."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
@@ -122,19 +137,42 @@ class Attention(nn.Module):  # type: ignore[misc]
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def project(self, x: mx.array, angles: Angles) -> tuple[mx.array, mx.array, mx.array]:
-        """Return queries, keys and values (1, heads, P, size) of patches (P, H)."""
+    def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries, keys and values (1, heads, P, size) of patches (P, H); angles are None without rotary positions."""
         query, key, value = self.qkv(x).reshape(x.shape[0], 3, self.num_heads, -1).transpose(1, 2, 0, 3)[:, None]
-        return _turned(query, *angles), _turned(key, *angles), value
+        return (query, key, value) if angles is None else (turned(query, *angles), turned(key, *angles), value)
 
     def attend(self, query: mx.array, key: mx.array, value: mx.array, num_windows: int = 1) -> mx.array:
         """Return what patches, of which these are the queries, find in the others of their window, (patches, H)."""
-        found = _attend(*(_by_window(array, num_windows) for array in (query, key, value)))
+        found = attend(_by_window(query, num_windows), _by_window(key, num_windows), _by_window(value, num_windows))
         return self.proj(found.swapaxes(1, 2).reshape(query.shape[2], -1))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):  # type: ignore[misc]
-    """One block of a tower, with its family's norms and MLP."""
+class TowerBlock(nn.Module):  # type: ignore[misc]
+    """One block of a tower, whose attention is cut into steps on a CPU."""
+
+    def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
+        """Return queries, keys and values (1, heads, P, size) of patches (P, H)."""
+        raise NotImplementedError
+
+    def finish(self, x: mx.array, query: mx.array, key: mx.array, value: mx.array, num_windows: int) -> mx.array:
+        """Return the block's output for the patches (N, H) that these are the queries of."""
+        raise NotImplementedError
+
+    def __call__(self, x: mx.array, angles: Angles | None, windows: Windowing = ()) -> tuple[mx.array, list[mx.array]]:
+        """Return the patches (P, H) after this block, and the states to evaluate on the way there, one after the other."""
+        query, key, value = self.project(x, angles)
+        parts = []
+        for step in _steps(x.shape[0], query.shape[1], windows):
+            own = query[:, :, step.queries], key[:, :, step.keys], value[:, :, step.keys]
+            parts.append(self.finish(x[step.queries], *own, step.num_windows))
+        if len(parts) == 1:
+            return parts[0], parts
+        return mx.concatenate(parts), [query, key, value, *parts]
+
+
+class Block(TowerBlock):
+    """A block with its family's norms and MLP, one norm before each."""
 
     def __init__(self, config: TowerConfig, norm: Callable[[int], nn.Module], mlp: nn.Module) -> None:
         super().__init__()
@@ -143,17 +181,12 @@ class Block(nn.Module):  # type: ignore[misc]
         self.attn = Attention(config)
         self.mlp = mlp
 
-    def __call__(self, x: mx.array, angles: Angles, windows: Windowing = ()) -> tuple[mx.array, list[mx.array]]:
-        """Return the patches (P, H) after this block, and the states to evaluate on the way there, one after the other."""
-        query, key, value = self.attn.project(self.norm1(x), angles)
-        parts = []
-        for step in _steps(x.shape[0], self.attn.num_heads, windows):
-            own = query[:, :, step.queries], key[:, :, step.keys], value[:, :, step.keys]
-            part = x[step.queries] + self.attn.attend(*own, step.num_windows)
-            parts.append(part + self.mlp(self.norm2(part)))
-        if len(parts) == 1:
-            return parts[0], parts
-        return mx.concatenate(parts), [query, key, value, *parts]
+    def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
+        return self.attn.project(self.norm1(x), angles)
+
+    def finish(self, x: mx.array, query: mx.array, key: mx.array, value: mx.array, num_windows: int) -> mx.array:
+        x = x + self.attn.attend(query, key, value, num_windows)
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -194,7 +227,8 @@ def angles_of(places: NDArray[np.int32], head_size: int) -> Angles:
     return mx.cos(turns), mx.sin(turns)
 
 
-def _turned(x: mx.array, cosine: mx.array, sine: mx.array) -> mx.array:
+def turned(x: mx.array, cosine: mx.array, sine: mx.array) -> mx.array:
+    """Turn the last axis by angles, its first half against its second."""
     half = x.shape[-1] // 2
     exact = x.astype(mx.float32)
     crossed = mx.concatenate([-exact[..., half:], exact[..., :half]], axis=-1)
@@ -206,9 +240,10 @@ def _by_window(x: mx.array, num_windows: int) -> mx.array:
     return x.reshape(x.shape[1], num_windows, -1, x.shape[-1]).swapaxes(0, 1)
 
 
-def _attend(query: mx.array, key: mx.array, value: mx.array) -> mx.array:
-    """Attention of queries (windows, heads, N, size) to the patches of their window."""
-    size, scale = query.shape[-1], query.shape[-1] ** -0.5
+def attend(query: mx.array, key: mx.array, value: mx.array, scale: float | None = None) -> mx.array:
+    """Attention of queries (windows, heads, N, size) to the patches of their window; `scale`: that of the size if None."""
+    size = query.shape[-1]
+    scale = size**-0.5 if scale is None else scale
     if ON_CPU:
         return grouped_attention(query, key, value, scale, None)
     fused = next((known for known in FUSED_HEAD_SIZES if known >= size), size)
