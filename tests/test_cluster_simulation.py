@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.cluster.simulation import POLICIES, Cluster, Death, Outcome, Simulation
-from bench.cluster.trace import made_up, multiplied, read_trace
+from bench.cluster.trace import TracedRequest, made_up, multiplied, read_trace
 
 CLUSTER = Cluster(4, cached_tokens=300_000)
 
@@ -51,6 +51,15 @@ def test_replicas_that_die_and_return_lose_no_request() -> None:
     assert outcome.num_unfinished == 0
     assert len(outcome.first_token_seconds) == 200
     assert outcome.num_moved > 0
+
+
+def test_a_client_with_many_requests_does_not_delay_one_with_a_single_one() -> None:
+    alone = TracedRequest(1.0, 4096, 100, tuple(range(10_000, 10_008)), "one")
+    many = [TracedRequest(0.0, 8192, 400, tuple(range(16 * at, 16 * at + 16)), "many") for at in range(64)]
+    quiet = Simulation(CLUSTER).run([alone]).first_token_seconds[0]
+    beside = dict(Simulation(CLUSTER).run([*many, alone]).first_tokens)["one"]
+
+    assert beside <= 3 * quiet
 
 
 def test_a_trace_is_read_and_multiplied(tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ class SimulatedReplica:
 
     def __init__(self, name: str, make: Any) -> None:
         self.name = name
+        self.kind = "simulated"
         self.make = make
         self.client = EngineClient()
         self.answer_seconds = 0.0

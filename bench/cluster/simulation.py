@@ -59,12 +59,16 @@ POLICIES: dict[str, Callable[[], Router]] = {"weft": Router, "least-loaded": Lea
 class Outcome:
     """What came of a run: seconds to first tokens, hits, work by replica, and what was lost."""
 
-    first_token_seconds: list[float] = field(default_factory=list)
+    first_tokens: list[tuple[str, float]] = field(default_factory=list)  # by client, in seconds since the arrival
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     busy_seconds: list[float] = field(default_factory=list)
     num_moved: int = 0
     num_unfinished: int = 0
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        return [seconds for _, seconds in self.first_tokens]
 
     @property
     def hits(self) -> float:
@@ -144,7 +148,7 @@ class Simulation:
     def _ask(self, request: TracedRequest) -> None:
         grain = self.cluster.costs.grain
         sampling = Sampling(max_tokens=max(1, request.num_output // grain), seed=1, ignore_eos=True)
-        submit = Submit(self.dispatcher.new_numbers(1), request.prompt(grain), (sampling,))
+        submit = Submit(self.dispatcher.new_numbers(1), request.prompt(grain), (sampling,), client=request.client)
         self._asked[self.dispatcher.submit([submit])] = request
 
     def _wake(self) -> None:
@@ -180,7 +184,8 @@ class Simulation:
     def _note(self, replica: SimulatedReplica, event: TokenEvent) -> None:
         one = replica.client.live.inside.get(event.sequence)
         if one is not None and not one.emitted and event.timings is not None and event.timings.first_token is not None:
-            self.outcome.first_token_seconds.append(event.timings.first_token - self._asked[one.subscription].at)
+            request = self._asked[one.subscription]
+            self.outcome.first_tokens.append((request.client, event.timings.first_token - request.at))
 
     def _kill(self, replica: SimulatedReplica) -> None:
         if replica.engine is not None:

@@ -25,6 +25,7 @@ class TracedRequest:
     num_prompt: int
     num_output: int
     blocks: tuple[int, ...]
+    client: str = ""
 
     def prompt(self, grain: int) -> list[int]:
         """The prompt as token ids, each of which stands for `grain` tokens; equal blocks are equal tokens."""

@@ -19,6 +19,7 @@ class AtHand:
         self.status = EngineStatus()
         self.answer_seconds = 0.0
         self.max_rows = max_rows
+        self.kind = "cpu"
         self.is_sick = self.is_lost = self.is_given_up = False
         self.heard: list[ToEngine] = []
         self.counted: list[tuple[int, int]] = []

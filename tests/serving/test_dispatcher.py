@@ -170,6 +170,22 @@ def test_an_answer_that_comes_back_to_a_replica_is_not_ended_by_its_earlier_canc
     assert tokens_of(subscription) == [*PROOF, *PROOF, 7, None]
 
 
+@pytest.mark.parametrize(("is_there", "goes_to"), [(True, "2"), (False, "1")])
+def test_an_answer_goes_on_with_the_same_kind_of_device_if_there_is_one(is_there: bool, goes_to: str) -> None:
+    replicas = [AtHand("0"), AtHand("1"), AtHand("2")]
+    first, other, same = replicas
+    other.kind, other.status = "cuda", EngineStatus(seconds_per_token=1e-6)
+    other.is_sick = same.is_sick = True
+    dispatcher = dispatcher_of(*replicas)
+    ask(dispatcher, [1, 2, 3])
+    say(dispatcher, first, first.numbers[0], *PROOF)
+    other.is_sick, same.is_sick = False, not is_there
+    first.die()
+    dispatcher.settle()
+
+    assert [replica.name for replica in replicas if replica.numbers] == [goes_to]
+
+
 def test_a_replica_that_is_given_up_hands_all_it_has_to_the_others() -> None:
     one, other = AtHand("0"), AtHand("1")
     dispatcher = dispatcher_of(one, other)

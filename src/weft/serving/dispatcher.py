@@ -33,6 +33,11 @@ class DispatchTarget(RoutedReplica, Protocol):
         ...
 
     @property
+    def kind(self) -> str:
+        """What its engine computes with: equal kinds compute equal bits."""
+        ...
+
+    @property
     def is_open(self) -> bool:
         """Whether new requests may be sent there: it is ready, heard, and does not leave."""
         ...
@@ -203,11 +208,13 @@ class Dispatcher:
         """Choose the replica of a prompt among those with a place, and note where and why."""
         subscription, index, submit = group[0].subscription, group[0].prompt_index, group[0].submit
         everywhere = [one for one in self.replicas if not one.is_gone]
+        if any(one.emitted for one in group):  # the same bits come from the same kind of device; if there is none, from another
+            open_ones = [one for one in open_ones if one.kind == group[0].kind] or open_ones
         chosen, placement = self.router.choose(submit, open_ones, everywhere)
         subscription.placements.setdefault(index, placement)
         subscription.submits[index] = msgspec.structs.replace(submit, served=_levels(submit, served))
         for one in group:
-            one.num_uncached, one.sent_at = len(submit.prompt) - placement.matched, self.clock()
+            one.num_uncached, one.sent_at, one.kind = len(submit.prompt) - placement.matched, self.clock(), chosen.kind
         return chosen
 
     def _live(self) -> list[InFlightSequence]:

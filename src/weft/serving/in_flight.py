@@ -107,6 +107,7 @@ class InFlightSequence:
     num_uncached: int = 0  # prompt tokens that its replica had to compute, as it was thought when it was sent there
     num_computed: int = 0  # prompt tokens that its replica has
     sent_at: float = 0.0  # to its replica
+    kind: str = ""  # of the replica's device and versions
 
     @property
     def submit(self) -> Submit:

@@ -35,6 +35,11 @@ class Replica(Lifeline):
         return self.condition.ready.max_rows if self.condition.ready is not None else 0
 
     @property
+    def kind(self) -> str:
+        ready = self.condition.ready
+        return "" if ready is None else f"{ready.device} {ready.versions}"
+
+    @property
     def is_open(self) -> bool:
         return self.client.send is not None and not self.condition.is_sick and not self.is_leaving
 
