@@ -264,7 +264,7 @@ class Gated:
         self.gate.lifeline.client.attach(self.engine.append, 4)
         self.gate._ready = msgspec.UNSET  # type: ignore[assignment]  # it is ready
         for identity in (b"a", b"b"):
-            self.gate.sessions[identity] = Session(self.now)
+            self.gate.sessions[identity] = Session(self.now, identity.decode())
 
     def submit(self, identity: bytes, *numbers: int) -> None:
         self.gate.handle(identity, Submit(numbers, [1], (Sampling(),) * len(numbers)))
@@ -303,15 +303,27 @@ def test_who_says_hello_again_has_lost_what_he_had() -> None:
     gated.gate._ready = None
     gated.gate.sessions[b"a"].numbers[1] = 0
     gated.gate.owners[0] = (b"a", 1)
-    gated.gate.handle(b"a", Hello(PROTOCOL, "1"))
+    gated.gate.handle(b"a", Hello(PROTOCOL, "1", "f"))
 
     assert gated.engine == [Cancel((0,))]
     assert gated.gate.sessions[b"a"].numbers == {}
 
 
+def test_a_front_that_comes_back_over_another_connection_has_lost_what_it_had_there() -> None:
+    gated = Gated()
+    gated.gate._ready = None
+    gated.gate.sessions[b"a"].front = "f"
+    gated.gate.sessions[b"a"].numbers[1] = 0
+    gated.gate.owners[0] = (b"a", 1)
+    gated.gate.handle(b"new", Hello(PROTOCOL, "1", "f"))
+
+    assert gated.engine == [Cancel((0,))]
+    assert set(gated.gate.sessions) == {b"b", b"new"}
+
+
 def test_a_front_of_another_protocol_gets_no_session() -> None:
     gated = Gated()
-    gated.gate.handle(b"c", Hello(PROTOCOL + 1, "9.9"))
+    gated.gate.handle(b"c", Hello(PROTOCOL + 1, "9.9", "f"))
 
     assert [type(message) for _, message in gated.sent] == [Welcome]
     assert b"c" not in gated.gate.sessions
@@ -323,7 +335,7 @@ def test_what_is_no_message_ends_its_session_alone() -> None:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
             KEY.secure_client(socket)
             socket.connect(f"tcp://{pool.replicas[0].name}")
-            await socket.send(msgspec.msgpack.encode(Hello(PROTOCOL, "1")))
+            await socket.send(msgspec.msgpack.encode(Hello(PROTOCOL, "1", "f")))
             await socket.recv()
             await socket.send(b"\x80\x04cos\nsystem\n(S'true'\ntR.")  # a pickle
             while msgspec.msgpack.decode(await socket.recv())["type"] != "SessionEnded":

@@ -331,6 +331,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     protocol: int
     version: str  # of weft, for people
+    front: str  # by which it is known again after a connection was lost
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

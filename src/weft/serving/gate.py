@@ -67,6 +67,7 @@ class Session:
     """One connection of a front: its sequences by the front's numbers, and when it was heard last."""
 
     heard_at: float
+    front: str = ""  # which front it is of
     numbers: dict[int, int] = field(default_factory=dict)  # the front's → the engine's
 
 
@@ -153,12 +154,14 @@ class Gate:
                 pass
 
     def _greet(self, identity: bytes, hello: Hello) -> None:
-        self._end_session(identity, "the front began anew")
+        own = [known for known, session in self.sessions.items() if session.front == hello.front or known == identity]
+        for known in own:  # of a connection that was lost
+            self._end_session(known, "the front began anew")
         self.send(identity, Welcome(PROTOCOL, VERSION))
         if hello.protocol != PROTOCOL:
             log.warning("a front of weft %s speaks protocol %d, not %d", hello.version, hello.protocol, PROTOCOL)
             return
-        self.sessions[identity] = Session(self.clock())
+        self.sessions[identity] = Session(self.clock(), hello.front)
         condition = self.lifeline.condition
         if self._ready is not None:
             self._introduce(identity, self._ready)
@@ -271,7 +274,7 @@ class Gate:
         folder = Path(ready.folder)
         weights = await asyncio.to_thread(identity_of, folder, (), cache_folder() / "weights.json")
         files = await asyncio.to_thread(digests_of, folder)
-        if self.lifeline.condition.ready is not ready and self.lifeline.condition.ready != ready:
+        if self.lifeline.condition.ready != ready:
             return  # it has ended meanwhile
         self._ready = GateReady(msgspec.structs.replace(ready, weights=weights), files)
         self.settled.set()

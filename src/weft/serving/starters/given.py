@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib.metadata
 import re
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +28,6 @@ from weft.ipc.messages import (
     Ready,
     SessionEnded,
     Shutdown,
-    ToEngine,
     ToFront,
     Welcome,
 )
@@ -39,6 +39,7 @@ DEFAULT_PORT = 8500
 REACH_SECONDS = 3.0  # for a connection
 WELCOME_SECONDS = 5.0  # for an engine that was reached to answer
 ALIVE_SECONDS = 1.0  # how often a front says that it is there
+FAILED_HANDSHAKES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 FILE_SECONDS = 60.0  # for the files of a model to come
 
 
@@ -63,6 +64,8 @@ class GivenEngine:
         self._encoder = msgspec.msgpack.Encoder()
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._held: list[FromGate] = []  # came while files were fetched
+        self.num_broken = 0  # handshakes
+        self.is_welcome = False
 
     @property
     def channel(self) -> "GivenEngine":
@@ -72,9 +75,6 @@ class GivenEngine:
         """Queue a message for the gate; an engine that is not ours is never told to shut down, and has its own settings."""
         if not isinstance(message, (Shutdown, EngineSettings)):
             self._socket.send(self._encoder.encode(message))
-
-    def send_to_engine(self, message: ToEngine) -> None:
-        self.send(message)
 
     async def receive(self) -> ToFront:
         while True:
@@ -100,18 +100,16 @@ class GivenEngine:
         if not self._ended.done():
             self._ended.set_result(why)
 
-    async def greet(self) -> None:
-        """Say hello and wait for the answer. Raises EngineRefused for another protocol, or if no answer comes."""
-        self.send(Hello(PROTOCOL, VERSION))
-        try:
-            message = await asyncio.wait_for(self._next(), WELCOME_SECONDS)
-        except TimeoutError:
-            raise EngineRefused(f"{self.name} gives no answer: it has another engine key, or is no `weft engine`") from None
+    async def greet(self, front: str) -> None:
+        """Say hello and wait for the answer. Raises TimeoutError if none comes, EngineRefused for another protocol."""
+        self.send(Hello(PROTOCOL, VERSION, front))
+        message = await asyncio.wait_for(self._next(), WELCOME_SECONDS)
         if not isinstance(message, Welcome) or message.protocol != PROTOCOL:
             theirs = (
                 f"weft {message.version}, protocol {message.protocol}" if isinstance(message, Welcome) else "another protocol"
             )
             raise EngineRefused(f"{self.name} speaks {theirs}, and this is weft {VERSION}, protocol {PROTOCOL}: use one version")
+        self.is_welcome = True
 
     async def say_alive(self) -> None:
         while True:
@@ -149,6 +147,7 @@ class Given:
     key: EngineKey | None = None
     may_be_away: bool = True
     name: str = field(init=False)
+    front: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
         host, port = parse_address(self.address)
@@ -162,19 +161,28 @@ class Given:
             configure_link(socket)
             if self.key is not None:
                 self.key.secure_client(socket)
-            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKES)
             socket.connect(f"tcp://{self.name}")
             engine = GivenEngine(self.name, socket)
-            tasks: list[asyncio.Task[None]] = []
+            tasks = [asyncio.create_task(engine.say_alive()), asyncio.create_task(_watch(monitor, engine))]
             try:
-                await engine.greet()
-                tasks = [asyncio.create_task(engine.say_alive()), asyncio.create_task(_watch(monitor, engine))]
+                await self._greet(engine)
                 yield engine
             finally:
                 for task in tasks:
                     await until_cancelled(task)
                 socket.disable_monitor()
                 monitor.close()
+
+    async def _greet(self, engine: GivenEngine) -> None:
+        """Wait for the engine's welcome; one that breaks every handshake off, and is still there, has another key."""
+        try:
+            await engine.greet(self.front)
+        except TimeoutError:
+            await self._probe()
+            if engine.num_broken:
+                raise EngineRefused(f"{self.name} gives no answer: it has another engine key, or is no `weft engine`") from None
+            raise OSError(f"{self.name} gives no answer") from None
 
     async def _probe(self) -> None:
         """Connect and disconnect: only so an address that nobody listens at is known from an engine that keeps silent."""
@@ -191,6 +199,10 @@ class Given:
 
 
 async def _watch(monitor: zmq.asyncio.Socket, engine: GivenEngine) -> None:
-    """End the session when its connection is lost."""
-    await recv_monitor_message(monitor)
-    engine.end("the connection is lost")
+    """Count handshakes that fail, and end the session when its connection is lost."""
+    while True:
+        event = await recv_monitor_message(monitor)
+        if event["event"] & FAILED_HANDSHAKES:
+            engine.num_broken += 1
+        elif engine.is_welcome:
+            engine.end("the connection is lost")
