@@ -97,7 +97,8 @@ def seconds_per_token(replica: RoutedReplica, everywhere: Iterable[RoutedReplica
 
 
 def _has_queue(replica: RoutedReplica) -> bool:
-    return any(remaining_tokens(one) for one in replica.client.live.inside.values())
+    """Whether a prompt waits behind another; one that is being computed is no queue."""
+    return sum(remaining_tokens(one) > 0 for one in replica.client.live.inside.values()) > 1
 
 
 def _coming(submit: Submit, prompt: Sequence[int], replica: RoutedReplica) -> int:
