@@ -45,7 +45,8 @@ conformance: $(READY)  ## every oracle on all architectures of the zoo, a downlo
 
 CONFORMANCE := tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py tests/model/test_mlx_lm_contract.py \
   tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
-  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_short_soak.py
+  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_killed_replica.py \
+  tests/serving/test_pool.py tests/faults/test_short_soak.py
 
 newest:  ## conformance with the newest mlx and mlx-lm there are, also beyond weft's range, in .venv-newest: before users meet them
 oldest:  ## conformance with the oldest mlx-lm of weft's range, in .venv-oldest

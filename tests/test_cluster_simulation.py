@@ -17,20 +17,20 @@ CLUSTER = Cluster(4, cached_tokens=300_000)
 
 @cache
 def outcomes() -> dict[str, Outcome]:
-    trace = made_up(400, 160.0)
+    trace = made_up(250, 100.0)
     return {name: Simulation(Cluster(4, name, cached_tokens=300_000)).run(trace) for name in POLICIES}
 
 
 def test_every_request_of_every_policy_has_a_first_token_and_an_end() -> None:
     for outcome in outcomes().values():
-        assert len(outcome.first_token_seconds) == 400
+        assert len(outcome.first_token_seconds) == 250
         assert min(outcome.first_token_seconds) > 0
         assert outcome.num_unfinished == 0
 
 
 def test_the_router_has_most_hits_of_one_big_cache_and_sooner_first_tokens_than_plain_policies() -> None:
     found = outcomes()
-    whole = Simulation(Cluster(1, cached_tokens=4 * 300_000, max_rows=128)).run(made_up(400, 160.0))
+    whole = Simulation(Cluster(1, cached_tokens=4 * 300_000, max_rows=128)).run(made_up(250, 100.0))
 
     assert found["weft"].hits >= 0.9 * whole.hits
     assert found["weft"].mean <= 0.85 * found["least-loaded"].mean

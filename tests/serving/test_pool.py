@@ -13,6 +13,7 @@ import pytest
 
 from fronts import fake_pool, front
 from pools import all_open, answers, ask, become, expected, proved
+from thoroughness import ALL
 from waiting import HANG_SECONDS, until
 from weft.errors import EngineDied
 from weft.serving.pool import EnginePool, Replica
@@ -98,9 +99,9 @@ def test_a_poisonous_request_kills_its_own_replica_three_times_and_no_other(tmp_
         found = await asyncio.gather(*map(answers, good))
 
         assert found == [[expected([place + 1, 2, 3], 700)] for place in range(12)]
-        assert sorted(replica.restarts for replica in pool.replicas) == [0, 0, 0, 3]
+        assert sorted(replica.restarts for replica in pool.replicas) == [0, 3]
 
-    pooled(story, 4, "--poison", str(POISON), "--token-seconds", "0.002", "--diary", str(tmp_path / "diary"))
+    pooled(story, 2, "--poison", str(POISON), "--token-seconds", "0.002", "--diary", str(tmp_path / "diary"))
 
 
 def test_a_replica_that_joins_under_load_gets_its_share_and_running_streams_stay(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_replicas_are_renewed_one_after_the_other_under_streams_without_an_error
     async def story(pool: EnginePool) -> None:
         await all_open(pool)
         before = [replica.pid for replica in pool.replicas]
-        prompts = [[place + 1, 50, 60] for place in range(16)]
+        prompts = [[place + 1, 50, 60] for place in range(32 if ALL else 8)]
         subscriptions = [ask(pool, prompt, 700) for prompt in prompts]
         reading = asyncio.gather(*map(answers, subscriptions))
         for replica in pool.replicas:
@@ -150,7 +151,7 @@ def test_replicas_are_renewed_one_after_the_other_under_streams_without_an_error
         assert pool.dispatcher.num_moved > 0
         assert not {*before} & {replica.pid for replica in pool.replicas}
 
-    pooled(story, 3, *SLOW)
+    pooled(story, 3 if ALL else 2, *SLOW)
 
 
 def test_while_all_replicas_are_gone_health_is_503_and_requests_wait(tmp_path: Path) -> None:
