@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak tools exact-gpu bench-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak tools exact-gpu bench-gpu serve-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -92,11 +92,14 @@ exact-gpu:  ## on a Mac, or with a CUDA GPU: under --exact a row's logits are bi
 bench-gpu:  ## on a machine with a CUDA GPU: steps and prefill against mlx-lm
 	PYTHONPATH=src $(GPU_PYTHON) -m bench.gpu
 
+serve-gpu:  ## on a machine with a CUDA GPU: a server under load, weft and mlx_lm.server in one run (10 minutes)
+	PYTHONPATH=src $(GPU_PYTHON) -m bench.serve_gpu
+
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --build-constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 clean:

@@ -23,7 +23,7 @@ from weft.ipc.messages import Image, Submit
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.vision.vision import Vision
-from weft.text.images import ImageSizing
+from weft.text.image_sizing import ImageSizing
 
 ROOT = Path(__file__).parent.parent
 MODEL, PICTURES = ROOT / "src" / "weft" / "model" / "tiny-hybrid", ROOT / "tests" / "pictures"

@@ -41,8 +41,10 @@ In all dialects null is the same as omitting a parameter.
 WORDS = {
     # Input
     "model": "Name of a served model. Optional if only one is served.",
-    "messages": "The conversation. Chat: roles system, developer, user, assistant, tool. Messages: user, assistant, system.",
-    "prompt": "Completions: texts, or lists of token ids. Responses: would refer to a prompt stored at OpenAI.",
+    "messages": "The conversation. Chat: roles system, developer, user, assistant, tool. Messages: user, assistant, system. "
+    "Control tokens written in it are text.",
+    "prompt": "Completions: texts (control tokens written in them are tokens), or lists of token ids. Responses: would refer to "
+    "a prompt stored at OpenAI.",
     "input": "The conversation, as a text or as items. Required unless there is a `previous_response_id`.",
     "instructions": "A system message before everything else.",
     "system": "The system message, as a text or as text blocks.",

@@ -21,7 +21,6 @@ from weft.engine.faults import InjectedFault
 from weft.engine.runner import RowFailure, Step
 from weft.engine.sequence import Line, Sequence
 from weft.ipc.limits import Sampling
-from weft.kernels import cpu
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter, Way
 from weft.model.loader import load
@@ -125,10 +124,9 @@ def stock_mlx_lm(model: Any) -> Iterator[None]:
     ours = [(module, name, getattr(module, name)) for module in modules for name in stock if hasattr(module, name)]
     for module, name, _ in ours:
         setattr(module, name, stock[name])
-    theirs = {own: kind for kind, own in cpu.FUSED_LAYERS.items()}
-    swapped = [(layer, type(layer)) for layer in model.modules() if type(layer) in theirs]
+    swapped = [(layer, type(layer)) for layer in model.modules()]
     for layer, kind in swapped:
-        layer.__class__ = theirs[kind]
+        layer.__class__ = next(base for base in kind.__mro__ if not base.__module__.startswith("weft."))
     try:
         yield
     finally:

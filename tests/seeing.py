@@ -14,6 +14,7 @@ import numpy as np
 
 from driver import adapter_for
 from golden.checkpoints import CASES, HERE, NUM_GREEDY, Checkpoint, case, sizes_of
+from golden.configs import layout
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Image, Submit
 from weft.model.adapter import Adapter
@@ -50,7 +51,7 @@ def request(family: str, name: str, number: int | None = None) -> Submit:
     """The greedy request of one case, numbered by its place among them unless told otherwise."""
     given = case(family, name)
     images = tuple(
-        Image(start, *size, hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels.tobytes())
+        Image(start, *size, hashlib.blake2b(pixels.tobytes(), digest_size=16).digest(), pixels.tobytes(), layout(family).row_ends)
         for start, size, pixels in zip(given.starts, sizes_of(family, name), given.pixels, strict=True)
     )
     return Submit((CASES.index(name) if number is None else number,), given.tokens, (GREEDY,), images=images)

@@ -68,8 +68,8 @@ class EngineConfig:
     def resolve(cls, settings: EngineSettings, device: Device, *, is_row_invariant: bool) -> Self:
         """Return the defaults measured for a kind of device, with rows, memory, cache and exactness from `settings`.
 
-        Where the device's products are row-invariant (our own on CPU) everything is exact as it is. Elsewhere exactness
-        takes a constant width, which a lone request pays for: on an H200 1.8 times its step, so it must be asked for.
+        Where products are row-invariant (our own on CPU and CUDA) everything is exact as it is. Elsewhere exactness takes a
+        constant width, which a lone request pays for, so it must be asked for.
         """
         if device == "cpu":
             config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True)
@@ -114,10 +114,12 @@ class ServerConfig:
     """Web pages that may call the server from a browser, beside those of this machine."""
     late_system: Literal["fold", "hoist"] = "fold"
     """A system message amid a conversation: fold it into its place, or hoist it to the front, which costs the cache."""
+    parse_special: bool = False
+    """Let control tokens that clients write into messages, such as <|im_end|>, act as such; else they are text."""
     memory: int | None = None
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
-    """On a GPU: answers are bit-equal whoever runs beside or ran before them, at the cost of speed. On a CPU they always are."""
+    """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
     replicas: int = 1
     """Engines of each model, one for each GPU; requests go where their first token comes soonest."""
     engines: tuple[str, ...] = ()
@@ -225,7 +227,7 @@ class GateConfig:
     memory: int | None = None
     """Megabytes of memory the engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
-    """On a GPU: answers are bit-equal whoever runs beside or ran before them, at the cost of speed. On a CPU they always are."""
+    """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
     speculate: str = "auto"

@@ -38,7 +38,7 @@ def test_a_fresh_install_is_well_and_the_bundle_has_no_secrets(home: Path, capsy
     assert status == 0, lines
     assert {line.split()[0] for line in lines} <= {"ok", "slow"}
     assert [line[7:19].strip() for line in lines] == [
-        "versions", "settings", "disk", "port", "device", "products", "gated delta", "memory",
+        "versions", "settings", "disk", "port", "device", "products", "operations", "gated delta", "memory",
         "server", "generation", "schema", "cache", "tool call",
     ]  # fmt: skip
     assert "report.zip" in last

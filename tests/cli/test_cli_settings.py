@@ -222,3 +222,9 @@ def test_the_lines_to_copy_name_the_key_s_variable_and_not_the_key(capsys: pytes
         screen.serving("http://127.0.0.1:8400")
 
     assert 'Bearer $WEFT_API_KEY" ' in capsys.readouterr().err
+
+
+def test_whether_control_tokens_are_parsed_reaches_the_models() -> None:
+    made = [make_service(ServerConfig(("m",), parse_special=wanted)).models[0]._make_text_codec for wanted in (False, True)]
+
+    assert [one.keywords["parse_special"] for one in made] == [False, True]

@@ -16,15 +16,16 @@ import pytest
 
 from driver import SMALL, Run, adapter_for
 from golden.checkpoints import CASES
-from golden.configs import CONFIGS
+from golden.configs import CONFIGS, layout
 from seeing import Build, prompt_logits, request, vision_of, write_checkpoint
 from weft.config import EngineConfig
 from weft.errors import InvalidRequest
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import Submit
+from weft.ipc.messages import Image, Submit
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from weft.model.vision.vision_families import FAMILIES
+from weft.text.sizing_reader import read_sizing
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 EVERY_FAMILY = pytest.mark.parametrize("family", CONFIGS)
@@ -137,12 +138,28 @@ def test_all_features_of_an_image_are_kept_and_counted(seeing: Build, family: st
         rows += run.engine.submit_all(request(family, "two_images", number))
         run.finish()
     features = run.engine.runner.images
-    vision, tokens = vision_of(seeing(family)), sum(image.num_tokens for image in request(family, "two_images").images)
+    vision, tokens = vision_of(seeing(family)), sum(image.num_features for image in request(family, "two_images").images)
 
     assert features is not None
     assert (features.num_encoded, features.num_hits) == (2, 2)
     assert features.held_bytes == 4 * tokens * vision.tower.num_levels * vision.tower.config.out_hidden_size
     assert rows[0].output == rows[1].output
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if not layout(family).has_places])
+@pytest.mark.parametrize("size", [(1, 1), (100, 60), (50, 400), (300, 290)])
+def test_the_front_and_the_engine_count_the_same_tokens(
+    seeing: Build, family: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    sizing, vision = read_sizing(write_checkpoint(family, tmp_path)), vision_of(seeing(family))
+    assert sizing is not None
+
+    assert sizing.factor == vision.token_pixels
+    for width, height in sizing.plan(*size).frames:
+        rows, columns = height // sizing.factor, width // sizing.factor
+        ends = layout(family).row_ends
+        prompt = [1, 2, *([vision.image_token] * columns + [1] * ends) * rows, 3, 4]
+        assert vision.check(Image(2, rows, columns, b"", bytes(3 * width * height), ends), prompt) is None
 
 
 @EVERY_FAMILY
@@ -156,9 +173,9 @@ def test_text_on_a_model_that_sees_has_the_bits_of_the_blind_one(seeing: Build, 
 
 
 def test_a_family_that_is_not_built_serves_text_and_says_so(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    config = json.loads((checkpoint("mistral3") / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "pixtral"}}))
-    (tmp_path / "model.safetensors").write_bytes((checkpoint("mistral3") / "model.safetensors").read_bytes())
+    config = json.loads((checkpoint("kimi_vl") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "moonvit"}}))
+    (tmp_path / "model.safetensors").write_bytes((checkpoint("kimi_vl") / "model.safetensors").read_bytes())
     mx.save_safetensors(str(tmp_path / "model-vision.safetensors"), {"vision_tower.patch_conv.weight": mx.ones((4, 4))})
     adapter = adapter_for(tmp_path)
     run = Run(adapter)
@@ -167,7 +184,16 @@ def test_a_family_that_is_not_built_serves_text_and_says_so(checkpoint: Callable
 
     assert len(row.output) == 4
     assert adapter.vision is None
-    assert adapter.no_vision == "images for mistral3 are not built, so it reads text only"
+    assert adapter.no_vision == "images for kimi_vl are not built, so it reads text only"
+
+
+def test_a_tower_of_another_family_leaves_text(tmp_path: Path) -> None:
+    folder = write_checkpoint("pixtral", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["model_type"] = "clip_vision_model"
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert adapter_for(folder).no_vision == "its tower is clip_vision_model, which is not built, so it reads text only"
 
 
 def test_features_of_blocks_that_are_not_there_leave_text(tmp_path: Path) -> None:
@@ -185,7 +211,7 @@ def test_features_of_blocks_that_are_not_there_leave_text(tmp_path: Path) -> Non
 def test_a_tower_that_lacks_a_tensor_leaves_text(family: str, tmp_path: Path) -> None:
     folder = write_checkpoint(family, tmp_path)
     weights = dict(mx.load(str(folder / "model.safetensors")))
-    own = re.compile(r"(blocks|encoder\.layers)\.1\..*proj\.(linear\.)?(bias|weight)$")
+    own = re.compile(r"(blocks|(encoder|transformer)\.layers)\.1\..*proj\.(linear\.)?(bias|weight)$")
     gone = next(name for name in weights if own.search(name))
     del weights[gone]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)

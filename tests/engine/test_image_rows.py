@@ -271,6 +271,21 @@ def test_images_that_differ_in_one_pixel_share_nothing(adapter: Adapter) -> None
     assert row.output == alone(adapter, request)
 
 
+@pytest.mark.parametrize("bit", [0, 31, 64, 127])
+def test_images_whose_keys_agree_in_all_bits_but_one_share_nothing(adapter: Adapter, bit: int) -> None:
+    one, pixels = image(1, 2, 3), pixels_of(2, 2, 3)
+    key = (int.from_bytes(one.key, "big") ^ 1 << bit).to_bytes(16, "big")
+    run = Run(adapter, CACHED)
+    finish(run, ask(0, "Once upon a time there was a dog who went to the park. ", one, "What is the digit?"))
+    request = ask(1, "Once upon a time there was a dog who went to the park. ", Image(0, 2, 3, key, pixels), "What is the digit?")
+    (row,) = finish(run, request)
+    other = request.images[0]
+
+    assert not {*request.keyed_prompt[other.start : other.end]} & {*ask(0, one).keyed_prompt}
+    assert row.timings.cached_tokens <= other.start
+    assert row.output == alone(adapter, request)
+
+
 def test_every_place_of_an_image_has_a_key_of_its_own() -> None:
     request = ask(0, image(1, 4, 4), image(2, 4, 4))
     keys = request.keyed_prompt

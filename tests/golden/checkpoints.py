@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from golden.configs import CONFIGS, IMAGE, VISION_END, VISION_START, layout, processor_config
+from golden.configs import CONFIGS, IMAGE, VIDEO, VISION_END, VISION_START, layout, processor_config
 
 HERE = Path(__file__).parent
 SEED = 14  # of weights, prompts and pixels
@@ -24,6 +24,7 @@ SEEDS = {
     "gemma4_small": 16,
     "smolvlm": 15,
     "lfm2_vl": 20,
+    "pixtral": 15,
 }  # of weights, where the first one draws a model whose answers are of no use
 NUM_LOGITS = 8  # places whose logits are stored
 NUM_GREEDY = 6
@@ -78,7 +79,8 @@ def case(family: str, name: str) -> Case:
     for rows, columns in sizes:
         tokens.append(VISION_START)
         starts.append(len(tokens))
-        tokens += [IMAGE] * (rows * columns) + [VISION_END, *rng.integers(0, VISION_START, 4).tolist()]
+        tokens += (([IMAGE] * columns + [VIDEO] * layout(family).row_ends) * rows)[: -1 if layout(family).row_ends else None]
+        tokens += [VISION_END, *rng.integers(0, VISION_START, 4).tolist()]
         pixels.append(rng.integers(0, 256, (rows * side, columns * side, 3), np.uint8))
     return Case(tokens + rng.integers(0, VISION_START, 3).tolist(), starts, pixels)
 

@@ -75,6 +75,18 @@ GEMMA4_TOWER = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
 }
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 12,
+    "patch_size": 14,
+    "image_size": 140,
+    "hidden_act": "gelu",
+    "rope_theta": 10000.0,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5": {
         "model_type": "qwen3_5",
@@ -294,6 +306,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "vision_config": {**SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 25, "vision_use_head": False},
     },
+    "mistral3": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "image_token_index": IMAGE,
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "mistral", "num_hidden_layers": 3, "head_dim": 16, "rope_theta": 10000.0},
+        "vision_config": {**PIXTRAL, "hidden_act": "silu"},
+    },
+    "pixtral": {  # as transformers has it
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "image_token_index": IMAGE,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "tie_word_embeddings": False,
+        "text_config": {**TEXT, "model_type": "mistral", "num_hidden_layers": 3, "head_dim": 16, "rope_theta": 10000.0},
+        "vision_config": PIXTRAL,
+    },
 }
 
 
@@ -326,7 +358,15 @@ def _lfm2_processor(config: dict[str, Any]) -> dict[str, Any]:
     return {"image_processor_type": "Lfm2VlImageProcessorFast", **COLOURS, **sizes, **tiles, "max_pixels_tolerance": 2.0}
 
 
+def _pixtral_processor(config: dict[str, Any]) -> dict[str, Any]:
+    side = config["vision_config"]["patch_size"]
+    sizes = {"size": {"longest_edge": 140}, "patch_size": {"height": side, "width": side}}
+    return {"image_processor_type": "PixtralImageProcessor", **COLOURS, "resample": 3, **sizes}
+
+
 PROCESSORS = {
+    "mistral3": _pixtral_processor,
+    "pixtral": _pixtral_processor,
     "lfm2_vl": _lfm2_processor,
     "gemma3": _gemma3_processor,
     "gemma4": _gemma4_processor,
@@ -349,6 +389,7 @@ class Layout:
     one: tuple[int, int] = (2, 3)
     two: tuple[tuple[int, int], tuple[int, int]] = ((3, 5), (1, 4))
     has_places: bool = False  # tokens of images have positions of three axes
+    row_ends: int = 0  # marks behind each row of an image's tokens
 
 
 def layout(family: str) -> Layout:
@@ -359,6 +400,8 @@ def layout(family: str) -> Layout:
 
 
 LAYOUTS = {
+    "mistral3": Layout(28, row_ends=1),
+    "pixtral": Layout(14, two=((4, 5), (1, 4)), row_ends=1),
     "lfm2_vl": Layout(28),
     "gemma3": Layout(28, (3, 3), ((3, 3), (3, 3))),
     "gemma4": Layout(16),

@@ -63,7 +63,7 @@ def _run(model: Any, family: str, given: Case) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if given.pixels:
         images = PIXELS.get(family, _qwen_pixels)(model, given)
-        output = model.model.get_image_features(**images, return_dict=True)
+        output = model.model.get_image_features(**images, **FEATURES.get(family, {}), return_dict=True)
         for number, features in enumerate(_by_image(output.pooler_output, given)):
             found[f"features.{number}"] = features.numpy()
             for level, deeper in enumerate(getattr(output, "deepstack_features", None) or ()):
@@ -89,6 +89,9 @@ def _run(model: Any, family: str, given: Case) -> dict[str, Any]:
     found["greedy"] = np.array(tokens[len(given.tokens) :], np.int32)
     found["greedy_logits"] = np.stack(deciding)
     return {name: np.asarray(array, np.float32 if "features" in name else None) for name, array in found.items()}
+
+
+FEATURES = {family: {"vision_feature_layer": -1} for family in ("mistral3", "pixtral")}  # else it is to be told
 
 
 def _by_image(features: Any, given: Case) -> Any:
@@ -158,7 +161,17 @@ def _lfm2_pixels(model: Any, given: Case) -> dict[str, Any]:
     }
 
 
+def _padded_pixels(model: Any, given: Case) -> dict[str, Any]:  # noqa: ARG001 – all have this shape
+    """Images of several sizes, (images, channels, height, width), filled up to the largest; their sizes."""
+    sizes = [pixels.shape[:2] for pixels in given.pixels]
+    height, width = (max(sides) for sides in zip(*sizes, strict=True))
+    padded = [torch.nn.functional.pad(_normed(one), (0, width - one.shape[1], 0, height - one.shape[0])) for one in given.pixels]
+    return {"pixel_values": torch.stack(padded), "image_sizes": torch.tensor(sizes)}
+
+
 PIXELS = {
+    "mistral3": _padded_pixels,
+    "pixtral": _padded_pixels,
     "lfm2_vl": _lfm2_pixels,
     "gemma3": _stacked_pixels,
     "gemma4": _gemma4_pixels,
@@ -174,7 +187,14 @@ def _ids(family: str, tokens: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, **({} if kinds is None else {kinds: (ids == IMAGE).int()})}
 
 
-KINDS = {"lfm2_vl": None, "gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}  # what models call the places of images
+KINDS = {
+    "mistral3": None,
+    "pixtral": None,
+    "lfm2_vl": None,
+    "gemma3": "token_type_ids",
+    "idefics3": None,
+    "smolvlm": None,
+}  # what models call the places of images
 
 
 if __name__ == "__main__":

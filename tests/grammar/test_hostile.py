@@ -1,7 +1,7 @@
 """A hostile grammar costs its owner a refusal, or everybody a bounded moment: in compiling, in masks, in depth of stack.
 
-A grammar that explodes takes minutes or for ever, so the limits are the engine's own and far above what an admitted one takes on a
-slow machine, in CPU seconds of this process. What ends the process ends the test run with it.
+A grammar that explodes takes minutes or for ever, so the limits are the engine's own and far above what an admitted one takes on
+a slow machine, in CPU seconds of this process. What ends the process ends the test run with it.
 """
 
 from __future__ import annotations

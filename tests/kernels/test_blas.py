@@ -142,23 +142,55 @@ def test_masked_positions_at_the_end_do_not_change_the_bits_of_attention(
         assert multiply(library, probabilities, values, turned=False).tobytes() == short.tobytes()
 
 
+class Scores(ctypes.Structure):
+    """struct weft_scores of native/weft.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("m", "span", "k", "ldq", "ldk", "ld_bias", "tokens")] + [
+        (name, ctypes.c_void_p) for name in ("q", "keys", "bias", "c")
+    ]
+
+
+class Rotation(ctypes.Structure):
+    """struct weft_rotation of native/weft.h."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("x", "angles", "y")]
+        + [(name, ctypes.c_size_t) for name in ("m", "n", "half", "x_rows", "x_stride")]
+        + [(name, ctypes.c_size_t) for name in ("batch_rows", "batch_angles", "repeat", "tokens")]
+        + [("of_neighbours", ctypes.c_int)]
+    )
+
+
 def attention_weights(library: ctypes.CDLL, queries: Array, keys: Array, tokens: int, bias: Array | None = None) -> Array:
-    """The softmax of queries by keys, asked for as `weft.kernels.attention` does."""
+    """The softmax of queries by keys."""
     (m, k), n = queries.shape, keys.shape[0]
-    weights = np.full((m, n), np.nan, np.float32) if bias is None else bias.copy()
-    (alpha,) = np.array([0x1B58 << 16 | tokens], np.uint32).view(np.float32)
-    sgemm_of(library)(ROW_MAJOR, NO_TRANS, TRANS, m, n, k, alpha, queries.ctypes.data, k, keys.ctypes.data, k,
-                      0 if bias is None else 1, weights.ctypes.data, n)  # fmt: skip
+    queries, keys = np.ascontiguousarray(queries), np.ascontiguousarray(keys)
+    weights = np.full((m, n), np.nan, np.float32)
+    bias_at = None if bias is None else bias.ctypes.data
+    library.weft_scores(
+        ctypes.byref(Scores(m, n, k, k, k, n, tokens, queries.ctypes.data, keys.ctypes.data, bias_at, weights.ctypes.data))
+    )
     return weights
 
 
-def changed(library: ctypes.CDLL, what: int, c: Array, a: Array, b: Array) -> Array:
-    """c after an operation that multiplies nothing, asked for as `weft.kernels.cpu` does."""
-    c = c.copy()
-    (alpha,) = np.array([what], np.uint32).view(np.float32)
-    sgemm_of(library)(ROW_MAJOR, NO_TRANS, NO_TRANS, *c.shape, a.shape[1], alpha, a.ctypes.data, a.shape[1],
-                      b.ctypes.data, b.shape[1], 1, c.ctypes.data, c.shape[1])  # fmt: skip
-    return c
+def gate(library: ctypes.CDLL, x: Array) -> Array:
+    y = np.full_like(x, np.nan)
+    library.weft_silu(x.ctypes.data_as(ctypes.c_void_p), y.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(x.size))
+    return y
+
+
+def norm(library: ctypes.CDLL, x: Array, weight: Array, eps: float) -> Array:
+    y = np.full_like(x, np.nan)
+    x_at, weight_at, y_at = (array.ctypes.data_as(ctypes.c_void_p) for array in (x, weight, y))
+    library.weft_norm(x_at, weight_at, ctypes.c_float(eps), y_at, ctypes.c_size_t(x.shape[0]), ctypes.c_size_t(x.shape[1]))
+    return y
+
+
+def turned_by(library: ctypes.CDLL, x: Array, angles: Array, of_neighbours: int) -> Array:
+    (m, n), half, y = x.shape, angles.shape[1] // 2, np.full_like(x, np.nan)
+    rotation = Rotation(x.ctypes.data, angles.ctypes.data, y.ctypes.data, m, n, half, m, 0, m, m, 1, m, of_neighbours)
+    library.weft_rotate(ctypes.byref(rotation))
+    return y
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -171,10 +203,10 @@ def test_gates_norms_and_turns_are_right_on_every_machine(
     x = (random.standard_normal(shape, np.float32) * 9).astype(np.float32)
     exact = x.astype(np.float64)
 
-    column, row = np.full((shape[0], 1), 0.25, np.float32), random.standard_normal((1, shape[1]), np.float32)
-    np.testing.assert_allclose(changed(library, 0x1B59 << 16, x, column, row), exact / (1 + np.exp(-exact)), rtol=2e-5, atol=1e-6)
+    weight = random.standard_normal((1, shape[1]), np.float32)
+    np.testing.assert_allclose(gate(library, x), exact / (1 + np.exp(-exact)), rtol=2e-5, atol=1e-6)
     root = np.sqrt((exact**2).mean(axis=1, keepdims=True) + 0.25)
-    np.testing.assert_allclose(changed(library, 0x1B5A << 16, x, column, row), exact / root * row, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(norm(library, x, weight, 0.25), exact / root * weight, rtol=2e-5, atol=1e-6)
 
     half = shape[1] // 3  # the last numbers are left as they are
     turns = random.standard_normal((shape[0], half))
@@ -184,8 +216,7 @@ def test_gates_norms_and_turns_are_right_on_every_machine(
         first, second = (slice(0, 2 * half, 2), slice(1, 2 * half, 2)) if of_neighbours else (slice(half), slice(half, 2 * half))
         right[:, first] = exact[:, first] * np.cos(turns) - exact[:, second] * np.sin(turns)
         right[:, second] = exact[:, first] * np.sin(turns) + exact[:, second] * np.cos(turns)
-        found = changed(library, 0x1B5B << 16 | of_neighbours, x, angles, np.zeros((2 * half, shape[1]), np.float32))
-        np.testing.assert_allclose(found, right, atol=1e-5)
+        np.testing.assert_allclose(turned_by(library, x, angles, of_neighbours), right, atol=1e-5)
 
 
 def softmax(scores: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -413,35 +444,3 @@ def test_threads_come_from_the_environment_or_the_cores(monkeypatch: pytest.Monk
 
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "many")
     assert weft.kernels.blas.default_threads() == len(os.sched_getaffinity(0))
-
-
-def test_the_recurrence_is_right_on_every_machine_and_threads_do_not_matter(
-    library: ctypes.CDLL, random: np.random.Generator
-) -> None:
-    heads, rows, width, tokens = 12, 24, 40, 7
-    parts = [random.standard_normal((heads, count, 48), np.float32) * 0.3 for count in (rows, *[tokens] * 5)]
-    for part, used in zip(parts, (width, rows, width, width, width, width), strict=True):
-        part[:, :, used:] = 0  # the lanes behind are zeros
-    packed = np.ascontiguousarray(np.concatenate(parts, axis=1).reshape(-1, 48))
-    sizes = np.zeros((1, 48), np.float32)
-    sizes[0, :3] = rows, 48, tokens
-    state, value, key, query, gate, beta = (part.astype(np.float64) for part in parts)
-    right = []
-    for at in range(tokens):
-        state = state * gate[:, at, None]
-        change = beta[:, at, :1] * (value[:, at, :rows] - np.einsum("hvk,hk->hv", state, key[:, at]))
-        state = state + change[..., None] * key[:, at, None]
-        right.append(np.einsum("hvk,hk->hv", state, query[:, at]))
-    results = set()
-    for name in available(library):
-        library.weft_blas_kernels(name.encode())
-        for threads in (1, 2, 3):
-            library.weft_blas_threads(threads)
-            found = changed(library, 0x1B5C << 16 | 1, packed, np.zeros((len(packed), 1), np.float32), sizes)
-            by_head = found.reshape(heads, -1, 48)
-            np.testing.assert_allclose(by_head[:, :rows], state, atol=2e-6)
-            np.testing.assert_allclose(by_head[:, rows : rows + tokens, :rows], np.stack(right, axis=1), atol=4e-6)
-            if name != "plain":  # which has no fused multiply-add on some machines
-                results.add(found.tobytes())
-
-    assert len(results) <= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import mlx.core as mx
@@ -11,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import bailing_hybrid, ssm
 
-from weft.kernels import cpu, recurrent
+from weft.kernels import blas, cpu, recurrent
 from weft.memory.positions import taking_notes
 
-pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own BLAS")
+pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own operations")
 
 Inputs = list[np.ndarray]
 
@@ -46,8 +47,15 @@ def as_written(given: Inputs) -> tuple[np.ndarray, np.ndarray]:
     return np.stack(outputs, axis=2), state
 
 
+def recur(given: Inputs) -> cpu.Recurred:
+    """Inputs and outputs by head, as numpy has them here; the operation wants them by token."""
+    state, *by_head = map(mx.array, given)
+    found = cpu.recurrence(state, *(array.swapaxes(1, 2) for array in by_head))
+    return found._replace(output=found.output.swapaxes(1, 2))
+
+
 def run(given: Inputs) -> tuple[mx.array, mx.array]:
-    return cpu.recurrence(*map(mx.array, given))[:2]
+    return recur(given)[:2]
 
 
 @pytest.mark.parametrize("is_delta", [False, True])
@@ -55,7 +63,7 @@ def run(given: Inputs) -> tuple[mx.array, mx.array]:
 def test_the_states_kept_of_each_token_are_those_of_a_recurrence_that_ends_there(height: int, width: int, is_delta: bool) -> None:
     given = inputs(2, 3, height, width, 5, is_delta, width)
     with taking_notes(5):
-        output, last, states = cpu.recurrence(*map(mx.array, given))
+        output, last, states = recur(given)
     assert states is not None
 
     assert mx.array_equal(output, run(given)[0])
@@ -74,6 +82,21 @@ def test_it_is_what_numpy_says_for_any_size(height: int, width: int, tokens: int
         for found, right in zip(run(given), as_written(given), strict=True):
             assert found.shape == right.shape
             assert np.abs(np.array(found) - right).max() <= 4e-6 * np.abs(right).max()
+
+
+def test_every_instruction_set_has_the_same_bits_and_threads_do_not_matter() -> None:
+    given, results = inputs(2, 6, 24, 40, 7, True, 40), set()
+    library = ctypes.CDLL(str(blas.compiled_library()))
+    threads = library.weft_blas_threads(2)
+    for name in (b"avx512", b"avx2"):  # the plain one has no fused multiply-add on some machines
+        if library.weft_blas_kernels(name):
+            for count in (1, 2, 3):
+                library.weft_blas_threads(count)
+                results.add(b"".join(np.array(array).tobytes() for array in run(given)))
+    library.weft_blas_kernels(None)
+    library.weft_blas_threads(threads)
+
+    assert len(results) <= 1
 
 
 @settings(max_examples=20)

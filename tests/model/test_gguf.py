@@ -10,12 +10,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from weft.errors import BadModel, ModelError, UnsupportedModel
+from weft.kernels import primitives
 from weft.model import gguf, gguf_convert
 from weft.model.loader import load
 from weft.text.sampling import recommended_sampling
@@ -295,11 +294,11 @@ def test_repacked_model_is_exactly_the_float32_one(tmp_path: Path, architecture:
     assert config_of(packed_folder)["quantization"]["model.embed_tokens"]["bits"] == 8
     assert config_of(packed_folder)["quantization"]["model.layers.0.self_attn.q_proj"]["bits"] == 4
     assert "model.layers.0.mlp.down_proj" not in config_of(packed_folder)["quantization"]
-    dequantised = dict(tree_flatten(dequantize_model(packed_model).parameters()))
-    for name, array in tree_flatten(plain_model.parameters()):
-        assert mx.array_equal(array, dequantised[name]), name
     assert mx.abs(plain).max().item() > 0.1
-    assert mx.abs(plain - packed).max().item() < 1e-4  # the two matrix products add in their own orders
+    if primitives.missing is None:
+        assert mx.array_equal(plain, packed)
+    else:
+        assert mx.abs(plain - packed).max().item() < 1e-4  # the two matrix products add in their own orders
 
 
 def test_quantised_folder_keeps_plain_tensors_in_its_dtype_when_nothing_is_lost(tmp_path: Path) -> None:

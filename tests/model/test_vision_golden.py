@@ -44,7 +44,7 @@ def test_features_are_those_of_the_reference_where_attention_is_cut_into_steps(
 ) -> None:
     image, vision = request(family, "two_images").images[0], vision_of(seeing(family))
     whole = vision.encode(image)
-    monkeypatch.setattr(tower, "SCORES", 1 << 12)
+    monkeypatch.setattr(tower, "SCORES", 1 << 10)
     cut = vision.encode(image)
 
     assert len(cut) > len(whole) + 3

@@ -205,7 +205,6 @@ def _file_part(data: bytes) -> dict[str, Any]:
 def test_what_else_is_refused_names_the_part(server: Server) -> None:
     good = {"type": "image_url", "image_url": {"url": data_url(pictures(SINGLE[0])[0])}}
     messages = {
-        "which stands for images here": refused(server, good, "Look: <|image_pad|>"),
         "takes images from": refused(server, good, role="assistant"),
         "32 are allowed": _too_many(server, good),
         "detail is 'huge'": refused(server, {"type": "image_url", "image_url": {**good["image_url"], "detail": "huge"}}),  # type: ignore[dict-item]
@@ -218,6 +217,17 @@ def test_what_else_is_refused_names_the_part(server: Server) -> None:
     for words, error in messages.items():
         assert words in error["message"]
         assert error["param"].startswith("messages[0]")
+
+
+def test_the_text_of_an_image_token_is_text(server: Server) -> None:
+    good = {"type": "image_url", "image_url": {"url": data_url(pictures(SINGLE[0])[0])}}
+    texts = [{"type": "text", "text": text} for text in ("Look: <|image_pad|>", "Look: ")]
+    asked = [{"messages": [{"role": "user", "content": [good, text]}], **GREEDY, "max_tokens": 1} for text in texts]
+    replies = [server.post("/v1/chat/completions", body) for body in asked]
+
+    assert [reply.status_code for reply in replies] == [200, 200]
+    written, plain = (reply.json()["usage"]["prompt_tokens_details"]["image_tokens"] for reply in replies)
+    assert written == plain > 0
 
 
 def _too_many(server: Server, part: dict[str, Any]) -> dict[str, Any]:

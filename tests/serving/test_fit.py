@@ -45,18 +45,20 @@ def test_the_verdict_follows_from_the_two_numbers(needed: int | None, free: int 
     assert Fit(needed, free).verdict == verdict
 
 
-def test_half_precision_is_held_in_float32_on_a_cpu_and_packed_weights_as_they_are(
+def test_on_a_cpu_weights_are_held_as_they_are_if_weft_can_expand_them_and_else_half_precision_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = folder_with(tmp_path, half=("BF16", [1000, 1000]), packed=("U32", [1000, 1000]))
+    model = folder_with(tmp_path, half=("BF16", [1000, 1000]), packed=("U32", [1000, 1000]), norm=("F16", [1000]))
     size = (tmp_path / "model.safetensors").stat().st_size
     needed = []
-    for is_cpu in (True, False):
+    for is_cpu, compiled in ((True, None), (True, tmp_path), (False, None)):
         monkeypatch.setattr(blas, "is_mlx_on_cpu", lambda is_cpu=is_cpu: is_cpu)
+        monkeypatch.setattr(blas, "compiled_library", lambda _, compiled=compiled: compiled)
         needed.append(fit.needed_bytes(model))
 
-    assert needed[0] == pytest.approx(least(size + 2_000_000), abs=1)
-    assert needed[1] == pytest.approx(least(size), abs=1)
+    assert needed[0] == pytest.approx(least(size + 2_002_000), abs=1)
+    assert needed[1] == pytest.approx(least(size + 2_000), abs=1)
+    assert needed[2] == pytest.approx(least(size), abs=1)
 
 
 def test_a_damaged_file_counts_with_its_size_and_a_missing_model_not_at_all(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from image_files import encoded, noise
 from weft.errors import InvalidRequest
@@ -97,6 +99,25 @@ def _tiles(found: Any) -> list[Any]:
     return [tile for tile, mask in zip(found["pixel_values"][0], found["pixel_attention_mask"][0], strict=True) if mask.any()]
 
 
+def _pixtral_processor(fields: Json, tokenizer: Any) -> Any:
+    """Do what Pixtral's processor does, which needs torch: that of its images does not."""
+
+    def process(images: list[list[Image.Image]], text: list[str], images_kwargs: Json, **_: Any) -> Json:
+        pixels = PixtralImageProcessorPil(**fields)(images[0], **images_kwargs, patch_size=14)
+        pieces = text[0].split("[IMG]")
+        written = ["[IMG_BREAK]".join(["[IMG]" * (width // 14)] * (height // 14)) for height, width in pixels["image_sizes"]]
+        whole = pieces[0] + "".join(f"{one}[IMG_END]{piece}" for one, piece in zip(written, pieces[1:], strict=True))
+        return {**pixels, "input_ids": [tokenizer.encode(whole, add_special_tokens=False)]}
+
+    return process
+
+
+def _cut(found: Any) -> list[Any]:
+    """Images without what fills them up to the largest."""
+    sizes = zip(found["pixel_values"], found["image_sizes"], strict=True)
+    return [pixels[:, : size[0], : size[1]] for pixels, size in sizes]
+
+
 TILES = {"resample": 1, "size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 48}, "do_image_splitting": True}
 FAMILIES = {
     "gemma3": Family(
@@ -149,6 +170,20 @@ FAMILIES = {
         config={"vision_config": {"patch_size": 6}, "scale_factor": 2},
         unpacked=_tiles,
     ),
+    "mistral3": Family(
+        tokens={"image": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"},
+        image="[IMG]",
+        preprocessor={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 180},
+            "patch_size": 7,
+            "resample": 3,
+        },
+        processor=_pixtral_processor,
+        config={"model_type": "mistral3", "vision_config": {"patch_size": 7}, "spatial_merge_size": 2},
+        suffix="_token_index",
+        unpacked=_cut,
+    ),
 }
 EVERY_FAMILY = pytest.mark.parametrize("name", FAMILIES)
 
@@ -184,8 +219,12 @@ def conversation(codec: Codec, decoder: ImageDecoder, pictures: list[Image.Image
     )
 
 
+def _sizes_id(sizes: list[tuple[int, int]]) -> str:
+    return "+".join(f"{width}x{height}" for width, height in sizes)
+
+
 @EVERY_FAMILY
-@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=str)
+@pytest.mark.parametrize("sizes", [*([size] for size in SIZES), SIZES[1:4]], ids=_sizes_id)
 def test_prompts_and_pixels_are_those_of_transformers(
     codec: Callable[[str], Codec], decoder: ImageDecoder, name: str, sizes: list[tuple[int, int]]
 ) -> None:
@@ -204,11 +243,20 @@ def test_prompts_and_pixels_are_those_of_transformers(
 
 
 @EVERY_FAMILY
-def test_what_stands_for_images_is_refused_in_a_text(codec: Callable[[str], Codec], name: str) -> None:
-    family = FAMILIES[name]
+def test_what_stands_for_images_is_text_in_a_text_or_refused_where_control_tokens_are_parsed(
+    codec: Callable[[str], Codec], name: str
+) -> None:
+    family, one, parsing = FAMILIES[name], codec(name), copy.copy(codec(name))
+    parsing.control = None
+    assert one.images is not None
     for text in {family.image, family.tokens["image"]}:
+        written = Conversation((Message("user", f"Hello {text}!"),))
+        encoded_prompt = one.encode(written)
+
+        assert one.images.token not in encoded_prompt.ids
+        assert text in one.tokenizer.decode(encoded_prompt.ids, skip_special_tokens=False)
         with pytest.raises(InvalidRequest, match="stands for images here"):
-            codec(name).encode(Conversation((Message("user", f"Hello {text}!"),)))
+            parsing.encode(written)
 
 
 LFM2 = Family(
@@ -216,8 +264,14 @@ LFM2 = Family(
     image="<image>",
     preprocessor={
         "image_processor_type": "Lfm2VlImageProcessorFast",
-        **{"encoder_patch_size": 4, "downsample_factor": 2, "min_image_tokens": 4, "max_image_tokens": 16},
-        **{"tile_size": 32, "min_tiles": 2, "max_tiles": 4, "resample": 2},
+        "encoder_patch_size": 4,
+        "downsample_factor": 2,
+        "min_image_tokens": 4,
+        "max_image_tokens": 16,
+        "tile_size": 32,
+        "min_tiles": 2,
+        "max_tiles": 4,
+        "resample": 2,
     },
     processor=lambda *_: None,  # needs torch
 )

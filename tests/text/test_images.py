@@ -21,7 +21,7 @@ from golden.checkpoints import HERE
 from image_files import ODD, encoded, noise, png, spliced
 from weft.errors import BadModel, ImageProblem
 from weft.text import images
-from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, TileSizing, read_sizing
+from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, TileSizing
 from weft.text.images import (
     MAX_IMAGE_BYTES,
     MAX_IMAGE_PIXELS,
@@ -31,6 +31,7 @@ from weft.text.images import (
     read_data_url,
     sniff,
 )
+from weft.text.sizing_reader import read_sizing
 
 SIDES = st.integers(1, 9000)
 SIZINGS = st.builds(

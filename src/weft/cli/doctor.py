@@ -164,7 +164,7 @@ def _check_device() -> Iterator[Finding]:
         from weft.llm import BLAS, LLM  # binds the BLAS, so it comes before whoever else imports mlx
 
         from weft.engine.budget import MemoryBudget  # isort: skip
-        from weft.engine.process import safe_memory  # isort: skip
+        from weft.engine.process import missing_operations, safe_memory  # isort: skip
 
         llm = LLM(MODEL)
     except (ImportError, OSError, RuntimeError, WeftError) as error:
@@ -173,6 +173,8 @@ def _check_device() -> Iterator[Finding]:
     machine = f"{platform.system()} {platform.release()} {platform.machine()}, {os.cpu_count()} cores"
     yield Finding("ok", "device", f"{machine}, MLX on {llm.device}")
     yield _judge_products(BLAS.name, BLAS.threads, BLAS.warning)
+    if llm.device == "cpu":
+        yield _judge_operations(missing_operations())
     adapter = llm.engine.adapter
     yield _judge_gated_delta(llm.device, adapter.gated_delta_modules)
     budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, safe_memory())
@@ -188,6 +190,13 @@ def _judge_products(name: str, threads: int | None, warning: str | None) -> Find
         advice = "reinstall weft with a C compiler present: small batches would be faster, and exact"
         return Finding("slow", "products", f"OpenBLAS alone, {threads} threads", advice)
     return Finding("slow", "products", warning or "MLX's reference BLAS", "" if warning else "reinstall weft")
+
+
+def _judge_operations(missing: str | None) -> Finding:
+    if missing is None:
+        return Finding("ok", "operations", "weft's own in MLX's graph: fused layers, packed weights")
+    reason, _, advice = missing.rpartition(": ")
+    return Finding("slow", "operations", f"mlx's own, several times slower: {reason}", advice)
 
 
 def _judge_gated_delta(device: str, modules: list[str]) -> Finding:

@@ -119,10 +119,10 @@ def pull_command(model: Fetchable, /) -> None:
       weft pull smollm2
       weft pull mlx-community/Qwen3-4B-4bit
     """
-    from weft.engine.process import device_in_use  # how a GGUF file is converted depends on it
+    from weft.engine.process import keeps_packed
     from weft.model.resolve import resolve
 
-    sys.stdout.write(f"{resolve(model, quantized=device_in_use() != 'cpu')}\n")
+    sys.stdout.write(f"{resolve(model, quantized=keeps_packed())}\n")
 
 
 def ps_command(*, url: Url = None, as_json: AsJson = False) -> None:

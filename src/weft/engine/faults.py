@@ -17,7 +17,19 @@ from weft.errors import WeftError
 VARIABLE = "WEFT_TEST_FAULTS"
 
 Point = Literal[
-    "prefill", "decode", "mask", "accept", "sampler", "logprobs", "snapshot", "restore", "logits", "turn", "draft", "guess"
+    "prefill",
+    "decode",
+    "mask",
+    "accept",
+    "sampler",
+    "logprobs",
+    "snapshot",
+    "restore",
+    "logits",
+    "turn",
+    "draft",
+    "guess",
+    "encode",
 ]
 
 

@@ -153,12 +153,26 @@ def _end_with_front(parent: int, folder: Path) -> None:
     threading.Thread(target=watch, daemon=True, name="watch the front").start()
 
 
+def keeps_packed() -> bool:
+    """Whether a GGUF file's own 4- and 8-bit weights are kept: on a CPU only weft's own operations multiply them fast."""
+    blas.bind()  # before mlx is imported; bound already in an engine
+    return device_in_use() != "cpu" or missing_operations() is None
+
+
+def missing_operations() -> str | None:
+    """Return why weft's own operations for CPUs are not there, and what to do; None if they are."""
+    from weft.kernels import primitives
+
+    return primitives.missing
+
+
 def bring_up(
     settings: EngineSettings, report: BlasReport, progress: Progress, config: EngineConfig | None = None
 ) -> tuple[Engine, LoadedModel]:
     """Resolve and load the model, open the disk cache and build an Engine; raises ModelError. Call `blas.bind` first."""
     from weft.engine.engine import Engine
     from weft.engine.faults import Faults
+    from weft.engine.warm_up import warm_up
     from weft.memory.disk import DiskTier
     from weft.memory.disk_files import identity_of
     from weft.model.adapter import Adapter
@@ -166,9 +180,10 @@ def bring_up(
     from weft.model.resolve import resolve
 
     device = device_in_use()
-    loaded = load(resolve(settings.model, quantized=device != "cpu", progress=progress), progress=progress)
-    config = config or EngineConfig.resolve(settings, device, is_row_invariant=report.skinny)
-    adapter = Adapter(loaded, with_head="mtp" in config.speculate and config.width is None)
+    loaded = load(resolve(settings.model, quantized=keeps_packed(), progress=progress), progress=progress)
+    adapter = Adapter(loaded, with_head="mtp" in (settings if config is None else config).speculate)
+    is_row_invariant = report.skinny or adapter.is_row_invariant
+    config = config or EngineConfig.resolve(settings, device, is_row_invariant=is_row_invariant)
     disk = None
     if settings.cache_folder is not None and config.cache_bytes:
         progress("reading cached prefixes on disk", 0, None)
@@ -178,6 +193,9 @@ def bring_up(
         folder = Path(settings.cache_folder)
         disk = DiskTier(folder, identity_of(loaded.folder, facts, folder / "weights.json"), settings.cache_folder_bytes)
         disk.open()
+    if device == "cuda":
+        progress("warming up", 0, None)
+        warm_up(adapter, config)
     return Engine(adapter, config, disk=disk, faults=Faults.of_environment()), loaded
 
 

@@ -203,6 +203,8 @@ class Runner:
             memory.own = self._restored_caches(row.sequence)
         started = self.clock()
         chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
+        if memory.encoding:
+            self.faults.at("encode", row.sequence)
         if seconds is None:
             chunk.finish()
         else:

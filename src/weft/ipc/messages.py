@@ -177,10 +177,23 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     columns: int
     key: bytes  # digest of pixels and size: equal keys are equal images
     pixels: bytes  # RGB, row by row; a token stands for a square of as many pixels as the model has it
+    row_ends: int = 0  # tokens behind each row that are no part of the picture, as text is not
 
     @property
     def num_tokens(self) -> int:
+        return self.rows * (self.columns + self.row_ends)
+
+    @property
+    def num_features(self) -> int:
         return self.rows * self.columns
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        """Places in the prompt of its tokens without those of row ends, in runs [start, end)."""
+        if not self.row_ends:
+            return [(self.start, self.end)]
+        starts = range(self.start, self.end, self.columns + self.row_ends)
+        return [(start, start + self.columns) for start in starts]
 
     @property
     def end(self) -> int:

@@ -15,7 +15,6 @@ from weft.kernels import cpu, cuda
 from weft.memory.views import FORBIDDEN, KeyValueView, Reach, SlabHandle, StepMask, as_bias
 
 ON_CPU = mx.default_device() != mx.gpu
-ON_CUDA = not ON_CPU and not mx.metal.is_available()
 
 
 def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -48,7 +47,7 @@ def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks
 def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: float, sinks: mx.array | None) -> mx.array:
     part = reach.part
     own = view.rows_of(part, queries)
-    if ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
+    if cuda.ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
         return cuda.attend_ragged(own, *view.planes(part), reach, scale, sinks)
     if part.spread is not None:
         own = own[part.spread]
@@ -61,10 +60,10 @@ def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: flo
 
 
 def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None) -> mx.array:
-    """Grouped-query attention for CPUs, with fused softmax if weft's BLAS is bound; `mask`: "causal", additive bias or None."""
+    """Grouped-query attention for CPUs, softmax fused where weft's operations are there; `mask`: "causal", a bias or None."""
     (n, num_heads, tokens, dim), groups = queries.shape, keys.shape[1]
     together: tuple[int, ...] = (n, groups, num_heads // groups * tokens)  # one matrix for a key head: its keys are read once
-    is_fused = cpu.is_bound(queries.dtype) and tokens <= cpu.MAX_CAUSAL_TOKENS
+    is_fused = cpu.is_bound(queries.dtype)
     if isinstance(mask, str) and not is_fused:
         span = keys.shape[2]
         mask = mx.where(mx.arange(span)[None] <= mx.arange(span - tokens, span)[:, None], 0.0, FORBIDDEN)
@@ -77,13 +76,14 @@ def grouped_attention(queries: mx.array, keys: mx.array, values: mx.array, scale
             mask = mask.reshape(mask.shape[0], *together[1:3], *mask.shape[2:])
         elif mask.ndim == 4:
             mask = mask[:, :, None]
-    scaled, turned = (queries * scale).reshape(*together, dim), keys.swapaxes(-1, -2)
-    weights = cpu.attention_weights(scaled, turned, mask, tokens) if is_fused else _weights(scaled, turned, mask)
+    scaled = (queries * scale).reshape(*together, dim)
+    weights = cpu.attention_weights(scaled, keys, mask, tokens) if is_fused else _weights(scaled, keys, mask)
     return (weights @ values).reshape(n, num_heads, tokens, values.shape[-1])
 
 
 def _weights(queries: mx.array, keys: mx.array, bias: mx.array | str | None) -> mx.array:
-    """Return softmax(queries @ keys + bias), made with `power` because MLX's exp is slower (12 ns a number against 4.4)."""
-    scores = queries @ keys + bias if isinstance(bias, mx.array) else queries @ keys
+    """Return softmax(queries @ keysᵀ + bias), made with `power` because MLX's exp is slower (12 ns a number against 4.4)."""
+    scores = queries @ keys.swapaxes(-1, -2)
+    scores = scores + bias if isinstance(bias, mx.array) else scores
     weights = mx.power(math.e, scores - mx.max(scores, axis=-1, keepdims=True))
     return weights / mx.sum(weights, axis=-1, keepdims=True)

@@ -18,6 +18,7 @@ MISSING = (
     "float32 matrix products run on MLX's reference BLAS, thirty to sixty times slower than they could: "
     "install scipy-openblas32 and reinstall weft with a C compiler present, or install your system's libopenblas"
 )
+NO_ATTENTION_PLANS = ("MLX_CUDA_USE_CUDNN_SDPA", "0")  # cuDNN plans attention for every new length: 40 ms and more
 MAX_KEPT_PIECE_BYTES = 32 << 20  # glibc's own limit
 MAX_KEPT_BYTES = 512 << 20
 TOO_LATE = "mlx.core was imported before weft.kernels.blas.bind(): its BLAS is bound already and stays as it is"
@@ -41,6 +42,7 @@ def bind(threads: int | None = None, exact: bool = True) -> BlasReport:
     without it OpenBLAS is asked where it is faster, which makes bits depend on the size of the batch.
     """
     if not is_mlx_on_cpu():
+        os.environ.setdefault(*NO_ATTENTION_PLANS)
         return BlasReport("none")
     if "mlx.core" in sys.modules:
         return already_bound()
@@ -72,9 +74,9 @@ def default_threads() -> int:
     return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else len(os.sched_getaffinity(0))
 
 
-def compiled_library() -> Path | None:
-    """Return the path of weft's own BLAS library; None if it was not compiled when weft was installed."""
-    candidates = (Path(__file__).with_name(f"_blas{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+def compiled_library(name: str = "_blas") -> Path | None:
+    """Return the path of weft's own BLAS, or of its operations for MLX (`_primitives`); None if not compiled at install."""
+    candidates = (Path(__file__).with_name(f"{name}{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.exists()), None)
 
 

@@ -1,13 +1,10 @@
-"""Fused softmax, SiLU, RMSNorm and RoPE for CPUs, through weft's own BLAS, and the layers that use them in place of mlx's.
+"""Fused softmax, SiLU, RMSNorm, RoPE and recurrences for CPUs (weft's own operations), and the layers that use them.
 
-MLX has up to twenty small operations for each there. Our matrix product can do more than multiply: MLX calls `cblas_sgemm` with
-the alpha it is given, and an alpha that no product has asks for one of these operations (native/sgemm.c), so the graph stays
-lazy and in MLX's order. Where our product is not bound, mlx's own operations run.
+MLX has up to twenty small operations for each there. Where weft's are not there (`primitives`), mlx's own run.
 """
 
 import functools
 import math
-import struct
 from collections import deque
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -17,40 +14,27 @@ import mlx.nn as nn
 from mlx_lm.models import activations
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from weft.kernels import modules_behind
+from weft.kernels import modules_behind, packed, primitives
+from weft.kernels.primitives import ops
 from weft.memory.positions import current_notes
 
-SOFTMAX, SILU, RMS_NORM, ROTATE, RECUR = 0x1B58, 0x1B59, 0x1B5A, 0x1B5B, 0x1B5C  # upper halves of alphas: native/sgemm.c
-MAX_CAUSAL_TOKENS = 0xFFFF  # that an alpha can say
-LANES, STATE_ROWS = 16, 4  # as in native/: numbers are read in lanes, and rows of a state are taken four at a time
+LANES, STATE_ROWS = 16, 4  # as in native/weft.h: numbers are read in lanes, and rows of a state are taken four at a time
 
 
 def attention_weights(queries: mx.array, keys: mx.array, mask: mx.array | str | None, tokens: int) -> mx.array:
-    """Fused softmax(queries @ keys), (…, heads · tokens, dim) by (…, dim, span); `mask`: additive bias, "causal" or None."""
-    if isinstance(mask, mx.array):
-        return mx.addmm(mask, queries, keys, alpha=_alpha(SOFTMAX), beta=1.0)
-    return mx.addmm(_full((), 0.0), queries, keys, alpha=_alpha(SOFTMAX, tokens if mask == "causal" else 0), beta=0.0)
-
-
-def fused_silu(gate: mx.array) -> mx.array:
-    """Compute gate · sigmoid(gate) as one fused operation of weft's BLAS, which must be bound."""
-    return mx.addmm(gate, _full((*gate.shape[:-1], 1), 0.0), _full((1, gate.shape[-1]), 0.0), alpha=_alpha(SILU), beta=1.0)
-
-
-def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
-    """Compute RMSNorm of x, times the weight, as one fused operation of weft's BLAS, which must be bound."""
-    return mx.addmm(x, _full((*x.shape[:-1], 1), eps), weight[None], alpha=_alpha(RMS_NORM), beta=1.0)
+    """Fused softmax(queries @ keysᵀ), (…, heads · tokens, dim) by (…, span, dim); `mask`: additive bias, "causal" or None."""
+    bias = mask if isinstance(mask, mx.array) else None
+    return ops.attention_weights(queries, keys, bias, tokens if isinstance(mask, str) else 0)
 
 
 def rotate(x: mx.array, angles: mx.array, *, is_traditional: bool) -> mx.array:
     """Apply RoPE to the first dims of x (B, heads, T, dim), fused; `angles` (B or 1, 1, T, dims): cosines, then sines."""
     # is_traditional: the numbers of a pair are neighbours, else half of the rotated numbers apart
-    nothing = mx.broadcast_to(_full((angles.shape[-1], x.shape[-1]), 0.0), (*x.shape[:2], angles.shape[-1], x.shape[-1]))
-    return mx.addmm(x, angles, nothing, alpha=_alpha(ROTATE, int(is_traditional)), beta=1.0)
+    return ops.rotate(x, angles, is_traditional)
 
 
 class Recurred(NamedTuple):
-    """What a recurrence over T tokens gives: outputs (B, H, T, V), the last state (B, H, V, K), all states (B, T, H, V, K)."""
+    """What a recurrence over T tokens gives: outputs (B, T, H, V), the last state (B, H, V, K), all states (B, T, H, V, K)."""
 
     output: mx.array
     last: mx.array
@@ -62,33 +46,25 @@ def recurrence(
 ) -> Recurred:
     """Run a linear recurrence over tokens as one operation, also with the delta rule.
 
-    state (B, H, V, K); of every token value (B, H, T, V), key and query (B, H, T, K), gate (B, H, T, K or 1), beta
-    (B, H, T, 1). Per token: S ← S · gate; u = value, with `beta` under the delta rule beta · (value − S key); S ← S + u keyᵀ;
+    state (B, H, V, K); of every token value (B, T, H, V), key and query (B, T, H or fewer, K), gate (B, T, H, K or 1), beta
+    (B, T, H, 1). Per token: S ← S · gate; u = value, with `beta` under the delta rule beta · (value − S key); S ← S + u keyᵀ;
     output = S query. Tokens are taken one by one, so no bit depends on where a prompt is cut into chunks. The states after
     each token are kept while notes are taken (memory/positions.py).
     """
-    (rows, heads, height, width), tokens = state.shape, key.shape[2]
-    lanes, padded_height = _whole_lanes(max(width, height)), -(-height // STATE_ROWS) * STATE_ROWS
-    shape = (rows, heads, tokens, lanes)
-    inputs = [_padded(state, (rows, heads, padded_height, lanes)), *(_padded(one, shape) for one in (value, key, query))]
-    inputs += [
-        mx.broadcast_to(one, shape) if one.shape[-1] == 1 else _padded(one, shape) for one in (gate, beta) if one is not None
-    ]
+    height, width = state.shape[2:]
+    missing_height, missing_width = -height % STATE_ROWS, -width % LANES
+    if missing_height or missing_width:
+        state = mx.pad(state, [(0, 0), (0, 0), (0, missing_height), (0, missing_width)])
+        value, key, query = _longer(value, missing_height), _longer(key, missing_width), _longer(query, missing_width)
+        gate = gate if gate.shape[-1] == 1 else _longer(gate, missing_width)
     keeps_states = current_notes() is not None
-    if keeps_states:
-        inputs.append(mx.broadcast_to(_full((1, 1, 1, 1), 0.0), (rows, heads, padded_height * tokens, lanes)))
-    packed = mx.concatenate(inputs, axis=2).reshape(-1, lanes)
-    sizes = _sizes(padded_height, _whole_lanes(width), tokens, lanes)
-    nothing = _full((packed.shape[0], 1), 0.0)
-    alpha = _alpha(RECUR, int(beta is not None) | keeps_states << 1)
-    found = mx.addmm(packed, nothing, sizes, alpha=alpha, beta=1.0).reshape(rows, heads, -1, lanes)
-    output, last = found[:, :, padded_height : padded_height + tokens, :height], found[:, :, :height, :width]
-    if tokens > 1:  # a slice holds on to all of it: the tokens of a chunk are not kept with the state
-        last = mx.contiguous(last)
-    if not keeps_states:
-        return Recurred(output, last, None)
-    kept = found[:, :, -padded_height * tokens :].reshape(rows, heads, tokens, padded_height, lanes)
-    return Recurred(output, last, kept[..., :height, :width].swapaxes(1, 2))
+    output, states = ops.recur(state, value, key, query, gate, beta, keeps_states)
+    output, states = output[..., :height], states[..., :height, :width]
+    return Recurred(output, states[:, -1], states) if keeps_states else Recurred(output, states, None)
+
+
+def _longer(x: mx.array, count: int) -> mx.array:
+    return mx.pad(x, [(0, 0), (0, 0), (0, 0), (0, count)])
 
 
 class RotaryAngles:
@@ -125,63 +101,42 @@ def angles_at(places: mx.array, scale: float, rates: mx.array) -> mx.array:
 
 @functools.cache
 def is_bound(dtype: mx.Dtype) -> bool:
-    """Whether MLX's matrix product for this dtype is weft's BLAS, found by testing its fused operations; cached."""
-    if dtype != mx.float32 or mx.default_device() == mx.gpu:
+    """Whether weft's own operations compute on this dtype here, found by trying them; cached."""
+    if dtype != mx.float32 or mx.default_device() == mx.gpu or primitives.missing is not None:
         return False
-    queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4).swapaxes(-1, -2) / 20
+    queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4) / 20
     causal = mx.where(mx.arange(5)[None] <= mx.arange(2, 5)[:, None], 0.0, -1e30)
-    gates, state = mx.full((1, 1, 3, 1), 0.5), mx.zeros((1, 1, 4, 4))
-    written = recurrence(state, queries[None], queries[None], queries[None], gates)
-    overlaps = mx.tril(queries @ queries.swapaxes(-1, -2)) * mx.array([[1, 0, 0], [0.5, 1, 0], [0.25, 0.5, 1]])
+    norm = ops.Norm(queries[0, 0], 0.1)
     rotated = rotate(queries[None], RotaryAngles().at(7, 3, 4, 100.0, 1.0, None), is_traditional=False)
+    scores = queries @ keys.swapaxes(-1, -2)
     pairs = [
-        (attention_weights(queries, keys, None, 3), mx.softmax(queries @ keys, axis=-1)),
-        (attention_weights(queries, keys, "causal", 3), mx.softmax(queries @ keys + causal, axis=-1)),
-        (attention_weights(queries, keys, causal, 3), mx.softmax(queries @ keys + causal, axis=-1)),
-        (fused_silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
-        (rms_norm(queries, queries[0, 0], 0.1), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
-        (written.output, (overlaps @ queries)[None]),
+        (attention_weights(queries, keys, None, 3), mx.softmax(scores, axis=-1)),
+        (attention_weights(queries, keys, "causal", 3), mx.softmax(scores + causal, axis=-1)),
+        (attention_weights(queries, keys, causal, 3), mx.softmax(scores + causal, axis=-1)),
+        (ops.silu(queries - 0.5), (queries - 0.5) * mx.sigmoid(queries - 0.5)),
+        (ops.norm(queries, norm), mx.fast.rms_norm(queries, queries[0, 0], 0.1)),
         (rotated, mx.fast.rope(queries[None], 4, traditional=False, base=100.0, scale=1.0, offset=7)),
     ]
     return all(bool(mx.allclose(found, right, atol=1e-5)) for found, right in pairs)
 
 
-@functools.lru_cache(256)
-def _full(shape: tuple[int, ...], number: float) -> mx.array:
-    found = mx.full(shape, number)
-    mx.eval(found)  # sync: it has no part in anybody's graph
-    return found
-
-
-def _whole_lanes(count: int) -> int:
-    return -(-count // LANES) * LANES
-
-
-def _padded(x: mx.array, shape: tuple[int, ...]) -> mx.array:
-    missing = [(0, 0), (0, 0), (0, shape[2] - x.shape[2]), (0, shape[3] - x.shape[3])]
-    return x if x.shape == shape else mx.pad(x, missing)
-
-
-@functools.lru_cache(256)
-def _sizes(height: int, width: int, tokens: int, lanes: int) -> mx.array:
-    found = mx.array([[height, width, tokens, *[0] * (lanes - 3)]], mx.float32)
-    mx.eval(found)  # sync: it has no part in anybody's graph
-    return found
-
-
-@functools.lru_cache(256)
-def _alpha(operation: int, detail: int = 0) -> float:
-    return float(struct.unpack("<f", struct.pack("<I", operation << 16 | detail))[0])
-
-
 class FusedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
-    """An `nn.RMSNorm` that runs as one fused operation where weft's BLAS is bound."""
+    """An `nn.RMSNorm` that runs as one fused operation where weft's operations are there."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        weight = self["weight"]
-        if x.ndim > 1 and weight.dtype == mx.float32 and is_bound(x.dtype):
-            return rms_norm(x, weight, self.eps)
+        if x.ndim > 1 and is_bound(x.dtype):
+            return ops.norm(x, norm_of(self))
         return super().__call__(x)  # type: ignore[no-any-return]
+
+
+def norm_of(layer: Any) -> "ops.Norm":
+    """Return the weight of an RMSNorm as weft's operations take it, made once for each weight that the layer has."""
+    held = layer.__dict__.get("weft_norm")
+    if held is None or held[0] is not layer["weight"]:
+        held = (layer["weight"], ops.Norm(layer["weight"], layer.eps))
+        layer.__dict__["weft_norm"] = held
+    found: ops.Norm = held[1]
+    return found
 
 
 class FusedRotation:
@@ -192,26 +147,30 @@ class FusedRotation:
     def __call__(self: Any, x: mx.array, offset: int | mx.array = 0) -> mx.array:
         if x.ndim != 4 or not is_bound(x.dtype):
             return super().__call__(x, offset)  # type: ignore[misc,no-any-return]
+        return rotate(x, self.angles_for(offset, x.shape[2]), is_traditional=self.traditional)
+
+    def angles_for(self: Any, offset: int | mx.array, tokens: int) -> mx.array:
+        """Return the angles (B or 1, 1, T, dims) of `tokens` positions from each row's offset, cosines then sines."""
         freqs = getattr(self, "_freqs", None)
         base, scale = (self.base, self.scale) if freqs is None else (None, 1.0)
-        angles = self.angles.at(offset, x.shape[2], self.dims, base, scale, freqs)
-        return rotate(x, angles, is_traditional=self.traditional)
+        found: mx.array = self.angles.at(offset, tokens, self.dims, base, scale, freqs)
+        return found
 
 
 class FusedRoPE(FusedRotation, nn.RoPE):  # type: ignore[misc]
-    """An `nn.RoPE` that runs as one fused operation where weft's BLAS is bound."""
+    """An `nn.RoPE` that runs as one fused operation where weft's operations are there."""
 
 
 class FusedLlama3RoPE(FusedRotation, Llama3RoPE):  # type: ignore[misc]
-    """A `Llama3RoPE` (RoPE with scaled frequencies) that runs as one fused operation where weft's BLAS is bound."""
+    """A `Llama3RoPE` (RoPE with scaled frequencies) that runs as one fused operation where weft's operations are there."""
 
 
 FUSED_LAYERS = {nn.RMSNorm: FusedRMSNorm, nn.RoPE: FusedRoPE, Llama3RoPE: FusedLlama3RoPE}
 
 
 def silu(x: mx.array) -> mx.array:
-    """Compute x · sigmoid(x), fused where weft's BLAS is bound; where e^−x overflows the result is zero, as it should be."""
-    return fused_silu(x) if x.ndim > 1 and is_bound(x.dtype) else x / (1.0 + mx.power(math.e, -x))
+    """Compute x · sigmoid(x), fused where weft's operations are there; zero where e^−x overflows, as it should be."""
+    return ops.silu(x) if x.ndim > 1 and is_bound(x.dtype) else x / (1.0 + mx.power(math.e, -x))
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -242,6 +201,7 @@ def bind(model: Any) -> list[str]:
     if mx.default_device() == mx.gpu:
         return []
     mx.disable_compile()
+    packed.bind(model)
     angles = RotaryAngles()
     for layer in model.modules():
         layer.__class__ = FUSED_LAYERS.get(type(layer), type(layer))

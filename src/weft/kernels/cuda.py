@@ -1,4 +1,4 @@
-"""CUDA kernels of decode steps: attention over a slab's rows of unequal length, and the gated delta rule for a few tokens.
+"""CUDA kernels of decode steps: attention over a slab's rows of unequal length, and what gated delta layers need.
 
 MLX has no variable-length attention: a masked batch takes five kernels and reads the padding too. Here it takes two, partial
 sums by span of keys and their merge; each row reads its own keys and no others. Of the gated delta rule mlx-lm has a kernel
@@ -6,15 +6,19 @@ for Metal only; as single operations every token takes a dozen launches, which i
 a row depend on that row alone, whoever shares the batch.
 """
 
+import itertools
 import math
-from functools import cache
+import re
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from weft.memory.views import Reach
 
+ON_CUDA = mx.default_device() == mx.gpu and not mx.metal.is_available()
 SPAN = 256  # keys one block works through; a row's cuts are multiples of it
 THREADS = 128
 COLUMNS = 8  # values one thread loads at once
@@ -32,6 +36,16 @@ __device__ inline void load_columns(const T* from, float* to) {{
     uint4* target = reinterpret_cast<uint4*>(raw);
     for (int i = 0; i < int(COLUMNS * sizeof(T) / 16); i++) target[i] = source[i];
     for (int i = 0; i < COLUMNS; i++) to[i] = static_cast<float>(raw[i]);
+}}
+
+template <int COUNT, typename T>
+__device__ inline void copy_numbers(const T* from, T* to) {{
+    if constexpr (COUNT * sizeof(T) % 16 == 0) {{
+        for (int i = 0; i < int(COUNT * sizeof(T) / 16); i++)
+            reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }} else {{
+        for (int i = 0; i < COUNT; i++) to[i] = from[i];
+    }}
 }}
 """
 
@@ -94,7 +108,50 @@ def _lines(queries: mx.array) -> mx.array:
 def can_step(query: mx.array, value: mx.array, fading: mx.array, state: mx.array | None) -> bool:
     """Whether the kernel of the gated delta rule supports arrays of these dtypes and shapes: one gate per head."""
     is_float = state is None or state.dtype == mx.float32
-    return fading.ndim == 3 and query.shape[-1] % 32 == 0 and value.shape[-1] % (THREADS // 32) == 0 and is_float
+    return fading.ndim == 3 and query.shape[-1] % 8 == 0 and value.shape[-1] % (THREADS // 8) == 0 and is_float
+
+
+class LineSpans(NamedTuple):
+    """Which lines of an array belong to which row: the row of each line, and where each row's lines start."""
+
+    rows: mx.array  # (lines,)
+    starts: mx.array  # (rows + 1,)
+
+    @classmethod
+    def of(cls, counts: tuple[int, ...]) -> Self:
+        """Return the spans of rows with so many lines each, one after the other."""
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        return cls(mx.array(rows, mx.int32), mx.array([0, *itertools.accumulate(counts)], mx.int32))
+
+
+@lru_cache(256)
+def equal_spans(rows: int, tokens: int) -> LineSpans:
+    """Return the spans of rows with the same number of lines; made once."""
+    found = LineSpans.of((tokens,) * rows)
+    mx.eval(found)  # sync: it has no part in anybody's graph
+    return found
+
+
+class DeltaLayout(NamedTuple):
+    """The sizes of a gated delta layer, and where in their lines its keys, values, gates and betas begin."""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    widths: tuple[int, int, int]  # of the lines that hold queries and keys, values, gates and betas
+    key_at: int = 0
+    value_at: int = 0
+    fading_at: int = 0
+    writing_at: int = 0
+
+    @property
+    def template(self) -> list[tuple[str, int]]:
+        key_width, value_width, gate_width = self.widths
+        sizes = {"HEADS": self.heads, "GROUP": self.heads // self.key_heads, "KEY_DIM": self.key_dim, "VALUE_DIM": self.value_dim}
+        widths = {"KEY_WIDTH": key_width, "VALUE_WIDTH": value_width, "GATE_WIDTH": gate_width}
+        places = {"KEY_AT": self.key_at, "VALUE_AT": self.value_at, "FADING_AT": self.fading_at, "WRITING_AT": self.writing_at}
+        return [*sizes.items(), *widths.items(), *places.items()]
 
 
 def gated_delta_steps(
@@ -110,21 +167,113 @@ def gated_delta_steps(
     `by_token` are query, key (B, T, H, K), value (B, T, HG, V) and the projections of gates and betas (B, T, HG).
     """
     query, _, value, *_ = by_token
-    (rows, tokens, key_heads, key_dim), (heads, value_dim) = query.shape, value.shape[2:]
+    (rows, _, key_heads, key_dim), (heads, value_dim) = query.shape, value.shape[2:]
     if state is None:
         state = mx.zeros((rows, heads, value_dim, key_dim))
-    kept = (rows, tokens, heads, value_dim, key_dim) if keeps_states else (1,)
-    sizes = [("HEADS", heads), ("GROUP", heads // key_heads), ("KEY_DIM", key_dim), ("VALUE_DIM", value_dim)]
-    names = "query key value fading writing log_rate bias state tokens"
+    widths = (key_heads * key_dim, heads * value_dim, heads)
+    layout = DeltaLayout(key_heads, heads, key_dim, value_dim, widths)
+    spans = equal_spans(rows, query.shape[1])
+    output, last, states = delta_rule(by_token, (log_rate, bias, state), spans, layout, keeps_states=keeps_states)
+    return output.reshape(value.shape), last, None if states is None else states.reshape(*value.shape[:2], *state.shape[1:])
+
+
+def delta_rule(
+    by_token: tuple[mx.array, ...],
+    of_row: tuple[mx.array, mx.array, mx.array],
+    spans: LineSpans,
+    layout: DeltaLayout,
+    *,
+    keeps_states: bool,
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """Apply the gated delta rule to what `layout` finds in the arrays `by_token`; `of_row`: log rate, bias and states.
+
+    Returns outputs (lines, heads, V), the rows' last states, and those after each line if asked for.
+    """
+    *_, state = of_row
+    shape = (spans.rows.shape[0], layout.heads, layout.value_dim)
+    kept = (*shape, layout.key_dim) if keeps_states else (1,)
+    names = "query key value fading writing log_rate bias state starts"
     output, last, states = _kernel("gated_delta", names, "out last states")(
-        inputs=[*by_token, log_rate, bias, state, _constant(tokens, mx.int32)],
-        template=[("T", query.dtype), *sizes, ("KEEPS_STATES", keeps_states)],
-        grid=(value_dim * 32, heads, rows),
+        inputs=[*by_token, *of_row, spans.starts],
+        template=[("T", by_token[0].dtype), *layout.template, ("KEEPS_STATES", keeps_states)],
+        grid=(layout.value_dim * 8, layout.heads, state.shape[0]),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[value.shape, state.shape, kept],
-        output_dtypes=[query.dtype, mx.float32, mx.float32],
+        output_shapes=[shape, state.shape, kept],
+        output_dtypes=[by_token[0].dtype, mx.float32, mx.float32],
     )
     return output, last, states if keeps_states else None
+
+
+def delta_inputs(
+    projected: mx.array, state: mx.array, taps: mx.array, spans: LineSpans, layout: DeltaLayout
+) -> tuple[mx.array, mx.array]:
+    """Convolve the first channels of projections (lines, …) over time and normalise queries and keys.
+
+    Returns these channels and the convolution's next state.
+    """
+    heads = {"KEY_HEADS": layout.key_heads, "VALUE_HEADS": layout.heads, "KEY_DIM": layout.key_dim, "VALUE_DIM": layout.value_dim}
+    num_heads, lines = 2 * layout.key_heads + layout.heads, projected.shape[0]
+    warps = THREADS // 32
+    mixed, following = _kernel("delta_inputs", "projected state taps rows starts", "out next")(
+        inputs=[projected, state, taps, spans.rows, spans.starts],
+        template=[("T", projected.dtype), *heads.items(), ("TAPS", taps.shape[1])],
+        grid=(-(-num_heads // warps) * THREADS, lines, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, state.shape[-1]), state.shape],
+        output_dtypes=[projected.dtype, state.dtype],
+    )
+    return mixed, following
+
+
+def gated_norm(x: mx.array, gates: mx.array, gate_at: int, weight: mx.array, eps: float) -> mx.array:
+    """RMSNorm of each head of x (lines, heads, dim), times the weight and SiLU of its gate, in `gates` from `gate_at` on."""
+    lines, heads, dim = x.shape
+    found: mx.array = _kernel("gated_norm", "x gates weight eps", "out")(
+        inputs=[x, gates, weight, _constant(eps, mx.float32)],
+        template=[("T", x.dtype), ("HEADS", heads), ("DIM", dim), ("GATE_AT", gate_at)],
+        grid=(-(-heads // (THREADS // 32)) * THREADS, lines, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, heads * dim)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return found
+
+
+def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
+    """Return x + y, both (lines, width), and its RMSNorm times the weight."""
+    added, normed = _kernel("add_norm", "x y weight eps", "sum normed")(
+        inputs=[x, y, weight, _constant(eps, mx.float32)],
+        template=[("T", x.dtype)],
+        grid=(x.shape[0] * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[x.shape, x.shape],
+        output_dtypes=[x.dtype, x.dtype],
+    )
+    return added, normed
+
+
+def can_convolve(x: mx.array, convolution: nn.Conv1d) -> bool:
+    """Whether the kernel supports this convolution: one of each channel for itself, without padding or bias."""
+    channels, taps, each = convolution.weight.shape
+    is_plain = convolution.stride == 1 and convolution.padding == 0 and convolution.dilation == 1 and "bias" not in convolution
+    return is_plain and each == 1 and channels == x.shape[-1] and taps <= x.shape[1] and convolution.weight.dtype == x.dtype
+
+
+def convolve(x: mx.array, weight: mx.array) -> mx.array:
+    """Convolve each channel of x (B, S, C) over time with its own taps (C, taps, 1): (B, S − taps + 1, C).
+
+    cuDNN makes a plan for every length, which takes longer than the rest of a short prompt.
+    """
+    (rows, places, channels), taps = x.shape, weight.shape[1]
+    found: mx.array = _kernel("convolve", "x w", "out")(
+        inputs=[x, weight],
+        template=[("T", x.dtype), ("TAPS", taps)],
+        grid=(-(-channels // THREADS) * THREADS, places - taps + 1, rows),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(rows, places - taps + 1, channels)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return found
 
 
 @cache
@@ -134,5 +283,11 @@ def _constant(number: float, dtype: mx.Dtype, size: int = 1) -> mx.array:
 
 @cache
 def _kernel(name: str, inputs: str, outputs: str) -> Any:
-    source = Path(__file__).with_name("native").joinpath(f"{name}.cu").read_text()
-    return mx.fast.cuda_kernel(f"weft_{name}", inputs.split(), outputs.split(), source=source, header=HEADER)
+    return mx.fast.cuda_kernel(f"weft_{name}", inputs.split(), outputs.split(), source=read_source(f"{name}.cu"), header=HEADER)
+
+
+def read_source(name: str) -> str:
+    """Return a file of native/ without comments and indentation: mlx hashes a kernel's whole text at every launch."""
+    text = Path(__file__).with_name("native").joinpath(name).read_text()
+    lines = (re.sub(r"\s*//.*", "", line).strip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)

@@ -1,4 +1,4 @@
-"""The gated delta rule for prompts: token by token in weft's own BLAS on a CPU, elsewhere in chunks, as large matrix products.
+"""The gated delta rule for prompts: token by token in an operation of weft's on a CPU, else in chunks, as large products.
 
 mlx-lm has a kernel for it on Metal, which is left to its work, and a Python loop elsewhere; `bind` puts this one into a model.
 Token by token no bit depends on where a prompt is cut, and a decode step has the bits of a prompt's token; in chunks both do.
@@ -58,7 +58,7 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Drop-in for mlx-lm's function: compute gates and betas from their projections, then apply the gated delta rule."""
     is_plain = mask is None and lower_bound is None and not allow_neg_eigval
-    if _on_cuda() and key.shape[1] <= MAX_STEPS_ON_GPU and is_plain and cuda.can_step(query, value, fading, state):
+    if cuda.ON_CUDA and is_plain and cuda.can_step(query, value, fading, state):
         by_token, keeps_states = (query, key, value, fading, writing), current_notes() is not None
         output, last, states = cuda.gated_delta_steps(by_token, log_rate, bias, state, keeps_states=keeps_states)
         note_states(last, states)
@@ -101,8 +101,8 @@ def gated_delta_rule(
     tokens = DeltaTokens(*(array.astype(mx.float32) for array in (query, key, value, gate, beta)))
     first = state.astype(mx.float32).reshape(rows, heads, groups, width, -1)
     takes_notes, states = current_notes() is not None, None
-    if length > (MAX_STEPS_ON_CPU if takes_notes else 1) and _goes_by_token():
-        output, last, states = _recurrence(tokens, first)  # with notes it copies the state for each token: dear for a few
+    if _goes_by_token():
+        output, last, states = _recurrence(tokens, first)
     elif length <= MAX_STEPS_ON_CPU or takes_notes:
         output, steps = _single_steps(tokens, first)
         by_token = [one.reshape(state.shape) for one in steps]
@@ -155,13 +155,9 @@ class DeltaTokens(NamedTuple):
 
 
 def _recurrence(tokens: DeltaTokens, state: mx.array) -> cpu.Recurred:
-    """Apply the gated delta rule to a state (B, H, G, V, K) in weft's own BLAS."""
-    groups = state.shape[2]
-    query, key = (array if groups == 1 else mx.repeat(array, groups, axis=2) for array in (tokens.query, tokens.key))
+    """Apply the gated delta rule to a state (B, H, G, V, K) in weft's own operation."""
     gate = tokens.gate if tokens.gate.ndim == 4 else tokens.gate[..., None]
-    by_head = [array.swapaxes(1, 2) for array in (tokens.value, key, query, gate, tokens.beta[..., None])]
-    found = cpu.recurrence(state.flatten(1, 2), *by_head)
-    return found._replace(output=found.output.swapaxes(1, 2))
+    return cpu.recurrence(state.flatten(1, 2), tokens.value, tokens.key, tokens.query, gate, tokens.beta[..., None])
 
 
 def _single_steps(tokens: DeltaTokens, state: mx.array) -> tuple[mx.array, list[mx.array]]:
@@ -290,7 +286,3 @@ def _goes_by_token() -> bool:
 
 def _on_cpu() -> bool:
     return bool(mx.default_device() == mx.cpu)
-
-
-def _on_cuda() -> bool:
-    return bool(mx.default_device() == mx.gpu) and not mx.metal.is_available()

@@ -1,4 +1,4 @@
-"""Mamba 2 and lightning attention on a CPU, token by token in weft's own BLAS: no bit depends on where a prompt is cut.
+"""Mamba 2 and lightning attention on a CPU, token by token in weft's own operation: no bit depends on where a prompt is cut.
 
 mlx-lm computes both in steps of up to 256 tokens, as products of square matrices; `bind` replaces them in a model on a CPU.
 """
@@ -11,12 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import ssm as stock
 
-from weft.kernels import cpu, modules_behind
+from weft.kernels import cpu, cuda, modules_behind
 from weft.memory.positions import current_notes, note_states
 
 
 def bind(model: nn.Module) -> list[str]:
-    """Replace mlx-lm's recurrent functions in a model's modules; returns the modules' names, [] without weft's BLAS.
+    """Replace mlx-lm's recurrent functions in a model's modules; returns the modules' names, [] without weft's operations.
 
     Its convolutions note their input on every device, for steps that go back to an earlier token.
     """
@@ -43,6 +43,8 @@ class NotingConv1d(nn.Conv1d):  # type: ignore[misc]
     def __call__(self, x: mx.array) -> mx.array:
         if (notes := current_notes()) is not None:
             notes.note_convolution(x)
+        if cuda.ON_CUDA and cuda.can_convolve(x, self):
+            return cuda.convolve(x, self["weight"])
         return super().__call__(x)  # type: ignore[no-any-return]
 
 
@@ -63,17 +65,16 @@ def ssm_update(
     if mask is not None or lengths is not None:
         arguments = (hidden_states, log_rate, key, query, skip, dt, dt_bias, state, time_step_limit)
         return stock.ssm_update(*arguments, mask=mask, lengths=lengths)  # type: ignore[no-any-return]
-    (rows, _, heads, height), (groups, width) = hidden_states.shape, key.shape[2:]
+    (rows, _, heads, height), width = hidden_states.shape, key.shape[3]
     if state is None:
         state = mx.zeros((rows, heads, height, width))
     x = hidden_states.astype(mx.float32)
     seconds = mx.clip(nn.softplus(dt.astype(mx.float32) + dt_bias), *time_step_limit)
     gate = mx.exp(seconds * -mx.exp(log_rate.astype(mx.float32)))
-    key, query = (mx.repeat(array.astype(mx.float32), heads // groups, axis=2) for array in (key, query))
-    by_head = [array.swapaxes(1, 2) for array in (x * seconds[..., None], key, query, gate[..., None])]
-    found = cpu.recurrence(state.astype(mx.float32), *by_head)
+    key, query = key.astype(mx.float32), query.astype(mx.float32)
+    found = cpu.recurrence(state.astype(mx.float32), x * seconds[..., None], key, query, gate[..., None])
     note_states(found.last, found.states)
-    output = found.output.swapaxes(1, 2) + x * skip[:, None]
+    output = found.output + x * skip[:, None]
     return output.astype(hidden_states.dtype), found.last
 
 
@@ -96,12 +97,12 @@ def lightning_over(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(q, k, v, g, scale=scale, h=h, mask=mask, **options)  # type: ignore[no-any-return]
         (rows, heads, tokens, width), height = q.shape, v.shape[-1]
         state = mx.zeros((rows, heads, height, width)) if h is None else h.astype(mx.float32).swapaxes(-1, -2)
-        gate = mx.broadcast_to(mx.exp(g.astype(mx.float32))[None, :, None, None], (rows, heads, tokens, 1))
-        value, key, query = (array.astype(mx.float32) for array in (v, k, q * scale))
+        gate = mx.broadcast_to(mx.exp(g.astype(mx.float32))[None, None, :, None], (rows, tokens, heads, 1))
+        value, key, query = (array.astype(mx.float32).swapaxes(1, 2) for array in (v, k, q * scale))
         found = cpu.recurrence(state, value, key, query, gate)
         last = found.last.swapaxes(-1, -2)
         note_states(last, None if found.states is None else found.states.swapaxes(-1, -2))
-        return found.output.astype(q.dtype), last
+        return found.output.swapaxes(1, 2).astype(q.dtype), last
 
     recurrent_gla.weft_original = original  # type: ignore[attr-defined]
     return recurrent_gla

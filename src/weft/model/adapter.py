@@ -11,8 +11,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from weft.errors import UnsupportedModel
+from weft.kernels import cpu, cuda
 from weft.kernels.attention import seam_over
+from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
+from weft.kernels.cuda_layers import bind as bind_cuda
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.recurrent import bind as bind_recurrent
 from weft.memory.positions import current_notes
@@ -88,7 +91,10 @@ class Adapter:
         self.gated_delta_modules = bind_gated_delta(loaded.model)
         bind_recurrent(loaded.model)
         bind_layers(loaded.model)
+        # Whether the numbers of a row are the same in a batch of any size.
+        self.is_row_invariant = bind_cuda(loaded.model) if cuda.ON_CUDA else cpu.is_bound(mx.float32)
         _bind_seam(loaded.model)
+        self.fused_layers = bind_blocks(loaded.model)
         self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
         self._examine(way)
         if self.head is not None and self.step_tokens == 1:
@@ -117,6 +123,8 @@ class Adapter:
         found = Findings(way, {}) if way else examine(self)
         self.way, self.refused = found.way, found.refused
         self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
+        if cuda.ON_CUDA:  # what a model does beside its linear layers is not known
+            self.is_row_invariant = found.is_alone_in_a_crowd
         self.step_tokens = found.step_tokens  # most that a row may have in a step
         self.unverified = found.unverified  # why several tokens of a row in one step are not what one after the other are
 

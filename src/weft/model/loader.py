@@ -16,6 +16,7 @@ import mlx_lm.utils
 from mlx.utils import tree_flatten
 
 from weft.errors import BadModel, ModelError, UnsupportedModel
+from weft.kernels import packed
 from weft.memory.safetensors import DTYPE_BYTES, read_header
 from weft.model.architectures import find_classes
 from weft.model.download import Progress
@@ -46,7 +47,7 @@ class LoadedModel:
 
 
 def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
-    """Load the model in `folder` and evaluate its weights; on a CPU half-precision weights and scales become float32.
+    """Load the model in `folder` and evaluate its weights; on a CPU weights become float32 unless weft's product expands them.
 
     Everything is evaluated in the calling thread before this returns. Raises BadModel or UnsupportedModel.
     """
@@ -276,9 +277,15 @@ def _groups(gone: list[str], survivors: set[str]) -> Iterable[set[str]]:
 
 
 def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
-    """Read a model's weights, on a CPU cast to float32, a few at a time to bound memory; blocks and reports progress."""
+    """Read a model's weights, on a CPU cast to float32 where weft's product does not expand them itself; blocks.
+
+    A few are read at a time, to bound memory, and progress is reported.
+    """
     # Half-precision matrix products are slow scalar code on a CPU; float32 goes through BLAS.
     to_cast = (mx.float16, mx.bfloat16) if mx.default_device() == mx.cpu else ()
+    if to_cast:
+        packed.bind(model)
+    kept = packed.kept_parameters(model)
     waiting = tree_flatten(model.parameters())[::-1]
     total, done = sum(array.nbytes for _, array in waiting), 0
     while waiting:
@@ -287,7 +294,7 @@ def _evaluate(folder: Path, model: nn.Module, progress: Progress) -> None:
         while waiting and done - start < STEP_BYTES:
             name, array = waiting.pop()
             done += array.nbytes
-            step.append((name, array.astype(mx.float32) if array.dtype in to_cast else array))
+            step.append((name, array.astype(mx.float32) if array.dtype in to_cast and name not in kept else array))
             del array
         model.load_weights(step, strict=False)
         try:

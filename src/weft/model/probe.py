@@ -46,6 +46,7 @@ class Findings(NamedTuple):
     decodes_like_prefill: bool = False  # a token has the same logits in a decode step as in a prompt, bit for bit
     step_tokens: int = 1  # of a row in one step, with the logits of as many steps, and any number of them may be given up
     unverified: str | None = None  # why no more than one
+    is_alone_in_a_crowd: bool = False  # a row that decodes has the same bits beside others as without them
 
 
 def examine(adapter: Adapter) -> Findings:
@@ -69,7 +70,8 @@ def examine(adapter: Adapter) -> Findings:
         if reason is None:
             unverified = probe.try_step_tokens(way)
             tokens = MAX_STEP_TOKENS if unverified is None else 1
-            return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill, tokens, unverified)
+            is_alone = adapter.is_row_invariant and probe.is_alone_in_a_crowd(way)
+            return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill, tokens, unverified, is_alone)
         refused[way] = reason
     return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone")
 
@@ -140,6 +142,19 @@ class Probe:
                         self.decodes_like_prefill = False
         return None
 
+    def is_alone_in_a_crowd(self, way: Way) -> bool:
+        """Return whether each row has, with the pool for itself, the bits that it had there beside the others."""
+        for row, wanted in enumerate(self.stepped):
+            pool, states = self._pool()
+            for step, logits in enumerate(wanted):
+                (batch,) = make_batches(pool, [states[row]], seam=way == "seam", width=None)
+                tokens = [[self.fed[row][step] if state is states[row] else 0] for state in batch.rows]
+                found = self.adapter.decode(mx.array(tokens), batch)[:, -1][batch.rows.index(states[row])]
+                batch.keep([1] * len(batch.rows))
+                if not mx.array_equal(found, logits):
+                    return False
+        return True
+
     def try_step_tokens(self, way: Way) -> str | None:
         """Return why a step of several tokens per row is not as many steps of one, or can not go back; None if it is and can.
 
@@ -173,7 +188,7 @@ class Probe:
             for place in range(0 if row is None else min(kept[row], PROBE_STEPS - at[row])):
                 assert row is not None
                 found, wanted = logits[index, place], self.stepped[row][at[row] + place]
-                if self.is_invariant and not mx.array_equal(found, wanted):
+                if self.adapter.is_row_invariant and not mx.array_equal(found, wanted):
                     return f"logits of several tokens in one step differ from single steps' by {_difference(found, wanted):.2g}"
                 if reason := self._compare(found, row, at[row] + place):
                     return f"several tokens in one step: {reason}"

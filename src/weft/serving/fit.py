@@ -20,6 +20,7 @@ ROW_BYTES = 128 << 20  # for a small request: a thousand tokens of a model of ei
 TIGHT_SHARE = 0.75  # of the free bytes; a model that needs more leaves little for rows and cached prefixes
 
 FitVerdict = Literal["fits", "tight", "does not fit", "unknown"]
+MIN_MATRIX_WIDTH = 8  # a convolution's kernel is narrower
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,24 @@ def free_bytes(limit: int | None = None, engines: Sequence[dict[str, int]] = (),
 
 
 def _weights_bytes(file: Path) -> int:
-    """Return the bytes a weight file takes in memory; on a CPU, GGUF tensors and 16-bit ones are counted as float32."""
-    if not blas.is_mlx_on_cpu():
+    """Return the bytes a weight file takes in memory; on a CPU what weft's product does not expand is counted as float32."""
+    keeps = blas.compiled_library("_primitives") is not None
+    if not blas.is_mlx_on_cpu() or (keeps and file.suffix == ".gguf"):
         return file.stat().st_size
     if file.suffix == ".gguf":
         from weft.model import gguf  # here and below: a server starts sooner without
 
         return sum(4 * math.prod(tensor.shape) for tensor in gguf.read(file).tensors.values())
     try:
-        halves = [tensor.shape for tensor in read_header(file).values() if tensor.dtype in ("F16", "BF16")]
+        tensors = read_header(file).values()
+        halves = [
+            tensor.shape for tensor in tensors if tensor.dtype in ("F16", "BF16") and not (keeps and _is_matrix(tensor.shape))
+        ]
     except BadModel:  # the engine will say what is wrong with it
         halves = []
     return file.stat().st_size + sum(2 * math.prod(shape) for shape in halves)
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    """Whether a tensor of this shape is one of a product, or scales of it; norms and convolutions are not."""
+    return len(shape) >= 2 and shape[-1] >= MIN_MATRIX_WIDTH

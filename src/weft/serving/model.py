@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -38,7 +39,7 @@ class ServerScreen(Protocol):
 class ServedModel:
     """A served model: its name and state, its pool of engines, its text codec and its queue."""
 
-    def __init__(self, name: str, pool: EnginePool, late_system: LateSystem = "fold") -> None:
+    def __init__(self, name: str, pool: EnginePool, late_system: LateSystem = "fold", *, parse_special: bool = False) -> None:
         self.name = name  # the fallback's, where that is served
         self.pool = pool
         self.codec: Codec | None = None
@@ -48,7 +49,7 @@ class ServedModel:
         self.is_leaving = False  # being unloaded
         self.needed_bytes = 0  # to load it, where that was computed
         self.queue = RequestQueue()
-        self._late_system = late_system
+        self._make_text_codec = partial(Codec, late_system=late_system, parse_special=parse_special)
         self._counted_drafts = DraftTotals()  # those that are in the metrics
         self._folder: str | None = None  # of which the codec was made
         self.settled = asyncio.Event()  # it answers, or never will
@@ -70,7 +71,7 @@ class ServedModel:
         if ready.folder == self._folder:  # the same model in another process
             return
         try:
-            self.codec = await asyncio.to_thread(Codec, Path(ready.folder), self._late_system)
+            self.codec = await asyncio.to_thread(self._make_text_codec, Path(ready.folder))
             self.name, self._folder = ready.model, ready.folder
         except Exception as error:  # a border: whatever is wrong with a model's files, nobody may wait for it
             log.exception("the files of %s can not be read", self.name)

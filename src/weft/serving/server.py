@@ -108,7 +108,7 @@ def make_service(config: ServerConfig) -> Service:
 
     def make(name: str, fallback: str | None = None) -> ServedModel:
         starters = starters_here(config.engine_settings(name, fallback), config.replicas, devices)
-        return ServedModel(name, EnginePool(starters, config.hang_seconds), config.late_system)
+        return _served(name, EnginePool(starters, config.hang_seconds), config)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 
@@ -124,9 +124,12 @@ def _service_of_engines(config: ServerConfig) -> Service:
     def refuse(name: str) -> ServedModel:
         raise UnknownModel(f"{name} can not be loaded: this server uses the engines that it was given", "model")
 
-    return Service(
-        [ServedModel(name, EnginePool(starters, config.hang_seconds), config.late_system)], Metrics(), config.max_queue, refuse
-    )
+    model = _served(name, EnginePool(starters, config.hang_seconds), config)
+    return Service([model], Metrics(), config.max_queue, refuse)
+
+
+def _served(name: str, pool: EnginePool, config: ServerConfig) -> ServedModel:
+    return ServedModel(name, pool, config.late_system, parse_special=config.parse_special)
 
 
 def _raise_file_limit() -> None:

@@ -11,6 +11,7 @@ from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
+from weft.text.control_tokens import ControlTokens, Hiding
 from weft.text.image_writer import ImageWriter
 from weft.text.normalise import INSTRUCTING, PromptWriter
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
@@ -57,8 +58,9 @@ class EncodedPrompt:
 class Codec:
     """Text codec of one model: encodes prompts, builds output constraints and sampling parameters, and makes stream readers."""
 
-    def __init__(self, folder: Path, late_system: LateSystem = "fold") -> None:
+    def __init__(self, folder: Path, late_system: LateSystem = "fold", *, parse_special: bool = False) -> None:
         self.tokenizer = Tokenizer(folder)
+        self.control = None if parse_special else ControlTokens(self.tokenizer)  # None: whoever writes one, it is a token
         template = ChatTemplate.of(folder)
         self.writer = None if template is None else PromptWriter(template, late_system)
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
@@ -66,7 +68,7 @@ class Codec:
         self.images = ImageWriter.of(folder, self.tokenizer, capabilities)  # how prompts hold images; None: not at all
         self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer)
         self.gap = self._find_gap()
-        self.boundaries = BoundaryFinder(self.writer, self.tokenizer)
+        self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
         self.recommended = recommended_sampling(folder)
 
     def fitted(self, generation: GenerationRequest) -> GenerationRequest:
@@ -92,15 +94,17 @@ class Codec:
             raise InvalidRequest(message, "messages")
         variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
         conversation = replace(prompt, template_kwargs=variables | prompt.template_kwargs)
-        text = self.writer.write(conversation)
+        hiding = None if self.control is None else Hiding(self.control)
+        own, text = self.writer.write_hidden(conversation, hiding)
         if self.images is not None:
-            text = self.images.expand(conversation, text)
-        ids, boundaries = self.boundaries.encode(conversation, text)
+            own = self.images.expand(conversation, own)
+            own, text = (own, own) if hiding is None else hiding.settle(own)
+        ids, boundaries = self.boundaries.encode(conversation, text, own)
         images = () if self.images is None else self.images.placed(conversation, ids)
         if self.markers is None:
             return EncodedPrompt(ids, boundaries=boundaries, images=images)
-        closed = text.rstrip().endswith(self.markers.close)
-        return EncodedPrompt(ids, opens_in(text, self.markers), closed, budget, boundaries, images=images)
+        closed = own.rstrip().endswith(self.markers.close)
+        return EncodedPrompt(ids, opens_in(own, self.markers), closed, budget, boundaries, images=images)
 
     def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
         """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not reason."""
@@ -189,8 +193,9 @@ def _difference(reuse: PrefixReuse, token: str | None, instead: str | None) -> s
 class BoundaryFinder:
     """Finds the cache boundaries in one model's prompts: token positions from which a later prompt may differ."""
 
-    def __init__(self, writer: PromptWriter | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, writer: PromptWriter | None, tokenizer: Tokenizer, control: ControlTokens | None = None) -> None:
         self._tokenizer = tokenizer
+        self._control = control
         self._assistant: list[int] = []  # the tokens that open an assistant's turn, in the history and in the generation prompt
         self._user: list[int] = []  # the tokens that open a user's turn
         self._is_folded = False  # instructions are inside the user's turn
@@ -198,12 +203,19 @@ class BoundaryFinder:
             with suppress(InvalidRequest):  # a template that refuses the simplest conversation has no known turns
                 self._learn(writer)
 
-    def encode(self, conversation: Conversation, prompt: str) -> tuple[list[int], tuple[int, ...]]:
-        """Encode the rendered prompt; return its ids and sorted boundaries, which remain when the conversation grows."""
+    def encode(self, conversation: Conversation, prompt: str, own: str | None = None) -> tuple[list[int], tuple[int, ...]]:
+        """Encode the rendered prompt; return its ids and sorted boundaries, which remain when the conversation grows.
+
+        Where `own` differs, control tokens are the client's text (`ControlTokens.encode`).
+        """
         marks = {(index, part) for index, message in enumerate(conversation.messages) for part in message.breakpoints}
         if self._is_folded and (leading := list(takewhile(lambda one: one.role in INSTRUCTING, conversation.messages))):
             marks.add((len(leading) - 1, len(leading[-1].texts) - 1))
-        ids, places = self._tokenizer.encode_with_offsets(prompt, _ends_of_marked(conversation, prompt, marks))
+        ends = _ends_of_marked(conversation, prompt, marks)
+        if self._control is None or own is None or own == prompt:
+            ids, places = self._tokenizer.encode_with_offsets(prompt, ends)
+        else:
+            ids, places = self._control.encode(prompt, own, ends)
         places += _occurrences(ids, self._assistant)
         first_user = islice(_occurrences(ids, self._user), 1)
         places += [place for place in first_user if place >= MIN_INSTRUCTIONS and not self._is_folded]

@@ -9,8 +9,17 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.ipc.messages import Image
 from weft.text.image_parts import images_of
-from weft.text.image_sizing import BudgetSizing, GridSizing, ImageSizing, Sizing, SquareSizing, TileSizing, read_sizing
+from weft.text.image_sizing import (
+    BudgetSizing,
+    EdgeSizing,
+    GridSizing,
+    ImageSizing,
+    Sizing,
+    SquareSizing,
+    TileSizing,
+)
 from weft.text.images import DecodedImage, Frame
+from weft.text.sizing_reader import read_sizing
 from weft.text.template import Capabilities
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
@@ -27,6 +36,7 @@ class Markup:
     placeholder: str
     before: str = ""
     after: str = ""
+    row_ends: int = 0  # tokens behind each row of an image
 
     @property
     def reserved(self) -> set[str]:
@@ -71,6 +81,21 @@ class GridMarkup(Markup):
         return "".join(["<|image_start|>", *frames, "<|image_end|>"])
 
 
+@dataclass(frozen=True)
+class RowMarkup(Markup):
+    """What Pixtral and Mistral 3 put for an image: a mark behind each row of its tokens, another one behind the last."""
+
+    row_ends: int = 1
+
+    def write(self, image: DecodedImage, counts: Counts) -> str:  # noqa: ARG002 – its counts say everything
+        ((rows, columns),) = counts
+        return "[IMG_BREAK]".join([self.token * columns] * rows) + "[IMG_END]"
+
+
+def _rows(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
+    return RowMarkup(token, token)
+
+
 def _grid(token: str, text_of: TextOf) -> Markup:  # noqa: ARG001 – the marks have the same texts in all models
     return GridMarkup(token, token)
 
@@ -99,6 +124,7 @@ MARKUPS: dict[type[Sizing], Callable[[str, TextOf], Markup | None]] = {
     BudgetSizing: _gemma4,
     TileSizing: _tiles,
     GridSizing: _grid,
+    EdgeSizing: _rows,
 }
 
 
@@ -128,14 +154,18 @@ class ImageWriter:
         return cls(token, markup, sizing) if markup is not None and is_known else None
 
     def expand(self, conversation: Conversation, prompt: str) -> str:
-        """Put tokens and marks for the images of a rendered prompt; raises InvalidRequest if a text has what stands for one."""
-        for index, message in enumerate(conversation.messages):
-            if written := [one for one in self.markup.reserved if any(one in text for text in message.texts)]:
-                place = message.place or f"messages[{index}]"
-                raise InvalidRequest(f"{place} has {written[0]} in its text, which stands for images here; leave it out", place)
-        images = images_of(conversation)
-        pieces = prompt.split(self.markup.placeholder)
-        if len(pieces) != len(images) + 1:
+        """Put tokens and marks for the images of a rendered prompt.
+
+        Raises InvalidRequest if a text has what stands for one, unless that is hidden in it (`Hiding`).
+        """
+        images, markup = images_of(conversation), self.markup
+        pieces = prompt.split(markup.placeholder)
+        if len(pieces) != len(images) + 1 or any(one in prompt for one in markup.reserved - {markup.placeholder}):
+            for index, message in enumerate(conversation.messages):
+                if written := [one for one in markup.reserved if any(one in text for text in message.texts)]:
+                    place = message.place or f"messages[{index}]"
+                    words = f"{place} has {written[0]} in its text, which stands for images here; leave it out"
+                    raise InvalidRequest(words, place)
             count = f"the prompt has {self.markup.placeholder} {len(pieces) - 1} times, and the request has {len(images)} images"
             raise InvalidRequest(f"{count}; leave it out of texts", "messages")
         found = [pieces[0]]
@@ -152,7 +182,7 @@ class ImageWriter:
         found, start = [], 0
         for frame in (frame for image in images_of(conversation) for frame in image.frames):
             start = ids.index(self.token, start)
-            found.append(Image(start, *self._tokens(frame), frame.key, frame.pixels))
+            found.append(Image(start, *self._tokens(frame), frame.key, frame.pixels, self.markup.row_ends))
             start = found[-1].end
         return tuple(found)
 

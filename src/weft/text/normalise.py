@@ -6,10 +6,12 @@ Messages are reshaped only as far as the template needs; later ones never move e
 import hashlib
 import json
 import re
+from contextlib import suppress
 from functools import reduce
 from typing import Any
 
 from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
+from weft.text.control_tokens import Hiding
 from weft.text.reasoning import KNOWN
 from weft.text.template import Capabilities, ChatTemplate
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
@@ -36,21 +38,44 @@ class PromptWriter:
 
     def write(self, conversation: Conversation) -> str:
         """Render a conversation into a prompt. Raises InvalidRequest, or TemplateFailed if the template fails or drops text."""
+        return self.write_hidden(conversation, None)[1]
+
+    def write_hidden(self, conversation: Conversation, hiding: Hiding | None) -> tuple[str, str]:
+        """Render a conversation; return what is the template's own, with the client's control tokens hidden, and the prompt.
+
+        Both are the same text where the client wrote none. Raises as `write` does.
+        """
         _check_options(conversation)
         capabilities = self._with_tools if conversation.tools else self.capabilities
         turns = normalise(conversation, capabilities, self.late_system)
+        tools, options = _tools(conversation, capabilities), conversation.template_kwargs
+        hidden = None if hiding is None else hiding.hide((turns, tools, options))
+        if hiding is None or hidden is None:
+            prompt = self._render(conversation, turns, tools, options)
+            return prompt, prompt
+        turns_hidden, tools_hidden, options_hidden = hidden
+        own, prompt = hiding.settle(self._render(conversation, turns_hidden, tools_hidden, options_hidden, hiding))
+        with suppress(TemplateFailed):  # it may refuse what is written as a control token
+            plain = self._render(conversation, turns, tools, options)
+            if not hiding.has_typed(plain, own):  # what templates sort by characters is as it was
+                return plain, plain
+        return own, prompt
+
+    def _render(
+        self, conversation: Conversation, turns: list[Turn], tools: Any, options: dict[str, Any], hiding: Hiding | None = None
+    ) -> str:
         if conversation.continue_final_message:
             last = turns[-1]
             holder, key = (last, "content") if isinstance(last["content"], str) else (last["content"][-1], "text")
             holder[key] += CUT
-        options = {"add_generation_prompt": conversation.add_generation_prompt, **conversation.template_kwargs}
-        prompt = self.template.render(turns, tools=_tools(conversation, capabilities), **options)
+        options = {"add_generation_prompt": conversation.add_generation_prompt, **options}
+        prompt = self.template.render(turns, tools=tools, **options)
         if conversation.continue_final_message:
             prompt, found, _ = prompt.rpartition(CUT)
             if not found:
                 raise TemplateFailed("the model's chat template leaves out the message that is to be continued", "messages")
         try:
-            _check_nothing_lost(conversation, prompt)
+            _check_nothing_lost(conversation, prompt if hiding is None else hiding.settle(prompt)[1])
         except UnicodeEncodeError as error:
             message = "messages have half a character in them (a lone surrogate); send valid Unicode"
             raise InvalidRequest(message, "messages") from error

@@ -203,18 +203,18 @@ INLINE VECTOR NAME(silu)(VECTOR x) {
     return (VECTOR)(value * top / (one + small));
 }
 
-/* The gate of an MLP, in place. */
-TARGET static void NAME(silu_block)(float *numbers, size_t count) {
+/* The gate of an MLP; y may be x. */
+TARGET static void NAME(silu_block)(const float *x, float *y, size_t count) {
     const size_t whole = count / WIDTH * WIDTH;
     float last[WIDTH] = {0};
     for (size_t i = 0; i < whole; i += WIDTH) {
-        const VECTOR found = NAME(silu)(LOAD(numbers + i));
-        STORE(numbers + i, found);
+        const VECTOR found = NAME(silu)(LOAD(x + i));
+        STORE(y + i, found);
     }
-    memcpy(last, numbers + whole, (count - whole) * sizeof(float));
+    memcpy(last, x + whole, (count - whole) * sizeof(float));
     const VECTOR found = NAME(silu)(LOAD(last));
     STORE(last, found);
-    memcpy(numbers + whole, last, (count - whole) * sizeof(float));
+    memcpy(y + whole, last, (count - whole) * sizeof(float));
 }
 
 /* One row of scores becomes weights that sum to one. The sum has sixteen lanes, folded 8, 4, 2, 1; zeros behind a row's
@@ -254,117 +254,134 @@ INLINE void NAME(softmax_row)(float *row, size_t count) {
     for (size_t i = 0; i < count - whole; i++) row[whole + i] = last[i] * share;
 }
 
-/* Rows of c, each brought to a mean square of one and weighed, in place. */
-TARGET static void NAME(norm_block)(const struct product *p, size_t begin, size_t end) {
-    const size_t whole = p->n / LANES * LANES;
-    for (size_t m = begin; m < end; m++) {
-        float *row = p->c + m * p->ldc, lanes[LANES];
-        NAME(floats) sums[PARTS];
-        for (int part = 0; part < PARTS; part++) sums[part] = (NAME(floats))SPREAD(0.0f);
-        for (size_t at = 0; at < whole; at += LANES)
-            UNROLL for (int part = 0; part < PARTS; part++) {
-                const VECTOR found = LOAD(row + at + part * WIDTH);
-                sums[part] = (NAME(floats))FMA(found, found, (VECTOR)sums[part]);
-            }
-        for (int part = 0; part < PARTS; part++) STORE(lanes + part * WIDTH, sums[part]);
-        for (size_t i = whole; i < p->n; i++) lanes[i - whole] += row[i] * row[i];
-        for (int half = LANES / 2; half > 0; half /= 2)
-            for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-        const float scale = 1.0f / sqrtf(lanes[0] / (float)p->n + p->a[0]);
-        for (size_t i = 0; i < p->n; i++) row[i] = row[i] * scale * p->b[i];
-    }
-}
-
-/* Rows of c turned by their angles, of which the row of a has the cosines and then the sines: of neighbours, or of halves. */
-TARGET static void NAME(turn_block)(const struct product *p, int of_neighbours, size_t begin, size_t end) {
-    const size_t half = p->k / 2;
-    for (size_t m = begin; m < end; m++) {
-        float *row = p->c + m * p->ldc;
-        const float *cosines = p->a + m * p->a_row, *sines = cosines + half;
-        if (!of_neighbours)
-            for (size_t i = 0; i < half; i++) {
-                const float x = row[i], y = row[i + half];
-                row[i] = x * cosines[i] - y * sines[i];
-                row[i + half] = x * sines[i] + y * cosines[i];
-            }
-        else
-            for (size_t i = 0; i < half; i++) {
-                const float x = row[2 * i], y = row[2 * i + 1];
-                row[2 * i] = x * cosines[i] - y * sines[i];
-                row[2 * i + 1] = x * sines[i] + y * cosines[i];
-            }
-    }
-}
-
-/* Rows of a state that go through a prompt's tokens together, so that their sums do not wait for each other. */
-#define STATE_ROWS 4
-
-/* STATE_ROWS rows of one head's state, in place, and their numbers of every token's output, which replace the values:
- * s = s * gate; u = value, or beta * (value - s . key); s = s + u * key; output = s . query. Rounded as MLX's operations and
- * our products round them, so that a token's bits are those of a decode step. */
-INLINE void NAME(recur_rows)(const struct recurrence *r, float *head, size_t row) {
-    const size_t stride = r->tokens * r->ld;
-    float *state = head + row * r->ld, *value = head + r->rows * r->ld + row;
-    const float *key = head + r->rows * r->ld + stride, *query = key + stride, *gate = query + stride, *beta = gate + stride;
-    for (size_t token = 0; token < r->tokens; token++) {
-        VECTOR sums[PARTS][STATE_ROWS];
-        float change[STATE_ROWS], totals[STATE_ROWS];
-        memcpy(change, value, sizeof change);
-        if (r->is_delta) {
-            for (int part = 0; part < PARTS; part++)
-                for (int one = 0; one < STATE_ROWS; one++) sums[part][one] = SPREAD(0.0f);
-            for (size_t at = 0; at < r->width; at += LANES)
-                UNROLL for (int part = 0; part < PARTS; part++) {
-                    const size_t here = at + (size_t)part * WIDTH;
-                    const NAME(floats) fading = (NAME(floats))LOAD(gate + here);
-                    const VECTOR direction = LOAD(key + here);
-                    UNROLL for (int one = 0; one < STATE_ROWS; one++) {
-                        const NAME(floats) left = (NAME(floats))LOAD(state + one * r->ld + here) * fading;
-                        sums[part][one] = FMA((VECTOR)left, direction, sums[part][one]);
-                    }
-                }
-            SUM4(totals, sums, 0);
-            for (int one = 0; one < STATE_ROWS; one++) change[one] = beta[0] * (change[one] - totals[one]);
+/* y: a row brought to a mean square of one and weighed; y may be x. */
+TARGET static void NAME(norm_row)(const float *x, const float *weight, float eps, float *y, size_t n) {
+    const size_t whole = n / LANES * LANES;
+    float lanes[LANES];
+    NAME(floats) sums[PARTS];
+    for (int part = 0; part < PARTS; part++) sums[part] = (NAME(floats))SPREAD(0.0f);
+    for (size_t at = 0; at < whole; at += LANES)
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            const VECTOR found = LOAD(x + at + part * WIDTH);
+            sums[part] = (NAME(floats))FMA(found, found, (VECTOR)sums[part]);
         }
+    for (int part = 0; part < PARTS; part++) STORE(lanes + part * WIDTH, sums[part]);
+    for (size_t i = whole; i < n; i++) lanes[i - whole] += x[i] * x[i];
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+    const float scale = 1.0f / sqrtf(lanes[0] / (float)n + eps);
+    for (size_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+/* y: a row turned by its angles, `half` cosines and then as many sines: of neighbours, or of halves; y may be x. */
+TARGET static void NAME(turn_row)(const float *x, const float *cosines, float *y, size_t half, int of_neighbours) {
+    const float *sines = cosines + half;
+    const size_t step = of_neighbours ? 2 : 1, apart = of_neighbours ? 1 : half;
+    if (!of_neighbours)
+        for (size_t i = 0; i < half; i++) {
+            const float first = x[i], second = x[i + half];
+            y[i] = first * cosines[i] - second * sines[i];
+            y[i + half] = first * sines[i] + second * cosines[i];
+        }
+    else
+        for (size_t i = 0; i < half; i++) {
+            const float first = x[step * i], second = x[step * i + apart];
+            y[step * i] = first * cosines[i] - second * sines[i];
+            y[step * i + apart] = first * sines[i] + second * cosines[i];
+        }
+}
+
+/* STATE_ROWS rows of one head's state through all tokens: each token reads the state before it and writes the state after
+ * it, where `to` says. Rounded as MLX's operations and our products round a decode step's operations. */
+struct NAME(passage) {
+    const float *from, *value, *key, *query, *gate, *beta;
+    float *to, *output;
+};
+
+INLINE void NAME(recur_token)(const struct NAME(passage) *p, size_t width, const int is_delta, const int is_gate_wide) {
+    VECTOR sums[PARTS][STATE_ROWS];
+    float change[STATE_ROWS], totals[STATE_ROWS];
+    memcpy(change, p->value, sizeof change);
+    if (is_delta) {
         for (int part = 0; part < PARTS; part++)
             for (int one = 0; one < STATE_ROWS; one++) sums[part][one] = SPREAD(0.0f);
-        for (size_t at = 0; at < r->width; at += LANES)
+        for (size_t at = 0; at < width; at += LANES)
             UNROLL for (int part = 0; part < PARTS; part++) {
                 const size_t here = at + (size_t)part * WIDTH;
-                const NAME(floats) fading = (NAME(floats))LOAD(gate + here);
-                const VECTOR direction = LOAD(key + here), question = LOAD(query + here);
+                const NAME(floats) fading = (NAME(floats))(is_gate_wide ? LOAD(p->gate + here) : SPREAD(p->gate[0]));
+                const VECTOR direction = LOAD(p->key + here);
                 UNROLL for (int one = 0; one < STATE_ROWS; one++) {
-                    const NAME(floats) left = (NAME(floats))LOAD(state + one * r->ld + here) * fading;
-                    const VECTOR found = (VECTOR)(left + (NAME(floats))SPREAD(change[one]) * (NAME(floats))direction);
-                    STORE(state + one * r->ld + here, found);
-                    sums[part][one] = FMA(found, question, sums[part][one]);
+                    const NAME(floats) left = (NAME(floats))LOAD(p->from + one * width + here) * fading;
+                    sums[part][one] = FMA((VECTOR)left, direction, sums[part][one]);
                 }
             }
         SUM4(totals, sums, 0);
-        memcpy(value, totals, sizeof totals);
-        if (r->kept > 0)
-            memcpy(head + (r->kept + token * r->rows + row) * r->ld, state, STATE_ROWS * r->ld * sizeof(float));
-        value += r->ld, key += r->ld, query += r->ld, gate += r->ld, beta += r->ld;
+        for (int one = 0; one < STATE_ROWS; one++) change[one] = p->beta[0] * (change[one] - totals[one]);
     }
+    for (int part = 0; part < PARTS; part++)
+        for (int one = 0; one < STATE_ROWS; one++) sums[part][one] = SPREAD(0.0f);
+    for (size_t at = 0; at < width; at += LANES)
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            const size_t here = at + (size_t)part * WIDTH;
+            const NAME(floats) fading = (NAME(floats))(is_gate_wide ? LOAD(p->gate + here) : SPREAD(p->gate[0]));
+            const VECTOR direction = LOAD(p->key + here), question = LOAD(p->query + here);
+            UNROLL for (int one = 0; one < STATE_ROWS; one++) {
+                const NAME(floats) left = (NAME(floats))LOAD(p->from + one * width + here) * fading;
+                const VECTOR found = (VECTOR)(left + (NAME(floats))SPREAD(change[one]) * (NAME(floats))direction);
+                STORE(p->to + one * width + here, found);
+                sums[part][one] = FMA(found, question, sums[part][one]);
+            }
+        }
+    SUM4(totals, sums, 0);
+    memcpy(p->output, totals, sizeof totals);
 }
 
-/* Groups of STATE_ROWS rows, `begin` to `end` of all heads'. */
-TARGET static void NAME(recur_block)(const struct recurrence *r, size_t begin, size_t end) {
-    const size_t groups = r->rows / STATE_ROWS;
-    for (size_t group = begin; group < end; group++)
-        NAME(recur_rows)(r, r->heads + group / groups * r->head_rows * r->ld, group % groups * STATE_ROWS);
+/* Where the numbers of a head of row b begin. */
+INLINE const float *NAME(series)(const struct weft_series *s, size_t b, size_t head) { return s->at + b * s->row + head * s->head; }
+
+/* Groups of STATE_ROWS rows, `begin` to `end` of all heads' of all rows. */
+TARGET static void NAME(recur_block)(const struct weft_recurrence *r, size_t begin, size_t end) {
+    const size_t groups = r->height / STATE_ROWS, size = r->height * r->width, heads = r->heads;
+    for (size_t group = begin; group < end; group++) {
+        const size_t which = group / groups, row = group % groups * STATE_ROWS, b = which / heads, head = which % heads;
+        const size_t shared = head / r->groups, after = r->keeps ? heads * size : 0;
+        struct NAME(passage) p = {
+            .from = r->first + which * size + row * r->width,
+            .value = NAME(series)(&r->value, b, head) + row,
+            .key = NAME(series)(&r->key, b, shared),
+            .query = NAME(series)(&r->query, b, shared),
+            .gate = NAME(series)(&r->gate, b, head),
+            .beta = r->beta.at == NULL ? NULL : NAME(series)(&r->beta, b, head),
+            .to = r->states + ((r->keeps ? b * r->tokens * heads : b * heads) + head) * size + row * r->width,
+            .output = r->output + (b * r->tokens * heads + head) * r->height + row,
+        };
+        for (size_t token = 0; token < r->tokens; token++) {
+            if (p.beta != NULL)
+                NAME(recur_token)(&p, r->width, 1, r->is_gate_wide);
+            else
+                NAME(recur_token)(&p, r->width, 0, r->is_gate_wide);
+            p.from = p.to;
+            p.to += after;
+            p.value += r->value.token, p.key += r->key.token, p.query += r->query.token, p.gate += r->gate.token;
+            if (p.beta != NULL) p.beta += r->beta.token;
+            p.output += heads * r->height;
+        }
+    }
 }
 
 /* Rows `begin` to `end` of c. With `tokens` they are those of a prompt's last tokens, each of which sees up to itself. */
-TARGET static void NAME(softmax_block)(const struct product *p, size_t tokens, size_t begin, size_t end) {
+TARGET static void NAME(softmax_block)(float *c, size_t n, size_t tokens, size_t begin, size_t end) {
     for (size_t m = begin; m < end; m++) {
-        const size_t seen = tokens > 0 ? p->n - tokens + m % tokens + 1 : p->n;
-        NAME(softmax_row)(p->c + m * p->ldc, seen);
-        memset(p->c + m * p->ldc + seen, 0, (p->n - seen) * sizeof(float));
+        const size_t seen = tokens > 0 ? n - tokens + m % tokens + 1 : n;
+        NAME(softmax_row)(c + m * n, seen);
+        memset(c + m * n + seen, 0, (n - seen) * sizeof(float));
     }
 }
 
-#undef STATE_ROWS
+TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_row)(row, count); }
+
+#include "packed.h"
+
 #undef PARTS
 #undef STRETCH
 #undef AXPY_STRIP

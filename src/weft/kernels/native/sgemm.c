@@ -13,10 +13,11 @@
 #include <string.h>
 
 #include "pool.h"
+#include "weft.h"
 
 #define EXPORT __attribute__((visibility("default")))
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
-enum { LANES = 16 };
+enum { LANES = WEFT_LANES, STATE_ROWS = WEFT_STATE_ROWS };
 
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
@@ -36,18 +37,6 @@ struct product {
     const float *a, *b;
     float *c;
     size_t a_row, a_column, ldb, ldc; /* the dot kernels want a_column = 1 and rows padded with zeros to whole lanes */
-};
-
-/* States of many heads and the tokens they go through: a linear recurrence, also with the delta rule. Each head is a block of
- * rows of `ld` numbers: the state's, then of every token the values, which become the outputs, the keys, the queries, the gates,
- * and under the delta rule the betas; with `kept`, a row of the block, the state after each token is copied there and behind.
- * Rows are padded with zeros to whole lanes. */
-struct recurrence {
-    float *heads;
-    size_t rows, width, tokens; /* of a state, numbers in a state's row, tokens */
-    size_t head_rows, ld;
-    int is_delta;
-    size_t kept; /* 0: no state but the last is kept */
 };
 
 static __attribute__((noinline)) void settle_scaled(const struct product *p, float *c, const float *totals, int count) {
@@ -71,7 +60,7 @@ static inline __attribute__((always_inline)) void settle(const struct product *p
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define AVX512 __attribute__((target("avx512f,fma")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,fma")))
 #define AVX2 __attribute__((target("avx2,fma")))
 
 /* Four sums of sixteen lanes at once: halves, quarters, pairs, single lanes. */
@@ -187,29 +176,41 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
 
 struct kernels {
     const char *name;
+    size_t columns; /* of a tile of dot products */
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
-    void (*softmax)(const struct product *, size_t tokens, size_t begin, size_t end);
-    void (*silu)(float *, size_t count);
-    void (*norm)(const struct product *, size_t begin, size_t end);
-    void (*turn)(const struct product *, int of_neighbours, size_t begin, size_t end);
-    void (*recur)(const struct recurrence *, size_t begin, size_t end);
+    void (*softmax)(float *, size_t n, size_t tokens, size_t begin, size_t end);
+    void (*softmax_one)(float *, size_t count);
+    void (*silu)(const float *, float *, size_t count);
+    void (*norm)(const float *, const float *weight, float eps, float *, size_t n);
+    void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
+    void (*recur)(const struct weft_recurrence *, size_t begin, size_t end);
+    void (*expand)(const struct weft_weights *, size_t row, float *);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
+#define KERNELS(set, columns, fast_rows)                                                                               \
+    {#set, columns, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_silu_block,       \
+     set##_norm_row, set##_turn_row, set##_recur_block, set##_expand, fast_rows}
+
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    {"avx512", avx512_dot_block, avx512_axpy_block, avx512_softmax_block, avx512_silu_block, avx512_norm_block, avx512_turn_block, avx512_recur_block, SIZE_MAX},
-    {"avx2", avx2_dot_block, avx2_axpy_block, avx2_softmax_block, avx2_silu_block, avx2_norm_block, avx2_turn_block, avx2_recur_block, 12},
+    KERNELS(avx512, 6, SIZE_MAX),
+    KERNELS(avx2, 4, 12),
 #endif
-    {"plain", plain_dot_block, plain_axpy_block, plain_softmax_block, plain_silu_block, plain_norm_block, plain_turn_block, plain_recur_block, 8},
+#if defined(__aarch64__)
+    KERNELS(plain, 6, 8),
+#else
+    KERNELS(plain, 4, 8),
+#endif
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 
 static int can_run(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (strcmp(name, "avx512") == 0) return __builtin_cpu_supports("avx512f");
+    if (strcmp(name, "avx512") == 0) 
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     if (strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
     return strcmp(name, "plain") == 0;
@@ -329,97 +330,11 @@ static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {
            (trans_b == NO_TRANS || trans_b == TRANS) && m > 0 && n > 0 && k > 0;
 }
 
-/* ---- what MLX has only slow operations for: a product and then something else, asked for by an alpha that no product has
- *
- * SOFTMAX, attention's weights: the upper half of alpha's bits says so, the lower half how many tokens the rows are: of a
- * prompt's last tokens each sees the columns up to itself. 0: all see all; what they should not see has its bias in c, and
- * beta is 1. In the others nothing is multiplied: c is what goes in and comes out. SILU, the gate of an MLP. NORM: rows
- * of mean square one, b has the weights and a the epsilon. TURN, rotary positions: a has each row's cosines and sines; 1 in the
- * lower half of alpha's bits says that neighbours are turned, not halves. RECUR: see struct recurrence; b has the rows, the
- * width and the tokens, and 1 in the lower half of alpha's bits says that the delta rule applies, 2 that states are kept. */
-
-enum { SOFTMAX = 0x1B58, SILU = 0x1B59, NORM = 0x1B5A, TURN = 0x1B5B, RECUR = 0x1B5C };
-
-struct extra {
-    struct product product;
-    size_t detail; /* the lower half of alpha's bits */
-};
-
-static uint32_t bits_of(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, sizeof bits);
-    return bits;
-}
-
-static void softmax_rows(const void *subject, size_t begin, size_t end) {
-    const struct extra *extra = subject;
-    bound.kernels->softmax(&extra->product, extra->detail, begin, end);
-}
-
-static void norm_rows(const void *subject, size_t begin, size_t end) {
-    bound.kernels->norm(&((const struct extra *)subject)->product, begin, end);
-}
-
-static void turn_rows(const void *subject, size_t begin, size_t end) {
-    const struct extra *extra = subject;
-    bound.kernels->turn(&extra->product, extra->detail & 1, begin, end);
-}
-
-static void share_rows(work_function *work, const struct extra *extra) {
-    const size_t m = extra->product.m, size = m * extra->product.n, pieces = 4 * (size_t)pool_threads();
-    if (8 * size < SHARED_WORK)
-        work(extra, 0, m);
-    else
-        pool_run(work, extra, m, (m + pieces - 1) / pieces, 8 * size >= WAKING_WORK);
-}
-
-static void silu_numbers(const void *c, size_t begin, size_t end) {
-    bound.kernels->silu((float *)(uintptr_t)c + begin, end - begin);
-}
-
-static void silu(const struct product *p) {
-    const size_t size = p->m * p->n, pieces = 4 * (size_t)pool_threads();
-    if (p->ldc != p->n)
-        for (size_t m = 0; m < p->m; m++) bound.kernels->silu(p->c + m * p->ldc, p->n);
-    else if (8 * size < SHARED_WORK)
-        silu_numbers(p->c, 0, size);
-    else
-        pool_run(silu_numbers, p->c, size, (size / pieces / LANES + 1) * LANES, 8 * size >= WAKING_WORK);
-}
-
-static void recur_groups(const void *subject, size_t begin, size_t end) { bound.kernels->recur(subject, begin, end); }
-
-static void recur(const struct product *p, int is_delta, int keeps_states) {
-    struct recurrence r = {p->c, (size_t)p->b[0], (size_t)p->b[1], (size_t)p->b[2], 0, p->ldc, is_delta, 0};
-    r.head_rows = r.rows + (is_delta ? 5 : 4) * r.tokens;
-    if (keeps_states) {
-        r.kept = r.head_rows;
-        r.head_rows += r.rows * r.tokens;
-    }
-    const size_t total = p->m / r.head_rows * (r.rows / 4), size = total * r.width * r.tokens, pieces = 4 * (size_t)pool_threads();
-    if (4 * size < SHARED_WORK)
-        recur_groups(&r, 0, total);
-    else
-        pool_run(recur_groups, &r, total, (total + pieces - 1) / pieces, 4 * size >= WAKING_WORK);
-}
-
 EXPORT void cblas_sgemm(int order, int trans_a, int trans_b, int m, int n, int k, float alpha, const float *a, int lda,
                         const float *b, int ldb, float beta, float *c, int ldc) {
     const size_t a_row = trans_a == TRANS ? 1 : (size_t)lda, a_column = trans_a == TRANS ? (size_t)lda : 1;
     const struct product p = {(size_t)m, (size_t)n, (size_t)k, alpha,    beta,        a,
                               b,         c,         a_row,     a_column, (size_t)ldb, (size_t)ldc};
-    const struct extra extra = {p, bits_of(alpha) & 0xFFFF};
-    switch (bits_of(alpha) >> 16) {
-        case SOFTMAX:
-            cblas_sgemm(order, trans_a, trans_b, m, n, k, 1.0f, a, lda, b, ldb, beta, c, ldc);
-            share_rows(softmax_rows, &extra);
-            return;
-        case SILU: silu(&p); return;
-        case NORM: share_rows(norm_rows, &extra); return;
-        case TURN: share_rows(turn_rows, &extra); return;
-        case RECUR: recur(&p, extra.detail & 1, extra.detail >> 1 & 1); return;
-        default: break;
-    }
     if (!is_plain(order, trans_a, trans_b, m, n, k) || !computed_here(p, trans_b == TRANS))
         bound.sgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
@@ -433,6 +348,8 @@ EXPORT void cblas_cgemm(int order, int trans_a, int trans_b, int m, int n, int k
                         int lda, const void *b, int ldb, const void *beta, void *c, int ldc) {
     bound.cgemm(order, trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
+
+#include "blocks.h"
 
 /* ---- what weft/kernels/blas.py calls */
 

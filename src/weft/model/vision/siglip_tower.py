@@ -1,6 +1,5 @@
 """SigLIP's vision tower, with learned positions, and what Gemma 3 and Idefics3 make of the patches of a token."""
 
-import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.errors import UnsupportedModel
-from weft.model.vision.tower import Block, Tower, TowerConfig, layer_norm, patch_places
+from weft.model.vision.tower import Block, Tower, TowerConfig, layer_norm, patch_places, renamed
 
 # Names of checkpoints, and ours; queries, keys and values are one linear layer here.
 RENAMED = (
@@ -72,8 +71,8 @@ class SiglipTower(Tower):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Return the weights of a checkpoint as this tower has them; a pooling head, which makes one vector, is left out."""
-        renamed = {renamed_tensor(name): array for name, array in weights.items() if not name.startswith("head.")}
-        return super().sanitize(joined_projections(renamed))
+        used = {name: array for name, array in weights.items() if not name.startswith("head.")}
+        return super().sanitize(renamed(used, RENAMED))
 
     def embed_positions(self, rows: int, columns: int, places: NDArray[np.int32]) -> mx.array:  # noqa: ARG002 – all are squares
         """Return the learned positions (P, H) of patches at these rows and columns (P, 2)."""
@@ -159,19 +158,3 @@ class Idefics3Tower(SquareTower):
         if self._shape.side % merge:
             raise UnsupportedModel(f"its tower has {self._shape.side} patches in a row, and tokens of {merge} patches")
         self.projector = ShufflingProjector(self._shape)
-
-
-def renamed_tensor(name: str) -> str:
-    """Return the name that a tensor of a checkpoint has here."""
-    for pattern, ours in RENAMED:
-        name = re.sub(pattern, ours, name)
-    return name
-
-
-def joined_projections(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Return the weights with the projections to queries, keys and values of each block as one, packed or not."""
-    found = dict(weights)
-    for name in [name for name in weights if ".q_proj." in name]:
-        parts = [found.pop(name.replace(".q_proj.", f".{letter}_proj.")) for letter in "qkv"]
-        found[name.replace(".q_proj.", ".qkv.")] = mx.concatenate(parts)
-    return found

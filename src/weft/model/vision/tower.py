@@ -7,9 +7,10 @@ Letters: P patches, in the order of the tokens they are merged into; H hidden si
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +43,7 @@ class TowerConfig:
     spatial_merge_size: int
     out_hidden_size: int
     in_channels: int = 3
+    has_bias: ClassVar[bool] = True  # of the layers of attention
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> Self:
@@ -134,8 +136,8 @@ class Attention(nn.Module):  # type: ignore[misc]
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=config.has_bias)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=config.has_bias)
 
     def project(self, x: mx.array, angles: Angles | None) -> tuple[mx.array, mx.array, mx.array]:
         """Return queries, keys and values (1, heads, P, size) of patches (P, H); angles are None without rotary positions."""
@@ -210,6 +212,20 @@ def _steps(count: int, num_heads: int, windows: Windowing) -> Iterator[Attention
             own = slice(start, start + min(at_a_time, num_windows - first) * patches)
             yield AttentionStep(own, own, (own.stop - own.start) // patches)
             start = own.stop
+
+
+def renamed(weights: dict[str, mx.array], names: Iterable[tuple[str, str]]) -> dict[str, mx.array]:
+    """Return weights under the names that towers here have, from pairs of a pattern and its replacement.
+
+    The projections to queries, keys and values of each block become one, packed or not.
+    """
+    found = dict(weights)
+    for pattern, own in names:
+        found = {re.sub(pattern, own, name): array for name, array in found.items()}
+    for name in [name for name in found if ".q_proj." in name]:
+        parts = [found.pop(name.replace(".q_proj.", f".{letter}_proj.")) for letter in "qkv"]
+        found[name.replace(".q_proj.", ".qkv.")] = mx.concatenate(parts)
+    return found
 
 
 @functools.lru_cache(64)

@@ -97,11 +97,12 @@ class Vision:
 
     def check(self, image: Image, prompt: list[int]) -> str | None:
         """Return why an image can not be what it says it is; None if it can."""
-        if image.rows < 1 or image.columns < 1 or len(image.pixels) != 3 * image.num_tokens * self.token_pixels**2:
+        if image.rows < 1 or image.columns < 1 or len(image.pixels) != 3 * image.num_features * self.token_pixels**2:
             return f"{len(image.pixels)} bytes are not the pixels of {image.rows} x {image.columns} tokens"
         if self.tower.grid not in (None, (image.rows, image.columns)):
             return f"{image.rows} x {image.columns} tokens are not the {self.tower.grid} of every image"
-        if prompt[image.start : image.end] != [self.image_token] * image.num_tokens:
+        inside, runs = prompt[image.start : image.end], [prompt[start:end] for start, end in image.runs]
+        if inside.count(self.image_token) != image.num_features or any({*run} != {self.image_token} for run in runs):
             return f"the tokens from {image.start} on are not {image.num_tokens} of an image"
         if self.keeps_images_whole and image.end >= len(prompt):
             return "it is the last of the prompt, and its tokens are computed before the prompt's last"
@@ -143,11 +144,14 @@ class Vision:
         """Return embeddings and additions of a chunk that these images have tokens in, (L, 1, T, H)."""
         dtype, end = self._embed(mx.array([0])).dtype, start + len(tokens)
         parts, done = [], start  # of all levels, (L, T, H); at the places of text nothing is added
-        for image in images:
-            first, last = max(image.start, start), min(image.end, end)
+        runs = [(image, number * image.columns, run) for image in images for number, run in enumerate(image.runs)]
+        for image, known, run in runs:  # `known`: features of the image's runs before
+            first, last = max(run[0], start), min(run[1], end)
+            if first >= last:
+                continue
             if first > done:
                 parts.append(self._embed_text(tokens[done - start : first - start]))
-            own = features[image.key][:, first - image.start : last - image.start]
+            own = features[image.key][:, known + first - run[0] : known + last - run[0]]
             parts.append((own if self.tower.embed_scale == 1.0 else own / self.tower.embed_scale).astype(dtype))
             done = last
         if done < end:

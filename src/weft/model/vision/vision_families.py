@@ -8,6 +8,7 @@ from weft.kernels.mrope import AxisOfFrequency
 from weft.model.vision.gemma4_tower import Gemma4Tower
 from weft.model.vision.image_mask import Sight
 from weft.model.vision.lfm2_tower import Lfm2Tower
+from weft.model.vision.pixtral_tower import PixtralTower
 from weft.model.vision.qwen2_tower import Qwen2Tower, Qwen25Tower
 from weft.model.vision.qwen3_tower import Qwen3Tower
 from weft.model.vision.siglip_tower import Gemma3Tower, Idefics3Tower
@@ -42,5 +43,8 @@ FAMILIES = {
     "smolvlm": VisionFamily(Idefics3Tower),
     "lfm2_vl": VisionFamily(Lfm2Tower),
     "lfm2-vl": VisionFamily(Lfm2Tower),
+    "mistral3": VisionFamily(PixtralTower),
+    "pixtral": VisionFamily(PixtralTower),
+    "llava": VisionFamily(PixtralTower),
     "gemma4": VisionFamily(Gemma4Tower, sight=_gemma4_sight, reads_as="pad_token_id"),
 }

@@ -31,7 +31,7 @@ from weft.ipc.messages import (
     ToFront,
     Welcome,
 )
-from weft.serving.engine_key import EngineKey, until_cancelled
+from weft.serving.engine_key import EngineKey
 from weft.serving.model_files import digest_of, keep_file, local_folder, missing_files
 
 VERSION = importlib.metadata.version("weft")
@@ -170,9 +170,10 @@ class Given:
                 yield engine
             finally:
                 for task in tasks:
-                    await until_cancelled(task)
+                    task.cancel()
                 socket.disable_monitor()
-                monitor.close()
+                monitor.close()  # before anything is awaited: the server may be stopped just now
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _greet(self, engine: GivenEngine) -> None:
         """Wait for the engine's welcome; one that breaks every handshake off, and is still there, has another key."""

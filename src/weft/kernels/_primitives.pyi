@@ -1,0 +1,72 @@
+"""Types of the compiled operations (native/primitives.cpp): each function builds a lazy node of MLX's graph."""
+
+import mlx.core as mx
+
+mlx_version: str  # it was built against
+
+class Weights:
+    """A matrix (outputs, inputs) of weights as a file has them: float32, float16, bfloat16, or packed in groups."""
+
+    def __init__(
+        self,
+        codes: mx.array,
+        scales: mx.array | None = None,
+        biases: mx.array | None = None,
+        mode: str = "affine",
+        bits: int = 0,
+        group_size: int = 0,
+        bias: mx.array | None = None,  # added to the product
+    ) -> None: ...
+    @property
+    def num_outputs(self) -> int: ...
+    @property
+    def num_inputs(self) -> int: ...
+
+class Norm:
+    """The weight of an RMSNorm and its epsilon."""
+
+    def __init__(self, weight: mx.array, eps: float) -> None: ...
+
+class StepRows:
+    """A step's rows: of each its slab, the slot there, the tokens it has, how many come, and the line of the first of these."""
+
+    def __init__(self, rows: list[tuple[int, int, int, int, int]]) -> None: ...
+
+class Heads:
+    """How an attention layer's queries, keys and values lie in a line, and what is done to them before attention."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        dim: int,
+        scale: float,
+        of_neighbours: bool,
+        q_norm: Norm | None = None,
+        k_norm: Norm | None = None,
+    ) -> None: ...
+
+def linear(x: mx.array, weights: list[Weights], norm: Norm | None = None, residual: mx.array | None = None) -> mx.array: ...
+def gated(x: mx.array, gate: Weights, up: Weights, norm: Norm | None = None) -> mx.array: ...
+def switched(x: mx.array, indices: mx.array, weights: Weights) -> mx.array: ...
+def experts(x: mx.array, indices: mx.array, gate: Weights, up: Weights, down: Weights) -> mx.array: ...
+def embed(tokens: mx.array, weights: Weights) -> mx.array: ...
+def norm(x: mx.array, norm: Norm) -> mx.array: ...
+def silu(x: mx.array) -> mx.array: ...
+def rotate(x: mx.array, angles: mx.array, of_neighbours: bool) -> mx.array: ...
+def attention_weights(queries: mx.array, keys: mx.array, bias: mx.array | None, tokens: int) -> mx.array: ...
+def append(
+    slab: mx.array, lines: mx.array, angles: mx.array | None, rows: StepRows, heads: Heads, which: int, is_values: bool
+) -> mx.array: ...
+def attend(
+    lines: mx.array, keys: list[mx.array], values: list[mx.array], angles: mx.array | None, rows: StepRows, heads: Heads
+) -> mx.array: ...
+def recur(
+    state: mx.array,
+    value: mx.array,
+    key: mx.array,
+    query: mx.array,
+    gate: mx.array,
+    beta: mx.array | None,
+    keeps: bool,
+) -> list[mx.array]: ...

@@ -1,0 +1,272 @@
+"""Decoder layers for CPUs as a handful of operations: norms, products, RoPE, attention over slabs, residuals, MLPs, experts.
+
+A layer is replaced at load if it is built as the common ones are and gives the same bits when tried (`bind`); forwards it can not
+take (other caches, other masks) go through the layer's own code.
+"""
+
+import functools
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import switch_layers
+from mlx_lm.models.cache import KVCache
+
+from weft.kernels.cpu import FusedRMSNorm, FusedRotation, is_bound, norm_of
+from weft.kernels.packed import KeptLinear, weights_of
+from weft.kernels.primitives import ops
+from weft.memory.spec import FullAttention, KeyValues
+from weft.memory.views import KeyValueView
+
+log = logging.getLogger("weft.kernels")
+
+HEADS = ("n_heads", "num_heads", "num_attention_heads")  # what attention layers call their numbers of heads
+KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
+TRIAL_ERRORS = (AttributeError, TypeError, ValueError, KeyError, RuntimeError)
+TRIAL_TOKENS = (5, 1, 3)  # of the forwards in a row by which a layer is compared with its own code
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What a decoder layer's operations take: weights, norms, the layout of its heads."""
+
+    input_norm: "ops.Norm"
+    joint: "list[ops.Weights]"  # of queries, keys and values
+    heads: "ops.Heads"
+    num_kv_heads: int
+    dim: int
+    rope: FusedRotation
+    output: "list[ops.Weights]"
+    mlp_norm: "ops.Norm"
+    gate: "ops.Weights"
+    up: "ops.Weights"
+    down: "list[ops.Weights]"
+
+
+class FusedBlock:
+    """Mixin of decoder layers of norm, attention, norm and gated MLP, each with a residual: seven operations."""
+
+    weft_plan: BlockPlan
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        plan = self.weft_plan
+        if x.dtype != mx.float32 or (target := _target(x, mask, cache)) is None:
+            return super().__call__(x, mask, cache)  # type: ignore[misc,no-any-return]
+        angles = plan.rope.angles_for(cache.offset, x.shape[1])
+        attended = target.attend(ops.linear(x, plan.joint, plan.input_norm), angles, plan)
+        middle = ops.linear(attended, plan.output, None, x)
+        return ops.linear(ops.gated(middle, plan.gate, plan.up, plan.mlp_norm), plan.down, None, middle)
+
+
+class FusedMLP:
+    """Mixin of gated MLPs: two operations."""
+
+    weft_plan: "tuple[ops.Weights, ops.Weights, list[ops.Weights]]"
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if x.dtype != mx.float32:
+            return super().__call__(x)  # type: ignore[misc,no-any-return]
+        gate, up, down = self.weft_plan
+        return ops.linear(ops.gated(x, gate, up), down)
+
+
+class FusedExperts:
+    """Mixin of mixtures of gated MLPs: one operation, which reads the weights of the chosen experts only."""
+
+    weft_plan: "tuple[ops.Weights, ops.Weights, ops.Weights]"
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        if x.dtype != mx.float32 or indices.dtype not in (mx.int32, mx.uint32):
+            return super().__call__(x, indices)  # type: ignore[misc,no-any-return]
+        return ops.experts(x, indices, *self.weft_plan)
+
+
+# ---- where keys and values are
+
+
+@dataclass(frozen=True)
+class CacheTarget:
+    """mlx-lm's cache of a prompt, or of rows of one length."""
+
+    cache: Any
+
+    def attend(self, lines: mx.array, angles: mx.array, plan: BlockPlan) -> mx.array:
+        """Append keys and values to the cache, then attend: lines of the joint product → lines of heads."""
+        cache, (num_rows, tokens, _) = self.cache, lines.shape
+        self._make_room((num_rows, plan.num_kv_heads, tokens, plan.dim))
+        if num_rows > 1:
+            angles = mx.broadcast_to(angles, (num_rows, *angles.shape[1:]))
+        rows = ops.StepRows([(0, row, cache.offset, tokens, row * tokens) for row in range(num_rows)])
+        cache.keys = ops.append(cache.keys, lines, angles, rows, plan.heads, 0, False)
+        cache.values = ops.append(cache.values, lines, None, rows, plan.heads, 0, True)
+        cache.offset += tokens
+        return ops.attend(lines, [cache.keys], [cache.values], angles, rows, plan.heads)
+
+    def _make_room(self, shape: tuple[int, int, int, int]) -> None:
+        """Let the cache grow as its own `update_and_fetch` does."""
+        cache, (rows, heads, tokens, dim) = self.cache, shape
+        if cache.keys is not None and cache.offset + tokens <= cache.keys.shape[2]:
+            return
+        more = mx.zeros((rows, heads, -(-tokens // cache.step) * cache.step, dim))
+        if cache.keys is None:
+            cache.keys = cache.values = more
+            return
+        held = [array[..., : cache.offset, :] for array in (cache.keys, cache.values)]
+        cache.keys, cache.values = (mx.concatenate([array, more], axis=2) for array in held)
+
+
+@dataclass(frozen=True)
+class SlabTarget:
+    """The slabs of a step's rows."""
+
+    view: KeyValueView
+
+    def attend(self, lines: mx.array, angles: mx.array, plan: BlockPlan) -> mx.array:
+        """Append keys and values to the rows' slabs, then attend over all of them in one operation."""
+        batch, layer = self.view.batch, self.view.layer
+        rows = batch.once(("step rows",), self._rows)
+        if angles.shape[0] != lines.shape[0]:
+            angles = mx.broadcast_to(angles, (lines.shape[0], *angles.shape[1:]))
+        keys, values = [], []
+        for index, part in enumerate(batch.parts):
+            held = part.slab.layers[layer]
+            keys.append(ops.append(held.keys, lines, angles, rows, plan.heads, index, False))
+            values.append(ops.append(held.values, lines, None, rows, plan.heads, index, True))
+            part.slab.layers[layer] = KeyValues(keys[-1], values[-1])
+        return ops.attend(lines, keys, values, angles, rows, plan.heads)
+
+    def _rows(self) -> "ops.StepRows":
+        batch = self.view.batch
+        by_part = [zip(part.rows, part.first, strict=True) for part in batch.parts]
+        places = [(index, row.slot, first) for index, rows in enumerate(by_part) for row, first in rows]
+        return ops.StepRows([(*place, batch.tokens, line * batch.tokens) for line, place in enumerate(places)])
+
+
+def _target(x: mx.array, mask: Any, cache: Any) -> CacheTarget | SlabTarget | None:
+    """Return where this forward's keys and values are; None if only the layer's own code can take it."""
+    if type(cache) is KVCache:
+        is_float = cache.keys is None or cache.keys.dtype == mx.float32
+        is_causal = mask is None if x.shape[1] == 1 else isinstance(mask, str)
+        return CacheTarget(cache) if is_float and is_causal else None
+    if type(cache) is not KeyValueView or mask is not None or not cache.batch.seam:
+        return None
+    spec = cache.spec
+    is_plain = type(spec) is FullAttention and spec.keys.dtype == spec.values.dtype == mx.float32
+    return SlabTarget(cache) if is_plain and None not in cache.batch.rows else None
+
+
+# ---- which layers are replaced
+
+
+def bind(model: nn.Module) -> list[str]:
+    """Replace a model's layers on a CPU by those here, where a trial gives the same bits; returns the names of their classes.
+
+    To be called after all other bindings: what is compared with is what would run otherwise.
+    """
+    if not is_bound(mx.float32):
+        return []
+    kinds = (
+        (FusedBlock, _block_plan, _trial_block),
+        (FusedMLP, _mlp_plan, _trial_mlp),
+        (FusedExperts, _experts_plan, _trial_experts),
+    )
+    return [type(layer).__name__ for layer in model.modules() if any(_replace(layer, *kind) for kind in kinds)]
+
+
+def _replace(layer: nn.Module, mixin: type, plan_of: Any, trial: Any) -> bool:
+    own = type(layer)
+    try:
+        plan = plan_of(layer)
+        if plan is None:
+            return False
+        right = trial(layer)
+        layer.__dict__["weft_plan"] = plan
+        layer.__class__ = _with(mixin, own)  # type: ignore[arg-type]
+        if all(mx.array_equal(one, other) for one, other in zip(trial(layer), right, strict=True)):
+            return True
+        reason = "its bits differ"
+    except TRIAL_ERRORS as error:
+        reason = f"{type(error).__name__}: {error}"
+    log.debug("%s is computed by its own code: %s", own.__name__, reason)
+    layer.__class__ = own
+    layer.__dict__.pop("weft_plan", None)
+    return False
+
+
+@functools.cache
+def _with(mixin: type, own: type) -> type:
+    return type(f"Fused{own.__name__}", (mixin, own), {})
+
+
+def _block_plan(block: Any) -> BlockPlan | None:
+    if not all(name in block for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")):
+        return None
+    attention, mlp = block.self_attn, _mlp_plan(block.mlp)
+    projections = [attention.get(f"{name}_proj") for name in "qkvo"]
+    norms = [block.input_layernorm, block.post_attention_layernorm]
+    head_norms = [attention.get("q_norm"), attention.get("k_norm")]
+    known = [*projections, *norms, *(norm for norm in head_norms if norm is not None), block.mlp]
+    if mlp is None or not all(isinstance(one, KeptLinear) for one in projections) or not _is_all(block, known):
+        return None
+    if not all(isinstance(norm, FusedRMSNorm) for norm in (*norms, *filter(None, head_norms))):
+        return None
+    num_heads, num_kv_heads = (
+        next(getattr(attention, name) for name in names if hasattr(attention, name)) for names in (HEADS, KV_HEADS)
+    )
+    if not isinstance(rope := attention.get("rope"), FusedRotation):
+        return None
+    joint = [weights_of(projection) for projection in projections[:3]]
+    dim = joint[0].num_outputs // num_heads
+    of_heads = [None if norm is None else norm_of(norm) for norm in head_norms]
+    heads = ops.Heads(num_heads, num_kv_heads, dim, attention.scale, rope.traditional, *of_heads)  # type: ignore[attr-defined]
+    gate, up, down = mlp
+    output = [weights_of(projections[3])]
+    return BlockPlan(norm_of(norms[0]), joint, heads, num_kv_heads, dim, rope, output, norm_of(norms[1]), gate, up, down)
+
+
+def _mlp_plan(mlp: Any) -> "tuple[ops.Weights, ops.Weights, list[ops.Weights]] | None":
+    projections = [mlp.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(isinstance(one, KeptLinear) for one in projections) or not _is_all(mlp, projections):
+        return None
+    if any("bias" in one for one in projections[:2]):
+        return None
+    gate, up, down = (weights_of(one) for one in projections)
+    return gate, up, [down]
+
+
+def _experts_plan(layer: Any) -> "tuple[ops.Weights, ops.Weights, ops.Weights] | None":
+    if type(layer) is not switch_layers.SwitchGLU or any("bias" in layer[name] for name in ("gate_proj", "up_proj")):
+        return None
+    gate, up, down = (weights_of(layer[name]) for name in ("gate_proj", "up_proj", "down_proj"))
+    return gate, up, down
+
+
+def _is_all(layer: nn.Module, known: list[Any]) -> bool:
+    """Whether a layer has no other parameters than these parts of it."""
+    of_known = {id(array) for part in known for _, array in tree_flatten(part.parameters())}
+    return {id(array) for _, array in tree_flatten(layer.parameters())} == of_known
+
+
+def _noise(shape: tuple[int, ...]) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(7))
+
+
+def _trial_block(block: Any) -> list[mx.array]:
+    cache, found = KVCache(), []
+    for tokens in TRIAL_TOKENS:
+        x = _noise((1, tokens, block.input_layernorm.weight.shape[0]))
+        found.append(block(x, "causal" if tokens > 1 else None, cache))
+    mx.eval(found, cache.keys, cache.values)  # sync: at load
+    return [*found, *cache.keys_and_values()]
+
+
+def _trial_mlp(mlp: Any) -> list[mx.array]:
+    return [mlp(_noise((1, tokens, weights_of(mlp.gate_proj).num_inputs))) for tokens in TRIAL_TOKENS]
+
+
+def _trial_experts(layer: Any) -> list[mx.array]:
+    indices = mx.array([[[0, layer.gate_proj.num_experts - 1]] * 40], mx.uint32)
+    return [layer(_noise((1, tokens, layer.gate_proj.input_dims)), indices[:, :tokens]) for tokens in (1, 3, 40)]

@@ -1,0 +1,139 @@
+/* What the CPU kernels compute, for sgemm.c that implements them and primitives.cpp that hands them to MLX.
+ *
+ * What must hold, for every function here:
+ *   - The additions behind one number depend on its own row of the input alone: not on how many rows, tokens or threads
+ *     there are, nor where a prompt is cut. A product's number is sixteen running sums over k (lane i takes k = i, i + 16,
+ *     ...) folded 8, 4, 2, 1; attention adds its values in the order of the tokens.
+ *   - Packed weights are expanded to the float32 numbers that an expanded copy of the file would hold, then multiplied as
+ *     those would be: packing changes memory and time, never a bit.
+ *   - All arrays are float32 and row-contiguous unless a stride says otherwise; nothing reads beyond an array's end.
+ *   - Nothing here knows MLX or Python, keeps state between calls (but scratch memory of a thread), or throws.
+ */
+#ifndef WEFT_H
+#define WEFT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { WEFT_API = 1 };  /* raise it with every change here: the two libraries are built apart */
+enum { WEFT_LANES = 16, WEFT_STATE_ROWS = 4 }; /* numbers read together; rows of a recurrent state taken together */
+
+/* How numbers of weights and of scales are written; the last three are packings in groups, each group with a scale. */
+enum weft_kind { WEFT_F32, WEFT_F16, WEFT_BF16, WEFT_AFFINE, WEFT_MXFP4, WEFT_NVFP4 };
+
+/* A matrix (n, k), its rows one after the other: numbers, or codes of `bits` bits, the first in the lowest bits, in groups
+ * of `group` along k. AFFINE: code * scale + bias, both of `scale_kind`, rounded after each operation. MXFP4: a number of
+ * 4 bits times 2^(scale - 127). NVFP4: a number of 4 bits times a scale of 8 bits (e4m3). */
+struct weft_weights {
+    enum weft_kind kind, scale_kind;
+    size_t n, k, bits, group;
+    const void *codes, *scales, *biases;
+};
+
+/* c (m, n) = a (m, k) * weights^T, then + bias (n), then + residual (m, n) where these are not NULL. */
+struct weft_linear {
+    size_t m, lda, ldc;
+    const float *a, *bias, *residual;
+    float *c;
+    const struct weft_weights *weights;
+};
+void weft_linear(const struct weft_linear *);
+
+/* c (m, n) = SiLU(a * gate^T) * (a * up^T), the first half of a gated MLP. */
+struct weft_gated {
+    size_t m;
+    const float *a;
+    float *c;
+    const struct weft_weights *gate, *up;
+};
+void weft_gated(const struct weft_gated *);
+
+/* Row `row` of the weights as float32: of an embedding, one token's. */
+void weft_expand(const struct weft_weights *, size_t row, float *to);
+
+/* y (m, n): rows of x brought to a mean square of one, times weight (n). */
+void weft_norm(const float *x, const float *weight, float eps, float *y, size_t m, size_t n);
+void weft_silu(const float *x, float *y, size_t count);
+
+/* Rotary positions: y = x, m rows of n numbers, of which the first 2 * half are turned: neighbours, or numbers `half` apart.
+ * Rows of x lie `x_rows` together, `x_stride` numbers from the next ones; those of y follow each other. Row m has the angles
+ * (`half` cosines, then as many sines) of place m / batch_rows * batch_angles + (m % batch_rows) / repeat % tokens. */
+struct weft_rotation {
+    const float *x, *angles;
+    float *y;
+    size_t m, n, half, x_rows, x_stride, batch_rows, batch_angles, repeat, tokens;
+    int of_neighbours;
+};
+void weft_rotate(const struct weft_rotation *);
+
+/* Attention's weights: c (m, span) = softmax(q (m, k) * keys^T (span, k) + bias). With `tokens` the rows are those of as many
+ * last tokens, head after head, each of which sees up to itself. */
+struct weft_scores {
+    size_t m, span, k, ldq, ldk, ld_bias, tokens;
+    const float *q, *keys, *bias; /* bias (m, span) or NULL */
+    float *c;
+};
+void weft_scores(const struct weft_scores *);
+
+/* One sequence's new tokens and where its keys and values are: (heads, places, dim) each. */
+struct weft_row {
+    float *keys, *values;
+    size_t places;  /* between two heads */
+    size_t first;   /* tokens before its new ones */
+    size_t tokens;  /* new ones */
+    size_t line;    /* of its first new token in q and in the output */
+};
+
+/* Attention of all new tokens of all rows, each over its own row up to itself. q has lines of `q_stride` numbers, of which the
+ * first heads * dim are read: brought to a mean square of one and times `norm` (dim) where that is not NULL, then turned by
+ * the line's angles where these are not NULL (as in weft_rotation). The output has lines of heads * dim. */
+struct weft_attention {
+    const struct weft_row *rows;
+    size_t num_rows, heads, kv_heads, dim, q_stride, half;
+    const float *q, *angles, *norm;
+    float scale, eps;
+    int of_neighbours;
+    float *output;
+};
+void weft_attend(const struct weft_attention *);
+
+/* Writes new tokens behind those a row has: of line l the numbers at l * stride, kv_heads * dim of them, normed and turned as
+ * above, into the row's `keys`. */
+struct weft_append {
+    const struct weft_row *rows;
+    size_t num_rows, kv_heads, dim, stride, half;
+    const float *x, *angles, *norm;
+    float eps;
+    int of_neighbours;
+};
+void weft_append(const struct weft_append *);
+
+/* States (height, width) of many heads and the tokens they go through, a linear recurrence, also with the delta rule:
+ * s = s * gate; u = value, or beta * (value - s . key); s = s + u * key; output = s . query. Of head h of row b and token t the
+ * numbers begin at b * row + t * token + h * head of their array; key and query heads are shared by `groups` heads. Width is
+ * a multiple of WEFT_LANES and height of WEFT_STATE_ROWS. */
+struct weft_series {
+    const float *at;
+    size_t row, token, head;
+};
+struct weft_recurrence {
+    size_t rows, heads, groups, tokens, height, width;
+    struct weft_series value, key, query, gate, beta; /* beta.at NULL: no delta rule */
+    int is_gate_wide;                                 /* a gate per number of the key, else one */
+    const float *first;                               /* states before: (rows, heads, height, width) */
+    float *states;                                    /* after: the same, or with `keeps` (rows, tokens, heads, ...) */
+    int keeps;
+    float *output; /* (rows, tokens, heads, height) */
+};
+void weft_recur(const struct weft_recurrence *);
+
+int weft_api(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,72 @@
+"""Which products go to the CUDA kernel: its block sizes, the lines of prompts, and what is not what MLX finds is left to MLX."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from weft.kernels import cuda_product
+from weft.kernels.cuda_product import InvariantLinear, choose_blocks, is_prompt, prompt_product
+
+SHARED_BYTES = 227 << 10  # that a block may have on the smallest device that these are for
+
+
+@given(some.integers(1, 3000), some.integers(1, 300_000))
+def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(lines: int, rows: int) -> None:
+    blocks = choose_blocks(lines, rows)
+    across, down = blocks.grid(lines, rows)
+
+    assert across * blocks.line_tiles * 8 >= lines
+    assert down * blocks.row_tiles * 16 >= rows
+    assert blocks.shared_bytes(16) <= SHARED_BYTES
+    assert blocks.row_tiles % blocks.warp_rows == 0
+    assert blocks.line_tiles % min(blocks.line_tiles, 8 // blocks.warp_rows) == 0
+
+
+def test_a_chunk_of_one_prompt_is_told_from_a_step() -> None:
+    assert is_prompt(mx.zeros((1, 9, 4)))
+    assert not is_prompt(mx.zeros((1, 8, 4)))
+    assert not is_prompt(mx.zeros((9, 1, 4)))
+    assert not is_prompt(mx.zeros((300, 4)))
+
+
+def layers_of(bits: int) -> nn.Module:
+    mx.random.seed(1)
+    layer = nn.Linear(128, 64, bias=False)
+    layer.set_dtype(mx.bfloat16)
+    return nn.Sequential(layer if bits == 16 else nn.QuantizedLinear.from_linear(layer, 32, bits))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_layers_use_a_product_that_finds_what_mlx_finds(bits: int) -> None:
+    model = layers_of(bits)
+
+    assert cuda_product.bind(model, prompt_product) == []
+    assert type(model.layers[0]).__name__.startswith("Invariant")
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_layers_keep_mlx_s_product_where_the_kernel_finds_something_else(bits: int) -> None:
+    model = layers_of(bits)
+
+    assert cuda_product.bind(model, lambda x, weight: prompt_product(x, weight)[:, ::-1]) == ["layers.0"]
+    assert not type(model.layers[0]).__name__.startswith("Invariant")
+
+
+def test_layers_keep_mlx_s_product_where_the_kernel_does_not_run() -> None:
+    def broken(*_: object) -> mx.array:
+        raise RuntimeError("no compiler")
+
+    model = layers_of(16)
+
+    assert cuda_product.bind(model, broken) == ["layers.0"]
+    assert type(model.layers[0]) is nn.Linear
+
+
+def test_products_of_other_widths_and_kinds_of_numbers_are_left_to_mlx() -> None:
+    for layer in (nn.Linear(128, 64), nn.Linear(100, 64, bias=False)):
+        assert cuda_product.bind(nn.Sequential(layer), prompt_product) == ["layers.0"]
+        assert not isinstance(layer, InvariantLinear)

@@ -1,0 +1,122 @@
+"""Weights that stay packed: the product, the embedding and the experts have the bits of a float32 copy of the same weights."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from weft.kernels import blas, cpu, packed, primitives
+
+pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own operations")
+
+SETS = ("avx512", "avx2", "plain")
+PACKINGS = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)] + [
+    (4, 32, "mxfp4"),
+    (4, 16, "nvfp4"),
+]
+
+
+@pytest.fixture(params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[None]:
+    library = ctypes.CDLL(str(blas.compiled_library()))
+    if not library.weft_blas_kernels(request.param.encode()):
+        pytest.skip(f"this machine can not run {request.param}")
+    yield
+    library.weft_blas_kernels(None)
+
+
+def same(found: mx.array, right: mx.array) -> bool:
+    return found.shape == right.shape and np.array(found).tobytes() == np.array(right).tobytes()
+
+
+def expanded(layer: nn.Module) -> mx.array:
+    scales = [None if layer.get(name) is None else layer[name] for name in ("scales", "biases")]
+    wide = [one.astype(mx.float32) if one is not None and one.dtype in packed.HALVES else one for one in scales]
+    options = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer["weight"], *wide, **options, dtype=mx.float32)
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize(("bits", "group", "mode"), PACKINGS)
+@pytest.mark.parametrize("scales", [mx.float32, mx.float16, mx.bfloat16])
+def test_a_packed_product_has_the_bits_of_a_float32_copy(bits: int, group: int, mode: str, scales: mx.Dtype) -> None:
+    mx.random.seed(bits)
+    layer = nn.Linear(384, 50, bias=True)
+    layer.weight = mx.random.normal((50, 384)).astype(scales)
+    layer = layer.to_quantized(group_size=group, bits=bits, mode=mode)
+    copy = nn.Linear(384, 50)
+    copy.weight, copy.bias = expanded(layer), layer.bias
+    both = nn.Sequential(layer, copy)
+    packed.bind(both)
+
+    assert type(both.layers[0]) is packed.PackedLinear
+    for rows in (1, 2, 7, 60, 300):
+        x = mx.random.normal((rows, 384))
+        found = both.layers[0](x)
+        assert same(found, both.layers[1](x))
+        assert same(found, mx.addmm(copy.bias, x, copy.weight.T))
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_sixteen_bits_are_the_numbers_they_are(dtype: mx.Dtype) -> None:
+    for k in (1, 5, 16, 40, 577):
+        layer = nn.Linear(k, 21, bias=False)
+        numbers = mx.concatenate([mx.random.normal((20, k)), mx.random.normal((1, k)) * 1e-6]).astype(dtype)  # some subnormal
+        layer.weight = numbers
+        packed.bind(layer)
+        x = mx.random.normal((3, k))
+
+        assert same(layer(x), x @ numbers.astype(mx.float32).T)
+
+
+@pytest.mark.parametrize(("bits", "group", "mode"), PACKINGS)
+def test_an_embeddings_rows_and_its_product_are_those_of_the_copy(bits: int, group: int, mode: str) -> None:
+    layer = nn.Embedding(70, 128).to_quantized(group_size=group, bits=bits, mode=mode)
+    copy = expanded(layer)
+    packed.bind(layer)
+    x = mx.random.normal((2, 128))
+
+    assert same(layer(mx.array([[3, 69], [0, 3]])), copy[mx.array([[3, 69], [0, 3]])])
+    assert same(layer.as_linear(x), x @ copy.T)
+
+
+@pytest.mark.parametrize(("bits", "group", "mode"), PACKINGS)
+def test_experts_have_the_bits_of_a_float32_copy(bits: int, group: int, mode: str) -> None:
+    layer = SwitchLinear(128, 20, 5, bias=True).to_quantized(group_size=group, bits=bits, mode=mode)
+    layer.bias = mx.random.normal((5, 20))
+    copy = expanded(layer)
+    packed.bind(layer)
+    x, chosen = mx.random.normal((2, 7, 1, 1, 128)), mx.random.randint(0, 5, (2, 7, 2)).astype(mx.uint32)
+
+    found = layer(x, chosen)
+
+    assert found.shape == (2, 7, 2, 1, 20)
+    rows = []
+    for line, experts in zip(x.reshape(-1, 1, 128), chosen.reshape(-1, 2).tolist(), strict=True):
+        rows += [line @ copy[expert].T + layer.bias[expert] for expert in experts]
+    assert same(found, mx.stack(rows).reshape(found.shape))
+
+
+def test_products_of_every_size_are_what_numpy_says() -> None:
+    rng = np.random.default_rng(3)
+    for size in range(1, 71):
+        for m, n, k in ((size, 6, 33), (4, size, 20), (3, 13, size)):
+            x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((n, k), np.float32)
+            found = primitives.ops.linear(mx.array(x), [primitives.ops.Weights(mx.array(w))])
+            np.testing.assert_allclose(np.array(found), x.astype(np.float64) @ w.T, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_when_the_graph_is_built() -> None:
+    weights = primitives.ops.Weights(mx.zeros((4, 32)))
+
+    with pytest.raises(ValueError, match="as long as the weights'"):
+        primitives.ops.linear(mx.zeros((2, 31)), [weights])
+    with pytest.raises(ValueError, match="as long as the weights'"):
+        primitives.ops.linear(mx.zeros((2, 32), mx.float16), [weights])
