@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODEL  ?=
 MINUTES ?= 30
+REPLICAS ?= 1
 NAMES  ?=
 CORES  := $(shell $(PYTHON) -c "import os; print(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count())")
 # Tests that mostly wait, for servers that come and go: one more worker than there are cores. All others compute: a worker a core.
@@ -44,7 +45,8 @@ conformance: $(READY)  ## every oracle on all architectures of the zoo, a downlo
 
 CONFORMANCE := tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py tests/model/test_mlx_lm_contract.py \
   tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
-  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_short_soak.py
+  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_killed_replica.py \
+  tests/serving/test_pool.py tests/faults/test_short_soak.py
 
 newest:  ## conformance with the newest mlx and mlx-lm there are, also beyond weft's range, in .venv-newest: before users meet them
 oldest:  ## conformance with the oldest mlx-lm of weft's range, in .venv-oldest
@@ -75,8 +77,8 @@ compare: $(READY)  ## weft and other servers on the same work in one run (sevent
 compare-quick: $(READY)  ## the same in ten minutes: SmolLM2, mlx-lm and llama.cpp (where `make compare` has built it), no log
 	$(BIN)/python -m bench.compare --quick
 
-soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds
-	$(BIN)/python tests/soak.py $(MINUTES)
+soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 seconds; REPLICAS=3 engines of each model
+	$(BIN)/python tests/soak.py $(MINUTES) $(REPLICAS)
 
 redteam: MINUTES = 10
 redteam: $(READY)  ## MINUTES=10 of attacks beside eight ordinary streams, then schemathesis on every operation

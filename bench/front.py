@@ -26,9 +26,9 @@ import sys
 from weft.api.app import make_app
 from weft.cli.serve import Terminal
 from weft.config import ServerConfig
-from weft.serving import engine_process, server
-engine_process.Supervisor.__init__.__defaults__ = ((*{command!r}, "fake"),)
-sys.exit(server.serve(ServerConfig(("fake",), port=0), Terminal(), make_app))
+from weft.serving import replicas, server
+replicas.starters_here.__defaults__ = ((*{command!r}, "fake"),)
+sys.exit(server.serve(ServerConfig(("fake",), port=0, **{settings!r}), Terminal(), make_app))
 """
 STREAMS, TOKENS = 64, 400
 CLIENTS, ANSWER = 8, 64
@@ -51,7 +51,7 @@ def fake_engine() -> None:
     the bar nearly every token is an event of its own: that is what a token costs.
     """
     for what, words in (("emits at once", []), ("steps every 3 ms", ["--token-seconds", "0.003"])):
-        with serving([sys.executable, "-c", SERVE_FAKE.format(command=[sys.executable, str(FAKE), *words])]) as url:
+        with serving([sys.executable, "-c", SERVE_FAKE.format(command=[sys.executable, str(FAKE), *words], settings={})]) as url:
             ask(url, 8, 50, WORDS)
             told = [ask(url, STREAMS, TOKENS, WORDS) for _ in range(5)]
         rates = [STREAMS * TOKENS / one["seconds"] for one in told]

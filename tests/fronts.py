@@ -18,9 +18,10 @@ from weft.api.app import make_app
 from weft.config import EngineSettings, ServerConfig
 from weft.metrics import Metrics
 from weft.serving.connections import make_http_server
-from weft.serving.engine_process import Supervisor
 from weft.serving.model import ServedModel
+from weft.serving.pool import EnginePool
 from weft.serving.service import Service
+from weft.serving.starters.here import Here
 
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
 FAILING_ENGINE = Path(__file__).parent / "failing_engine.py"
@@ -42,14 +43,15 @@ class Quiet:
         self.told.append(("failed", *what))
 
 
-def fake_supervisor(name: str, *words: str, hang_seconds: float = ServerConfig.hang_seconds) -> Supervisor:
-    """A supervisor of the fake engine, which is told these words."""
-    return Supervisor(EngineSettings(model=name), hang_seconds, (sys.executable, str(FAKE_ENGINE), *words, name))
+def fake_pool(name: str, *words: str, hang_seconds: float = ServerConfig.hang_seconds, num_replicas: int = 1) -> EnginePool:
+    """A pool of fake engines, each of which is told these words."""
+    command = (sys.executable, str(FAKE_ENGINE), *words, name)
+    return EnginePool([Here(EngineSettings(model=name), command, str(number)) for number in range(num_replicas)], hang_seconds)
 
 
-def failing_supervisor(name: str, *words: str) -> Supervisor:
-    """A supervisor of the real engine with a model that fails as failing_engine.py is told by these words."""
-    return Supervisor(EngineSettings(model=name), 4.0, (sys.executable, str(FAILING_ENGINE), *words))
+def failing_pool(name: str, *words: str) -> EnginePool:
+    """A pool of one real engine with a model that fails as failing_engine.py is told by these words."""
+    return EnginePool([Here(EngineSettings(model=name), (sys.executable, str(FAILING_ENGINE), *words))], 4.0)
 
 
 @dataclass
@@ -68,7 +70,7 @@ def front(
     *,
     wait: bool = True,
     spare: dict[str, list[str]] | None = None,
-    supervise: Callable[..., Supervisor] = fake_supervisor,
+    make_pool: Callable[..., EnginePool] = fake_pool,
     **settings: Any,
 ) -> Iterator[Front]:
     """Models by name, each with its engine's words; ready when `wait`. Those to `spare` may be loaded later."""
@@ -76,7 +78,7 @@ def front(
 
     def make(name: str) -> ServedModel:
         words = (engines | (spare or {})).get(name, ())
-        return ServedModel(name, supervise(name, *words))
+        return ServedModel(name, make_pool(name, *words))
 
     service, screen = Service([make(name) for name in engines], Metrics(), config.max_queue, make), Quiet()
     listener = socket.create_server(("127.0.0.1", 0))

@@ -2,8 +2,8 @@
 
 Every request must end. Whoever is patient must get, to the letter, what he would have got alone before the trouble began;
 whoever is not (goes away, cancels, asks for nonsense) must not disturb the others. Memory must not grow. Run as
-`python tests/soak.py MINUTES` it tells how it goes every ten seconds, and ends with a table, and with status 1 if anything
-was wrong. A test runs the same for two minutes.
+`python tests/soak.py MINUTES [REPLICAS]` it tells how it goes every ten seconds, and ends with a table, and with status 1 if
+anything was wrong. A test runs the same for two minutes.
 """
 
 from __future__ import annotations
@@ -266,8 +266,9 @@ class Soak:
         stops = [self.seconds / 3, self.seconds * 2 / 3]
         while True:
             await asyncio.sleep(KILL_SECONDS)
-            while (pid := (await self.engines()).get(VICTIM)) is None:
+            while not (pids := await self.victims()):
                 await asyncio.sleep(0.1)
+            pid = random.choice(pids)
             if stops and self.elapsed >= stops[0]:
                 stops.pop(0)
                 os.kill(pid, signal.SIGSTOP)
@@ -276,12 +277,23 @@ class Soak:
                 os.kill(pid, signal.SIGKILL)
                 self.done["engines killed"] += 1
 
-    async def engines(self) -> dict[str, int]:
-        """The processes of the engines that are up."""
+    async def status(self) -> dict[str, dict[str, Any]]:
+        """What the server tells of each model."""
         reply = await ask(self.server.port, "/v1/status")
         models = {model["id"]: model for model in json.loads(await reply.text())["models"]}
         reply.close()
-        found = {name: models[served] for name, served in self.models.items()}
+        return {name: models[served] for name, served in self.models.items()}
+
+    async def victims(self) -> list[int]:
+        """The processes that may be killed: one model's engine, or all its replicas that are up."""
+        victim = (await self.status())[VICTIM]
+        replicas = victim.get("replicas", [{"status": "ready", "engine_pid": victim["engine_pid"]}])
+        is_up = victim["status"]["value"] == "loaded"
+        return [one["engine_pid"] for one in replicas if is_up and one["status"] == "ready" and one["engine_pid"] is not None]
+
+    async def engines(self) -> dict[str, int]:
+        """The processes of the engines that are up, of a model with replicas the first."""
+        found = await self.status()
         return {name: model["engine_pid"] for name, model in found.items() if model["status"]["value"] == "loaded"}
 
     async def watch_memory(self) -> None:
@@ -328,7 +340,9 @@ class Soak:
         """The table at the end."""
         for what, count in sorted(self.done.items()):
             print(f"  {what:24} {count:>8,}")
-        print(f"  {'restarts':24} {self.server.status()['engine_restarts']:>8,}")
+        status = self.server.status()
+        print(f"  {'restarts':24} {status['engine_restarts']:>8,}")
+        print(f"  {'answers moved':24} {sum(model.get('moved', 0) for model in status['models']):>8,}")
         print(f"  {'longest request':24} {self.longest_seconds:>8.1f} s")
         for name in self.megabytes:
             sizes = " → ".join(f"{self.mean_megabytes(name, third):.0f}" for third in range(3))
@@ -336,11 +350,13 @@ class Soak:
         print(f"  {'wrong':24} {len(self.violations):>8,}", flush=True)
 
 
-def soak(seconds: float, folder: Path) -> Soak:
-    """Run it, and say what came of it."""
+def soak(seconds: float, folder: Path, num_replicas: int = 1) -> Soak:
+    """Run it, with one engine or several replicas of each model, and say what came of it."""
     for name in (STEADY, VICTIM):
         (folder / name).symlink_to(MODEL)
     options = ("--max-rows", str(MAX_ROWS), "--hang-seconds", str(HANG_SECONDS), "--cache-megabytes", "64")
+    if num_replicas > 1:
+        options = (*options, "--replicas", str(num_replicas), "--force")
     with running(folder / "log", str(folder / STEADY), str(folder / VICTIM), *options) as server:
         served = [model["id"] for model in server.get("/v1/models").json()["data"]]
         models = {name: next(one for one in served if one.endswith(name)) for name in (STEADY, VICTIM)}
@@ -353,4 +369,5 @@ def soak(seconds: float, folder: Path) -> Soak:
 
 if __name__ == "__main__":
     minutes = float(sys.argv[1]) if len(sys.argv) > 1 else 30.0
-    sys.exit(bool(soak(60 * minutes, Path(tempfile.mkdtemp(prefix="weft-soak-"))).violations))
+    replicas = int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    sys.exit(bool(soak(60 * minutes, Path(tempfile.mkdtemp(prefix="weft-soak-")), replicas).violations))

@@ -115,6 +115,14 @@ def test_only_the_model_and_its_kernels_import_mlx_lm() -> None:
     assert users == {"kernels", "model"}
 
 
+def test_nothing_that_is_received_can_be_a_program() -> None:
+    unsafe = {"pickle", "marshal", "shelve", "cloudpickle", "dill"}
+    called = {ast.unparse(node.func) for _, node in _nodes(ast.Call) if isinstance(node, ast.Call)}
+
+    assert {name for path in FILES for name in _imports(path)} & unsafe == set()
+    assert {name for name in called if name in ("eval", "exec") or name.endswith("_pyobj")} == set()
+
+
 def test_there_are_the_rooms_of_the_picture_and_no_others() -> None:
     rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and path.name != "__pycache__"}
 

@@ -19,6 +19,7 @@ DraftSource = Literal["forced", "lookup", "mtp"]  # of draft tokens, which a ste
 DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 
 SAFE_SHARE = 0.8  # of the memory there is, for one engine
+DEFAULT_ENGINE_KEY = Path("~/.config/weft/engine.key")
 RESERVE_SHARE = 0.1  # of an engine's budget, for what a forward needs beside weights and rows
 
 
@@ -30,11 +31,13 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exact: bool = False
     max_rows: int | None = None  # None: what suits the device
     memory_bytes: int | None = None  # None: a safe share of what is there
+    memory_share: float = 1.0  # of that safe share, where several engines compute on one device
     cache_bytes: int = 0
     cache_folder: str | None = None
     cache_folder_bytes: int = 10 << 30
     cache_canary: bool = False
     speculate: tuple[DraftSource, ...] = DRAFT_SOURCES  # from where draft tokens may come; (): none are verified
+    report_prefixes: bool = False  # tell the front what is cached, so that it can choose between replicas
     log_format: Literal["text", "json"] = "text"
 
 
@@ -118,8 +121,16 @@ class ServerConfig:
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
     """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
+    replicas: int = 1
+    """Engines of each model, one for each GPU; requests go where their first token comes soonest."""
+    engines: tuple[str, ...] = ()
+    """Serve the model of these engines, HOST:PORT of `weft engine` on any machines, instead of starting engines here."""
+    engine_key: str | None = None
+    """The file with the key of those engines. Default: ~/.config/weft/engine.key, where it exists."""
+    force: bool = False
+    """Let there be more replicas than devices; they divide cores and memory."""
     max_rows: int | None = None
-    """Requests that are computed together. Default: what suits the device."""
+    """Requests that each engine computes together. Default: what suits the device."""
     speculate: str = "auto"
     """Draft tokens, which change the speed and never the answer: auto (all sources), off, or some of forced,lookup,mtp."""
     cache_megabytes: int = 1024
@@ -179,16 +190,17 @@ class ServerConfig:
         )
 
     @property
+    def engine_addresses(self) -> list[str]:
+        return [part.strip() for text in self.engines for part in text.split(",") if part.strip()]
+
+    @property
     def has_keys(self) -> bool:
         return bool(self.api_keys) or self.keys_file is not None
 
     def check(self) -> None:
         if not 0 <= self.port <= 65535:
             raise WeftError(f"port {self.port} must be between 0 and 65535")
-        is_loopback = self.host == "localhost"
-        with suppress(ValueError):  # it is a name; others than this one may lead anywhere
-            is_loopback = ipaddress.ip_address(self.host.strip("[]")).is_loopback
-        if not is_loopback and not self.has_keys and not self.insecure:
+        if not is_loopback(self.host) and not self.has_keys and not self.insecure:
             raise WeftError(
                 f"host {self.host} can be reached from other machines and there is no API key: set one with --api-key or "
                 "WEFT_API_KEY, or say --insecure if everybody there may use the server"
@@ -198,7 +210,7 @@ class ServerConfig:
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
         least |= {"header_seconds": 0.1, "stall_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
-        least |= {"memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
+        least |= {"replicas": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
         least |= {"requests_per_minute": 1, "tokens_per_minute": 1}
         for name, low in least.items():
             value = getattr(self, name)
@@ -207,12 +219,68 @@ class ServerConfig:
         read_draft_sources(self.speculate)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise WeftError("tls_cert and tls_key belong together: give both files for HTTPS, or neither for HTTP")
+        if self.engines and (len(self.models) > 1 or self.replicas > 1):
+            raise WeftError("engines are all of one model and started by others; leave out replicas, and all models but one")
         for name, what in (("cache_dir", "folder"), ("keys_file", "file")):
             if getattr(self, name) == "":
                 raise WeftError(f"{name} is empty; name a {what}, or leave it out")
         for name in ("cache_dir", "cache_canary"):
             if getattr(self, name) and not self.cache_megabytes:
                 raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Settings of `weft engine`; the string under each field is the help text of its flag."""
+
+    model: str
+    """A built-in name, a folder, a .gguf file or a Hugging Face id."""
+    _: KW_ONLY
+    listen: str = "127.0.0.1:8500"
+    """HOST:PORT to listen on for servers. One that other machines can reach needs an engine key."""
+    engine_key: str | None = None
+    """The file with the key that servers must have too. Default: ~/.config/weft/engine.key, where it exists."""
+    memory: int | None = None
+    """Megabytes of memory the engine may use, weights included. Default: a safe share of what is there."""
+    exact: bool = False
+    """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
+    max_rows: int | None = None
+    """Requests that are computed together. Default: what suits the device."""
+    speculate: str = "auto"
+    """Draft tokens, which change the speed and never the answer: auto (all sources), off, or some of forced,lookup,mtp."""
+    cache_megabytes: int = 1024
+    """Memory for prompts computed before, so that they are not computed again; 0 keeps none."""
+    cache_dir: str | None = None
+    """Keep computed prompts in this folder too, so that they are there after a restart."""
+    hang_seconds: float = 120.0
+    """How long one step may take before the engine is replaced."""
+    drain_seconds: float = 5.0
+    """How long answers may go on when the engine is stopped; then they go on in others."""
+    log_format: Literal["text", "json"] = "text"
+    """How the log is written."""
+
+    def engine_settings(self) -> EngineSettings:
+        """Return the settings of the engine process; raise WeftError if a value is out of its range."""
+        shared = ("memory", "exact", "max_rows", "speculate", "cache_megabytes", "cache_dir", "hang_seconds", "drain_seconds")
+        config = ServerConfig(**{name: getattr(self, name) for name in (*shared, "log_format")})
+        config.check()
+        return msgspec.structs.replace(config.engine_settings(self.model), report_prefixes=True)
+
+
+def find_engine_key(chosen: str | None) -> Path | None:
+    """Return the chosen file of the engine key, or the default one if it exists; None: there is no key."""
+    if chosen is not None:
+        return Path(chosen).expanduser()
+    return DEFAULT_ENGINE_KEY.expanduser() if DEFAULT_ENGINE_KEY.expanduser().exists() else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    with suppress(ValueError):  # it is a name; others than this one may lead anywhere
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    return False
 
 
 def read_draft_sources(speculate: str) -> tuple[DraftSource, ...]:

@@ -102,6 +102,10 @@ class RowFailed(EngineError):
     """The engine ended this sequence because computing it failed (model, grammar, states); the other rows were not affected."""
 
 
+class EngineRefused(WeftError):
+    """An engine at a given address is there, and can not be used: another key, protocol or model."""
+
+
 class EngineDied(EngineError):
     """The engine process that a request needs has ended or can not be started, so the request fails."""
 

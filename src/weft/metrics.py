@@ -51,6 +51,17 @@ class Metrics(Collector):
         self._images = add(Gauge, "weft_images_total", images, labels=("model", "kind"))
         self._engine_up = add(Gauge, "weft_engine_up", "Whether the model's engine answers.")
         self._restarts = add(Gauge, "weft_engine_restarts_total", "Engines that were replaced.")
+        replica = ("model", "replica")
+        self._replica_up = add(Gauge, "weft_replica_up", "Whether a replica takes requests.", labels=replica)
+        self._replica_rows = add(Gauge, "weft_replica_rows_running", "Rows that a replica computes.", labels=replica)
+        self._replica_requests = add(
+            Gauge, "weft_replica_requests", "Answers that a replica has, waiting or not.", labels=replica
+        )
+        prompts = "Prompt tokens of answers that ended in a replica."
+        self._replica_prompts = add(Gauge, "weft_replica_prompt_tokens_total", prompts, labels=replica)
+        hits = "Those of them that it had not to compute."
+        self._replica_hits = add(Gauge, "weft_replica_cached_tokens_total", hits, labels=replica)
+        self._moved = add(Gauge, "weft_answers_moved_total", "Answers that went on in another replica.")
         self._memory = add(Gauge, "weft_memory_bytes", "Memory by what it is for.", labels=("model", "kind"))
         reused = "Answers by what ended the known part."
         self._reused = add(Counter, "weft_prefix_cache_requests_total", reused, labels=("model", "cause"))
@@ -138,10 +149,24 @@ class Metrics(Collector):
         for instrument in (self._prompt_tokens, self._cached_tokens, self._generated_tokens):
             instrument.labels(model)
 
+    def replica(self, model: str, replica: str, up: bool, running: int, requests: int) -> None:
+        """Set whether a replica takes requests, its running rows, and its unfinished answers."""
+        self._replica_up.labels(model, replica).set(up)
+        self._replica_rows.labels(model, replica).set(running)
+        self._replica_requests.labels(model, replica).set(requests)
+
+    def replica_hits(self, model: str, replica: str, num_prompt: int, num_cached: int) -> None:
+        self._replica_prompts.labels(model, replica).set(num_prompt)
+        self._replica_hits.labels(model, replica).set(num_cached)
+
+    def moved(self, model: str, number: int) -> None:
+        self._moved.labels(model).set(number)
+
     def unloaded(self, model: str) -> None:
         """Remove the gauges of a model that was unloaded; its counters stay."""
         rows = (self._running, self._waiting, self._alone, self._images)
-        for instrument in (*rows, self._engine_up, self._restarts, self._memory, self._prefixes):
+        replicas = (self._replica_up, self._replica_rows, self._replica_requests, self._replica_prompts, self._replica_hits)
+        for instrument in (*rows, *replicas, self._moved, self._engine_up, self._restarts, self._memory, self._prefixes):
             instrument.remove_by_labels({"model": model})
 
     def http(self, status: int) -> None:

@@ -65,6 +65,7 @@ def test_every_path_is_described() -> None:
         "/tokenize": "post",
         "/detokenize": "post",
         "/v1/requests/{id}/cancel": "post",
+        "/v1/replicas/renew": "post",
         "/v1/cache": "get",
         "/v1/cache/clear": "post",
         "/v1/cache/requests/{id}": "get",

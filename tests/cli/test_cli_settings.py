@@ -142,7 +142,7 @@ def test_a_setting_that_can_not_be_is_named(wrong: dict[str, Any]) -> None:
 
 def engine_settings(**settings: Any) -> EngineSettings:
     """What an engine of a server with these settings is told."""
-    return make_service(ServerConfig(("m",), **settings)).models[0].supervisor.settings
+    return make_service(ServerConfig(("m",), **settings)).models[0].pool.settings
 
 
 def test_the_folder_for_prompts_reaches_the_engine_only_when_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

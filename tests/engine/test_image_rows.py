@@ -16,7 +16,7 @@ from weft.config import DRAFT_SOURCES, EngineConfig
 from weft.engine.engine import Engine
 from weft.engine.faults import Rule
 from weft.engine.image_features import ImageFeatures
-from weft.engine.sequence import Sequence, keyed_prompt
+from weft.engine.sequence import Sequence
 from weft.errors import InvalidRequest
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import IMAGE_KEYS, Image, Submit
@@ -281,14 +281,14 @@ def test_images_whose_keys_agree_in_all_bits_but_one_share_nothing(adapter: Adap
     (row,) = finish(run, request)
     other = request.images[0]
 
-    assert not {*keyed_prompt(request)[other.start : other.end]} & {*keyed_prompt(ask(0, one))}
+    assert not {*request.keyed_prompt[other.start : other.end]} & {*ask(0, one).keyed_prompt}
     assert row.timings.cached_tokens <= other.start
     assert row.output == alone(adapter, request)
 
 
 def test_every_place_of_an_image_has_a_key_of_its_own() -> None:
     request = ask(0, image(1, 4, 4), image(2, 4, 4))
-    keys = keyed_prompt(request)
+    keys = request.keyed_prompt
     inside = [key for one in request.images for key in keys[one.start : one.end]]
 
     assert len({*inside}) == 32

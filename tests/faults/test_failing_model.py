@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from fronts import Front, failing_supervisor, front
+from fronts import Front, failing_pool, front
 from waiting import until
 
 # Pieces of identifiers such as "_price", which no story of this model has in it.
@@ -23,7 +23,7 @@ LONG = [(7 * place) % 900 + 100 for place in range(150)]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     words = [json.dumps({token: what for what, token in tokens.items()}) for tokens in (ALWAYS, ONCE)]
-    with front({"tiny-hybrid": [*words, str(tmp_path_factory.mktemp("once"))]}, supervise=failing_supervisor) as server:
+    with front({"tiny-hybrid": [*words, str(tmp_path_factory.mktemp("once"))]}, make_pool=failing_pool) as server:
         yield server
 
 

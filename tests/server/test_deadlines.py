@@ -17,7 +17,7 @@ SHORT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
 
 def wait_idle(server: Front) -> None:
     """Return when nothing is left behind, in the front or with the engine; answers would take many minutes to end."""
-    client = server.service.models[0].supervisor.client
+    client = server.service.models[0].pool.replicas[0].client
     until(lambda: not len(client.live) and not server.get("/v1/status").json()["rows_running"] and not server.service.active)
 
 

@@ -344,7 +344,7 @@ def test_a_long_text_does_not_hold_up_the_others() -> None:
 
 
 def test_an_engine_that_never_comes_up_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.serving.engine_process.FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("weft.serving.lifeline.FIRST_PAUSE_SECONDS", 0.01)
     with front({"m": ["--no-such-option"]}, wait=False) as server:
         until(lambda: server.get("/health").json()["status"] != "loading")
         health = server.get("/health").json()

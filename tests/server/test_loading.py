@@ -147,7 +147,7 @@ def test_an_unloaded_model_ends_its_answers_and_takes_no_others(folder: str) -> 
             other = server.post(COMPLETIONS, {"prompt": TEXT})  # the only one left may go unnamed
             health = server.get("/health").status_code
             was_running = not answer.done()
-            pid = server.service.models[1].supervisor.pid
+            pid = server.service.models[1].pool.pid
             metrics = [server.get("/metrics").text]
             reply = unloading.result()
         is_alive = Path(f"/proc/{pid}").exists()

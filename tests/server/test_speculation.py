@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from fronts import Front, fake_supervisor, front
+from fronts import Front, fake_pool, front
 from weft.config import EngineSettings
-from weft.serving.engine_process import Supervisor
+from weft.serving.pool import EnginePool
+from weft.serving.starters.here import Here
 
 ASKED = {"messages": [{"role": "user", "content": "Repeat after me: the cat"}], "max_tokens": 6}
 LOOKUP = {"drafted": 4, "accepted": 3}
@@ -66,11 +67,11 @@ def test_a_request_without_drafts_has_none(server: Front, path: str, body: dict[
     ],
 )
 def test_the_other_dialects_can_do_without_drafts_too(server: Front, path: str, body: dict[str, Any]) -> None:
-    before = server.service.models[0].supervisor.drafts.num_drafts
+    before = server.service.models[0].pool.drafts.num_drafts
     status = server.post(path, body).status_code
 
     assert status == 200
-    assert server.service.models[0].supervisor.drafts.num_drafts == before
+    assert server.service.models[0].pool.drafts.num_drafts == before
 
 
 def test_what_is_no_boolean_is_a_400_that_names_the_field(server: Front) -> None:
@@ -131,11 +132,12 @@ def test_the_start_screen_tells_of_a_head_that_was_refused(server: Front) -> Non
 
 
 def test_sources_that_nobody_chose_or_the_model_lacks_are_no_news_at_the_start() -> None:
-    def off(name: str, *words: str) -> Supervisor:
-        supervisor = fake_supervisor(name, *words)
-        return Supervisor(EngineSettings(model=name, speculate=("lookup", "mtp")), supervisor.hang_seconds, supervisor.command)
+    def off(name: str, *words: str) -> EnginePool:
+        starter = fake_pool(name, *words).replicas[0].starter
+        assert isinstance(starter, Here)
+        return EnginePool([Here(EngineSettings(model=name, speculate=("lookup", "mtp")), starter.command)], 60.0)
 
-    with front({"m": []}, supervise=off) as server:
+    with front({"m": []}, make_pool=off) as server:
         (listed,) = server.get("/v1/models").json()["data"]
 
     assert listed["speculation"] == {

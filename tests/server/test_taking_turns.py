@@ -20,7 +20,7 @@ def submitted(server: Front, *asked: tuple[dict[str, str], dict[str, Any]]) -> l
         for headers, fields in asked:
             body = {"prompt": "hi", "max_tokens": 50_000, "stream": True, **fields}
             stack.enter_context(server.stream("/v1/completions", body, headers=headers))
-        inside = server.service.models[0].supervisor.client.live.inside
+        inside = server.service.models[0].pool.replicas[0].client.live.inside
         return [live.subscription.submits[live.prompt_index] for live in list(inside.values())]
 
 

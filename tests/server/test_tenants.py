@@ -203,7 +203,7 @@ def test_a_priority_counts_among_a_tenant_s_own_requests_and_an_admin_s_among_al
     with front({"m": SLOW}, api_keys=KEYS) as server, ExitStack() as stack:
         for whose in (ANNA, ROOT):
             stack.enter_context(server.stream("/v1/completions", {**ENDLESS, "priority": 100}, headers=whose))
-        inside = server.service.models[0].supervisor.client.live.inside
+        inside = server.service.models[0].pool.replicas[0].client.live.inside
         sent = [one.subscription.submits[0] for one in inside.values()]
 
     assert [(one.priority, one.rank) for one in sent] == [(100, 0), (100, 100)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.ipc.messages import Beat, EngineEvents
-from weft.serving.engine_process import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
+from weft.serving.lifeline import LOADING_SECONDS, SICK_SECONDS, SILENCE_SECONDS, TICK_SECONDS, Watchdog
 
 
 def silent(watchdog: Watchdog, seconds: float) -> Watchdog:

@@ -26,6 +26,7 @@ from weft.ipc.messages import Prefixes
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
 from weft.serving.model import ServedModel
+from weft.serving.pool import Replica
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
 from weft.serving.tenants import Tenant
@@ -55,6 +56,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 class ClearRequest(msgspec.Struct, kw_only=True):
     """The optional body of POST /v1/cache/clear: the model whose prefix cache is cleared; absent: all models."""
 
+    model: Label | None = None
+
+
+class RenewRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/replicas/renew: the replica whose engine is replaced, and its model if there are several."""
+
+    replica: SomeLabel
     model: Label | None = None
 
 
@@ -126,6 +134,14 @@ class Admin:
         await self.registry.unload(name)
         return json_response({"id": name, "object": "model", "status": {"value": "unloaded"}})
 
+    async def renew(self, request: Request) -> Response:
+        """Replace the engine of one replica by a new one; its answers end within the drain time, or move to other replicas."""
+        wanted = await self._read(request, RenewRequest)
+        require_admin(request, "renewing a replica", wanted.replica)
+        model = self.service.find(wanted.model)
+        await model.pool.renew(wanted.replica, self.config.drain_seconds)
+        return json_response(self._model_status(model, tenant_of(request)))
+
     async def status(self, request: Request) -> Response:
         """Respond with the state of server and engines; to a tenant who is no admin, with its own requests and no more."""
         tenant, models = tenant_of(request), [self._model_status(model, tenant_of(request)) for model in self.service.models]
@@ -149,14 +165,18 @@ class Admin:
             require_admin(request, "reading metrics")
         metrics = self.service.metrics
         for model in self.service.models:
-            status = model.supervisor.status
-            metrics.engine(model.name, model.is_ready, model.supervisor.restarts)
+            status = model.pool.status
+            metrics.engine(model.name, model.is_ready, model.pool.restarts)
             metrics.rows(model.name, status.running, status.waiting)
             metrics.rows_alone(model.name, status.alone)
             metrics.images(model.name, status.images)
             metrics.memory(model.name, model.memory)
             metrics.prefixes(model.name, status.prefixes)
             model.count_drafts(metrics)
+            for replica in model.pool.replicas if len(model.pool.replicas) > 1 else ():
+                metrics.replica(model.name, replica.name, replica.is_open, replica.status.running, len(replica.client.live))
+                metrics.replica_hits(model.name, replica.name, replica.num_prompt_tokens, replica.num_cached_tokens)
+            metrics.moved(model.name, model.pool.dispatcher.num_moved)
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
     async def cancel(self, request: Request) -> Response:
@@ -169,8 +189,12 @@ class Admin:
         if tenant.hides_texts and not tenant.is_admin:
             require_admin(request, "listing prompts that tenants share")
         scope = None if tenant.is_admin else tenant.scope
-        cached = await asyncio.gather(*(model.supervisor.client.prefixes(scope=scope) for model in ready))
-        rows = [(model.name, one, model.require()[0].tokenizer) for model, one in zip(ready, cached, strict=True)]
+        cached = await asyncio.gather(*(model.pool.prefixes(scope=scope) for model in ready))
+        rows = [
+            (model, name, one, model.require()[0].tokenizer)
+            for model, answers in zip(ready, cached, strict=True)
+            for name, one in answers
+        ]
         # In a thread: there may be thousands of chunks.
         return json_response({"models": await asyncio.to_thread(lambda: [_show_cache(*row) for row in rows])})
 
@@ -182,8 +206,9 @@ class Admin:
         models = models if name is None else [self.service.find(name)]
         for model in models:
             model.require()
-        left = await asyncio.gather(*(model.supervisor.client.prefixes(clear=True) for model in models))
-        return json_response({"cleared": {model.name: one.num_cleared for model, one in zip(models, left, strict=True)}})
+        left = await asyncio.gather(*(model.pool.prefixes(clear=True) for model in models))
+        cleared = {model.name: sum(one.num_cleared for _, one in answers) for model, answers in zip(models, left, strict=True)}
+        return json_response({"cleared": cleared})
 
     async def report_request(self, request: Request) -> Response:
         given = request.path_params["id"]
@@ -245,12 +270,13 @@ class Admin:
         return row if model.notice is None else row | {"notice": model.notice}
 
     def _model_status(self, model: ServedModel, tenant: Tenant) -> dict[str, Any]:
-        engine = model.supervisor
+        engine = model.pool
         process = {"engine_pid": engine.pid, "engine_restarts": engine.restarts}
         if not tenant.is_admin:  # how often engines die may be others' doing, like the memory they use
             process = {"engine_pid": None, "engine_restarts": 0}
         memory, rows = model.memory if tenant.is_admin else {}, count_rows(self.service, model, tenant)
-        return self._model(model, tenant) | {"condition": visible_condition(model, tenant), **process, **rows, "memory": memory}
+        row = self._model(model, tenant) | {"condition": visible_condition(model, tenant), **process, **rows, "memory": memory}
+        return row | (show_replicas(model) if tenant.is_admin else {})
 
 
 def cancel_request(service: Service, request: Request) -> None:
@@ -269,7 +295,7 @@ def cancel_request(service: Service, request: Request) -> None:
 def count_rows(service: Service, model: ServedModel, tenant: Tenant) -> dict[str, int]:
     """Return how many answers are computed and how many wait; of a tenant who is no admin, only its own are counted."""
     if tenant.is_admin:
-        return {"rows_running": model.supervisor.status.running, "rows_waiting": model.supervisor.status.waiting}
+        return {"rows_running": model.pool.status.running, "rows_waiting": model.pool.status.waiting}
     own = [one for one in service.submitted(model) if tenant.may_see(one.generation.tenant)]
     unfinished = [choice for one in own for choice in one.choices if choice.finish is None]
     running = sum(choice.timings is not None for choice in unfinished)
@@ -284,9 +310,43 @@ def visible_condition(model: ServedModel, tenant: Tenant) -> dict[str, Any]:
     return condition
 
 
+def show_replicas(model: ServedModel) -> dict[str, Any]:
+    """Return each replica's state, load and cache hits, and how many answers were moved; {} for a model with one replica."""
+    if len(model.pool.replicas) == 1:
+        return {}
+    rows = [
+        {
+            "name": replica.name,
+            "status": _replica_status(replica),
+            **pick_fields(replica.status, "seconds_per_token", "queued_tokens"),
+            "engine_pid": replica.pid,
+            "engine_restarts": replica.restarts,
+            "rows_running": replica.status.running,
+            "rows_waiting": replica.status.waiting,
+            "requests": len(replica.client.live),
+            "prompt_tokens": replica.num_prompt_tokens,
+            "cached_tokens": replica.num_cached_tokens,
+            **({"message": replica.condition.failed} if replica.condition.failed else {}),
+        }
+        for replica in model.pool.replicas
+    ]
+    return {"replicas": rows, "moved": model.pool.dispatcher.num_moved}
+
+
+def _replica_status(replica: Replica) -> str:
+    condition = replica.condition
+    if condition.failed is not None:
+        return "failed"
+    if condition.ready is None:
+        return "loading"
+    if condition.is_sick:
+        return "sick"
+    return "leaving" if replica.is_leaving else "ready"
+
+
 def condition_of(model: ServedModel) -> dict[str, Any]:
     """Return a model's status (ready, loading, failed, …) as a dict, with an error message or loading progress if any."""
-    condition = model.supervisor.condition
+    condition = model.pool.condition
     if model.is_leaving:
         return {"status": "unloading"}
     if model.failed is not None:
@@ -302,7 +362,8 @@ def condition_of(model: ServedModel) -> dict[str, Any]:
     return {"status": "loading", "progress": progress}
 
 
-def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
+def _show_cache(model: ServedModel, replica: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
+    which = {"model": model.name} if len(model.pool.replicas) == 1 else {"model": model.name, "replica": replica}
     sizes = pick_fields(prefixes, "held_bytes", "budget_bytes", "disk_bytes", "num_nodes")
     nodes = [
         {
@@ -316,7 +377,7 @@ def _show_cache(model: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[st
         }
         for node in prefixes.nodes
     ]
-    return {"model": model, **sizes, "nodes": nodes}
+    return {**which, **sizes, "nodes": nodes}
 
 
 def _excerpt(tokens: Sequence[int], tokenizer: Tokenizer) -> str:

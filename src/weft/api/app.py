@@ -102,6 +102,7 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
         Route("/v1/cache", admin.list_cache),
         post("/v1/cache/clear", admin.clear_cache),
         Route("/v1/cache/requests/{id}", admin.report_request),
+        post("/v1/replicas/renew", admin.renew),
         Route("/v1/status", admin.status),
         Route("/v1/events", LiveEvents(service), methods=["GET"]),
         Route("/health", admin.health),

@@ -244,6 +244,14 @@ def reused_fields(usage: Usage) -> dict[str, Any]:
     return {} if usage.reuse is None else pick_fields(usage.reuse, *names)
 
 
+def placement_fields(usage: Usage) -> dict[str, Any]:
+    """Return the replica of a prompt, how much of it was cached there, and the most that any had; {} if there is only one."""
+    placement = usage.placement
+    if placement is None:
+        return {}
+    return {"replica": {"name": placement.replica, "matched": placement.matched, "best_matched": placement.best}}
+
+
 def kept_tokens(usage: Usage) -> int:
     """Return the cache-write tokens: prompt tokens newly computed and cached, without the last; 0 if caching was off."""
     is_retained = usage.reuse is not None and usage.reuse.cause != "off"

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from weft.api.admin import count_rows, visible_condition
+from weft.api.admin import count_rows, show_replicas, visible_condition
 from weft.api.dialect import EVENTS
 from weft.api.http import STREAM_HEADERS, until_gone
 from weft.api.problems import status_of
 from weft.serving.active_request import ActiveRequest
-from weft.serving.engine_process import DraftTotals
+from weft.serving.lifeline import DraftTotals
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
 from weft.serving.tenants import Tenant
@@ -134,6 +134,7 @@ class LiveView:
             "constrained": generation.grammar is not None,
             "resumed": request.subscription.num_resumed if request.subscription else 0,
             "cause": None if usage.reuse is None else usage.reuse.cause,
+            **({} if (replica := self._replica(request)) is None else {"replica": replica}),
         }
         if request.choices[0].timings is not None:
             row |= {"queue_seconds": round(usage.queue_seconds, 4), "prefill_seconds": round(usage.prefill_seconds, 4)}
@@ -144,8 +145,16 @@ class LiveView:
             row |= {"decode_seconds": round(usage.decode_seconds, 4), "finish": ending}
         return row
 
+    def _replica(self, request: ActiveRequest) -> str | None:
+        """Return the name of the replica that has a request now; None if its model has one replica, or none has it."""
+        pool = next((model.pool for model in self.service.models if model.name == request.model), None)
+        if pool is None or len(pool.replicas) == 1 or request.subscription is None:
+            return None
+        open_numbers = request.subscription.open
+        return next((one.name for one in pool.replicas if any(n in one.client.live.inside for n in open_numbers)), None)
+
     def _state(self, request: ActiveRequest) -> str:
-        engine = next((model.supervisor for model in self.service.models if model.name == request.model), None)
+        engine = next((model.pool for model in self.service.models if model.name == request.model), None)
         if engine is None or engine.condition.ready is None:
             return "queued"
         if any(choice.num_tokens for choice in request.choices):
@@ -157,7 +166,7 @@ class LiveView:
         return "prefill" if is_prefilling else "queued"
 
     def _model(self, model: ServedModel, seconds: float) -> EventRow:
-        status, tokens, prefilled = model.supervisor.status, self._num_tokens[model.name], self._num_prefilled[model.name]
+        status, tokens, prefilled = model.pool.status, self._num_tokens[model.name], self._num_prefilled[model.name]
         is_admin, images = self.tenant.is_admin, status.images if any(status.images.values()) else None
         before, gaps = self._gaps.get(model.name, []), self.service.metrics.gaps(model.name)
         self._gaps[model.name] = gaps
@@ -165,14 +174,15 @@ class LiveView:
             "name": model.name,
             **visible_condition(model, self.tenant),
             **count_rows(self.service, model, self.tenant),
-            "max_rows": model.ready.max_rows if model.ready is not None else 0,
-            "restarts": model.supervisor.restarts if is_admin else 0,
+            "max_rows": model.pool.max_rows,
+            "restarts": model.pool.restarts if is_admin else 0,
             "memory": model.memory if is_admin else {},
             "tokens_per_second": round(tokens / seconds, 1) if seconds else 0,
             "prompt_tokens_per_second": round(prefilled / seconds, 1) if seconds else 0,
             "gaps": percentiles(before, gaps) if is_admin else None,
-            "drafts": _show_drafts(model.supervisor.drafts) if is_admin else None,
+            "drafts": _show_drafts(model.pool.drafts) if is_admin else None,
             "images": images if is_admin else None,
+            **(show_replicas(model) if is_admin else {}),
         }
 
 

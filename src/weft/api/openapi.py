@@ -72,6 +72,7 @@ def _request_schemas(additions: Schema) -> Schema:
     kinds += [anthropic.MessagesRequest, anthropic.CountRequest]
     kinds += [ollama.OllamaChatRequest, ollama.OllamaGenerateRequest, ollama.ShowRequest]
     kinds += [admin.TokenizeRequest, admin.DetokenizeRequest, admin.ClearRequest, admin.LoadRequest, admin.UnloadRequest]
+    kinds += [admin.RenewRequest]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     rules = {"ChatRequest": openai.RULES, "CompletionRequest": completions.RULES, "ResponseRequest": responses.RULES}
     rules |= dict.fromkeys(("MessagesRequest", "CountRequest"), anthropic.RULES)

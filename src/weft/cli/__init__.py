@@ -19,8 +19,12 @@ from weft import __version__
 from weft.errors import WeftError
 
 # Command X is `X_command` in the module X, unless MODULES names another one.
-COMMANDS = ("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service", "keys")
+COMMANDS = (
+    *("serve", "run", "ls", "pull", "ps", "load", "unload", "launch", "cache", "bench", "top", "doctor", "service", "keys"),
+    *("engine", "key"),
+)
 MODULES = dict.fromkeys(("ls", "pull", "ps", "load", "unload", "cache"), "models") | {"service": "service_unit"}
+MODULES |= dict.fromkeys(("engine", "key"), "engine_server")
 
 ABOUT = "Run language models on your own machine: alone in a crowd."
 # Plain text keeps the examples' lines, and starts in half the time of markdown.

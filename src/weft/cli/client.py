@@ -22,6 +22,23 @@ SILENCE_SECONDS = 300.0  # a server shows every few seconds that it lives
 T = TypeVar("T")
 
 
+class ListedReplica(msgspec.Struct):
+    """One of a model's replicas in GET /v1/status and /v1/events."""
+
+    name: str
+    status: str
+    rows_running: int = 0
+    rows_waiting: int = 0
+    engine_pid: int | None = None
+    engine_restarts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def hits(self) -> str:
+        return f"{self.cached_tokens / self.prompt_tokens:.0%} of prompts cached" if self.prompt_tokens else ""
+
+
 class ListedModel(msgspec.Struct):
     """One model as listed by GET /v1/models and GET /v1/status; only the latter fills the fields from `rows_running` on."""
 
@@ -36,6 +53,7 @@ class ListedModel(msgspec.Struct):
     engine_restarts: int = 0
     memory: dict[str, int] = {}
     condition: dict[str, Any] = {}
+    replicas: list[ListedReplica] = []  # of a model that has several
 
 
 def _own_key() -> str:

@@ -144,6 +144,11 @@ def ps_command(*, url: Url = None, as_json: AsJson = False) -> None:
         numbers = (model.context_length, model.rows_running, model.rows_waiting, model.engine_pid, model.engine_restarts)
         shown = ("-" if number is None else str(number) for number in numbers)
         rows.append((model.id, model.status.get("value", "-"), *shown, memory))
+        for one in model.replicas:
+            numbers = (None, one.rows_running, one.rows_waiting, one.engine_pid, one.engine_restarts)
+            rows.append(
+                (f"  replica {one.name}", one.status, *("-" if number is None else str(number) for number in numbers), one.hits)
+            )
     write_columns(rows)
 
 

@@ -90,10 +90,11 @@ def install_command(
     """Start `weft serve` now and at every login, and again when it dies. Installing again replaces it.
 
     Its settings are what follows, and ~/.config/weft/config.toml; that is the
-    place for an API key.
+    place for an API key. After the word engine it is `weft engine` instead.
 
     For example:
       weft service install
+      weft service install engine smollm2 --listen 0.0.0.0:8500
       weft service install smollm2 --port 9000
       weft service install --print
     """
@@ -173,6 +174,8 @@ def _serve_command(arguments: tuple[str, ...]) -> list[str]:
     """Return the command that the service runs; raise WeftError if `weft serve --dump-config` rejects its settings."""
     if any(argument.split("=")[0] == "--api-key" for argument in arguments):
         raise WeftError("--api-key would stand in a file that others may read; put api_key into ~/.config/weft/config.toml")
+    if arguments[:1] == ("engine",):
+        return [sys.executable, "-m", "weft", *arguments]
     command = [sys.executable, "-m", "weft", "serve", *arguments]
     env = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_") or name in HANDED_ON}
     done = subprocess.run([*command, "--dump-config"], capture_output=True, text=True, check=False, env=env, cwd=Path.home())

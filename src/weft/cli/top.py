@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli import ApiKey, Url
-from weft.cli.client import ServerClient
+from weft.cli.client import ListedReplica, ServerClient
 from weft.errors import WeftError
 
 LINGER_SECONDS = 5.0  # how long a finished request is still shown
@@ -39,6 +39,7 @@ class TopRequest(msgspec.Struct):
     resumed: int = 0
     cause: str | None = None
     finish: str | None = None
+    replica: str | None = None
 
 
 class TopDrafts(msgspec.Struct):
@@ -67,6 +68,8 @@ class TopModel(msgspec.Struct):
     prompt_tokens_per_second: float = 0.0
     gaps: dict[str, float] | None = None
     drafts: TopDrafts | None = None
+    replicas: list[ListedReplica] = []
+    moved: int = 0
 
 
 class TopEvent(msgspec.Struct):
@@ -138,6 +141,10 @@ class Board:
             speeds = (f"{model.tokens_per_second:.0f}", f"{model.prompt_tokens_per_second:.0f}")
             accepted = [model.drafts.words if model.drafts else "-"] if has_drafts else []
             table.add_row(escape(model.name), model.status, *rows, *speeds, gaps, str(model.restarts), *accepted)
+            for one in model.replicas:
+                table.add_row(f"  {escape(one.name)}", one.status, str(one.rows_running), str(one.rows_waiting), "", one.hits)
+            if model.moved:
+                table.add_row("", f"{model.moved} answers moved")
         return table
 
     def _request_table(self) -> Table:
@@ -176,5 +183,6 @@ def _memory_bar(model: TopModel) -> Text:
 def _notes(request: TopRequest) -> str:
     choices = f"×{request.choices}" if request.choices > 1 else ""
     cause = "" if request.cause in (None, "whole") else f"cache: {request.cause}"
-    notes = (choices, "constrained" if request.constrained else "", "resumed" if request.resumed else "", cause)
+    place = "" if request.replica is None else f"at {request.replica}"
+    notes = (choices, place, "constrained" if request.constrained else "", "resumed" if request.resumed else "", cause)
     return " ".join(filter(None, notes))

@@ -23,11 +23,14 @@ class Shares(Generic[Who]):
     def __init__(self) -> None:
         self.served: dict[Who, float] = {}  # cost, for those present and the last to arrive
 
-    def arrive(self, who: Who, present: set[Who], others: set[Who] | None = None) -> None:
-        """Raise an absent party's level to that of the least served of `others` (None: of all present); drop absent ones."""
+    def arrive(self, who: Who, present: set[Who], others: set[Who] | None = None, elsewhere: float = 0.0) -> None:
+        """Raise an absent party's level to that of the least served of `others` (None: of all present); drop absent ones.
+
+        `elsewhere` is what it has had from other engines too: it is not behind that either.
+        """
         if who not in present:
             level = min((self.level(one) for one in (present if others is None else others)), default=0.0)
-            self.served[who] = max(self.served.get(who, 0.0), level)
+            self.served[who] = max(self.served.get(who, 0.0), level, elsewhere)
             self.served = {one: cost for one, cost in self.served.items() if one in present or one == who}
 
     def charge(self, who: Who, cost: float) -> None:
@@ -46,9 +49,10 @@ class Fairness:
 
     def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
         """Note a new sequence beside those that wait or run already."""
-        clients = {one.turn for one in present}
-        self.tenants.arrive(sequence.tenant, {tenant for tenant, _ in clients})
-        self.clients.arrive(sequence.turn, clients, {turn for turn in clients if turn[0] == sequence.tenant})
+        clients, (by_tenant, by_client) = {one.turn for one in present}, sequence.request.served
+        self.tenants.arrive(sequence.tenant, {tenant for tenant, _ in clients}, elsewhere=by_tenant)
+        own = {turn for turn in clients if turn[0] == sequence.tenant}
+        self.clients.arrive(sequence.turn, clients, own, elsewhere=by_client)
 
     def charge_chunk(self, sequence: Sequence, start: int, count: int) -> None:
         self._charge(sequence, count * (1 + start / CONTEXT_TOKENS))

@@ -15,6 +15,7 @@ import msgspec
 
 from weft.engine.engine import Engine
 from weft.engine.prefix import PrefixSharing
+from weft.engine.prefix_reports import PrefixReports
 from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError, RowFailed
 from weft.grammar.compiler import Compiler
@@ -60,13 +61,16 @@ class Compiling:
 class Host:
     """Connects an engine to the channel of the front process; `run` serves until the front sends Shutdown."""
 
-    def __init__(self, engine: Engine, compiler: Compiler, channel: EngineEnd, *, has_canary: bool) -> None:
+    def __init__(
+        self, engine: Engine, compiler: Compiler, channel: EngineEnd, *, has_canary: bool, has_reports: bool = False
+    ) -> None:
         self.engine = engine
         self.compiler = compiler
         self.channel = channel
         self.clock = engine.clock
         tree = engine.prefix.tree
         self.canary = Canary(engine.prefix, tree) if has_canary and tree is not None else None
+        self.reports = PrefixReports(tree) if has_reports and tree is not None else None
         self.compiling: list[Compiling] = []
         self.outcomes: list[SubmitOutcome] = []
         self.failures: list[TokenEvent] = []  # the ends of sequences that the engine has not got
@@ -135,8 +139,9 @@ class Host:
         tokens, self.failures = self.failures + tokens, []
         outcomes, self.outcomes = self.outcomes, []
         status = self._status()
-        if tokens or prompts or outcomes or status:
-            self.channel.send(EngineEvents(outcomes, prompts, tokens, status))
+        kept, gone = ([], []) if self.reports is None else self.reports.take()
+        if tokens or prompts or outcomes or status or kept or gone:
+            self.channel.send(EngineEvents(outcomes, prompts, tokens, status, kept, gone))
 
     def _patience(self) -> float:
         """Return the seconds `receive` may wait: 0 with work to do, a poll interval while disk or grammars are awaited."""
@@ -211,7 +216,10 @@ class Host:
         alone, drafts = self.engine.runner.num_alone, self.engine.speculation
         accepted_at = tuple(drafts.accepted_at)
         images = {} if (kept := self.engine.runner.images) is None else kept.counters
-        return EngineStatus(*counts, *caches, prefilling, following, alone, drafts.counts, drafts.num_drafts, accepted_at, images)
+        return EngineStatus(
+            *counts, *caches, prefilling, following, alone, drafts.counts, drafts.num_drafts, accepted_at, images,
+            seconds_per_token=self.engine.runner.seconds_per_token, queued_tokens=scheduler.num_queued_tokens,
+        )  # fmt: skip
 
     def _prefix_counters(self) -> dict[str, int]:
         tree, disk, canary = self.engine.prefix.tree, self.engine.prefix.disk, self.canary

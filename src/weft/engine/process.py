@@ -75,7 +75,9 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         channel.send(Loading(what, done, total or 0))
 
     notices = [report.warning] if report.warning else []
-    settings = msgspec.structs.replace(settings, memory_bytes=settings.memory_bytes or safe_memory())
+    safe = safe_memory()
+    shared = None if safe is None else int(safe * settings.memory_share)
+    settings = msgspec.structs.replace(settings, memory_bytes=settings.memory_bytes or shared)
     engine, loaded, problem = bring_up_or_fallback(settings, report, progress)
     name = settings.model
     if problem is not None and settings.fallback:
@@ -99,7 +101,7 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         no_vision=engine.adapter.no_vision,
     )
     channel.send(ready)
-    Host(engine, compiler, channel, has_canary=settings.cache_canary).run()
+    Host(engine, compiler, channel, has_canary=settings.cache_canary, has_reports=settings.report_prefixes).run()
     if engine.prefix.disk is not None:
         engine.prefix.disk.close(CLOSE_SECONDS)
 

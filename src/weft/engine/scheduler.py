@@ -87,6 +87,11 @@ class Scheduler:
         """Whether any waiting or running sequence is unfinished or has a fork that still needs its prompt."""
         return any(not sequence.is_abandoned for queue in (self.waiting, self.running) for sequence in queue)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of waiting and running sequences that are not computed yet."""
+        return sum(max(0, len(one.prefill_ids) - one.num_computed) for one in (*self.waiting, *self.prompts))
+
     def add(self, sequence: Sequence) -> None:
         self.fairness.arrive(sequence, (*self.waiting, *self.running))
         self.waiting.append(sequence)

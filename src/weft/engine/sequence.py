@@ -16,23 +16,8 @@ from weft.engine.draft_policy import RowDrafts
 from weft.engine.lookup import LookUp
 from weft.grammar.constraint import Constraint, TokenDemand
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import IMAGE_KEYS, DraftCounts, FinishReason, Submit, Timings, TokenLogprob
+from weft.ipc.messages import DraftCounts, FinishReason, Submit, Timings, TokenLogprob
 from weft.memory.prefix_tree import Node
-
-
-def keyed_prompt(request: Submit) -> list[int]:
-    """Return a request's prompt with a key at each place of an image, of its content and the place in it.
-
-    So prompts have a prefix in common only as far as their images are equal, and each place has 31 bits of its own to differ in.
-    """
-    if not request.images:
-        return request.prompt
-    found = list(request.prompt)
-    for image in request.images:
-        for place in range(image.num_tokens):
-            digest = hashlib.blake2b(image.key + place.to_bytes(4, "little"), digest_size=4).digest()
-            found[image.start + place] = IMAGE_KEYS | int.from_bytes(digest, "little") >> 1
-    return found
 
 
 class LayerStates(Protocol):
@@ -94,7 +79,7 @@ class Sequence:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.output: list[int] = []
         # What is computed in chunks: the prompt, with keys at the places of images; after a restart maybe the answer too.
-        self.prefill_ids = keyed_prompt(request)
+        self.prefill_ids = request.keyed_prompt
         self.boundaries = tuple(sorted({at for at in request.boundaries if 0 < at < len(request.prompt) - 1}))
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -272,7 +257,7 @@ class Sequence:
         Decoding tokens again always gives bit-identical states, but takes as long as the first time.
         """
         self.output = list(emitted)
-        prompt = keyed_prompt(self.request)
+        prompt = self.request.keyed_prompt
         self.prefill_ids = prompt if len(self.output) <= max_replayed_tokens else [*prompt, *self.output]
         if len(self.prefill_ids) > len(self.prompt):  # a chunk ended there the first time
             self.boundaries = tuple(sorted({*self.boundaries, len(self.prompt) - 1} - {0}))

@@ -1,5 +1,6 @@
 """The messages between front and engine process; the unions `ToEngine` and `ToFront` list all that the channel carries."""
 
+import hashlib
 from typing import Literal
 
 import msgspec
@@ -154,6 +155,17 @@ class EngineStatus(msgspec.Struct, frozen=True):
     num_drafts: int = 0  # drafts verified so far, of one or more tokens each
     accepted_at: tuple[int, ...] = ()  # by place in a draft: tokens accepted so far
     images: dict[str, float] = {}  # so far: images encoded, hits (those whose features were kept), seconds of encoding
+    seconds_per_token: float = 0.0  # of prefill, as measured lately; 0: nothing was computed yet
+    queued_tokens: int = 0  # prompt tokens of all requests that are not computed yet
+
+
+class ReportedChunk(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt chunk in an engine's prefix cache: the key of its path, of the path before it, and its number of tokens."""
+
+    key: bytes
+    parent: bytes
+    size: int
+    has_checkpoint: bool  # a prompt can go on from its end
 
 
 IMAGE_KEYS = 1 << 31  # ids from here on stand for a place of an image in what prompts are compared by
@@ -209,6 +221,23 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer: drafts are looked up there too
     speculate: bool = True  # whether draft tokens may be verified for it
     images: tuple[Image, ...] = ()  # in the prompt's order; their places hold the model's image token
+    served: tuple[float, float] = (0.0, 0.0)  # what its tenant and its client have had from all replicas, as fairness weighs it
+
+    @property
+    def keyed_prompt(self) -> list[int]:
+        """The prompt with a key at each place of an image, of its content and the place in it.
+
+        So prompts have a prefix in common only as far as their images are equal, and each place has 31 bits of its own to
+        differ in.
+        """
+        if not self.images:
+            return self.prompt
+        found = list(self.prompt)
+        for image in self.images:
+            for place in range(image.num_tokens):
+                digest = hashlib.blake2b(image.key + place.to_bytes(4, "little"), digest_size=4).digest()
+                found[image.start + place] = IMAGE_KEYS | int.from_bytes(digest, "little") >> 1
+        return found
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -250,6 +279,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     notice: str | None = None  # what the operator should know
     speculation: tuple[str, ...] = ()  # the sources of draft tokens in use
     no_speculation: dict[str, str] = {}  # by source that was asked for and is not in use: why
+    weights: str = ""  # digest of weights and config; empty: not known, and the folder stands for them
     has_vision: bool = False  # images may be sent
     no_vision: str | None = None  # why not, where the model should have it
 
@@ -274,6 +304,8 @@ class EngineEvents(msgspec.Struct, frozen=True, tag=True):
     prompts: list[PromptEvent] = []
     tokens: list[TokenEvent] = []
     status: EngineStatus | None = None
+    kept: list[ReportedChunk] = []  # what the prefix cache got, where the front wants to know it
+    gone: list[bytes] = []  # keys of what it evicted
 
 
 class PrefixNode(msgspec.Struct, frozen=True, array_like=True):
@@ -304,5 +336,63 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
     num_cleared: int = 0
 
 
+# Between a front and the gate of an engine on another machine (`serving/gate.py`).
+
+PROTOCOL = 1  # of all messages in this file; fronts and gates with another number do not talk to each other
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """Front → gate: the first message of a session."""
+
+    protocol: int
+    version: str  # of weft, for people
+    front: str  # by which it is known again after a connection was lost
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Front → gate: the front is there; one that is silent for long loses its sequences."""
+
+
+class FetchFiles(msgspec.Struct, frozen=True, tag=True):
+    """Front → gate: send these files of the model's folder."""
+
+    names: tuple[str, ...]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: the answer to Hello; with another protocol nothing follows it."""
+
+    protocol: int
+    version: str
+
+
+class GateReady(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: the engine is ready; the front needs these files of its model, by name with their digests."""
+
+    ready: Ready
+    files: dict[str, str]
+
+
+class ModelFile(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: one of the files asked for; empty where it can not be read any more."""
+
+    name: str
+    data: bytes
+
+
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: send nothing new, the engine is being stopped; `is_over`: what has not ended must go on elsewhere now."""
+
+    is_over: bool = False
+
+
+class SessionEnded(msgspec.Struct, frozen=True, tag=True):
+    """Gate → front: this session has no sequences here any more, because the engine has ended, or the front was silent."""
+
+    why: str
+
+
 ToEngine = EngineSettings | Submit | Cancel | AskPrefixes | Shutdown
-ToFront = EngineEvents | Beat | Prefixes | Loading | Ready | Failed
+ToFront = EngineEvents | Beat | Prefixes | Loading | Ready | Failed | Leaving
+ToGate = Hello | Alive | FetchFiles | Submit | Cancel | AskPrefixes  # no settings, no Shutdown: fronts do not own the engine
+FromGate = Welcome | GateReady | ModelFile | SessionEnded | Leaving | EngineEvents | Beat | Prefixes | Loading | Failed

@@ -107,6 +107,7 @@ class PrefixTree:
         self.num_entered = 0  # chunks and checkpoints so far: as long as it stays, a prompt that found nothing finds nothing
         self.held_bytes = 0
         self.num_evicted = 0
+        self.on_change: Callable[[Node, bytes], None] = lambda _node, _key: None  # a node came, went, or its checkpoint did
         self.roots: dict[tuple[str, str], Node] = {}  # by scope and salt
         self._new: OrderedDict[Node, None] = OrderedDict()
         self._protected: OrderedDict[Node, None] = OrderedDict()
@@ -120,8 +121,7 @@ class PrefixTree:
     def root(self, salt: str = "", scope: str = "") -> Node:
         """Return the node at which all prompts under this salt and in this scope begin; others share nothing with them."""
         if (scope, salt) not in self.roots:
-            key = hashlib.blake2b(salt.encode(), digest_size=16, person=scope.encode()).digest()
-            self.roots[scope, salt] = Node(0, None, (), key)
+            self.roots[scope, salt] = Node(0, None, (), root_key(salt, scope))
         return self.roots[scope, salt]
 
     def nodes(self) -> Iterator[Node]:
@@ -219,6 +219,7 @@ class PrefixTree:
             node.checkpoint = checkpoint
             self.num_entered += 1
             self._resize(node, checkpoint.nbytes)
+        self.on_change(node, node.key)
         self._touch(node, is_protected=is_retained)
         return node
 
@@ -231,6 +232,7 @@ class PrefixTree:
         if node.parent is not None and not node.pins and not node.is_worth_a_checkpoint and node.checkpoint is not None:
             self._resize(node, -node.checkpoint.nbytes)
             node.checkpoint = None
+            self.on_change(node, node.key)
         self.shrink()
         self._forget_empty_root(node)
 
@@ -274,6 +276,7 @@ class PrefixTree:
             del self._row(one)[one]
             self._resize(one, -one.nbytes)
             one.is_detached = True
+            self.on_change(one, one.key)
         return len(nodes)
 
     def _split(self, node: Node, count: int) -> Node:
@@ -297,6 +300,8 @@ class PrefixTree:
             assert one.parent is not None
             one.former_keys.append(one.key)
             one.key, one.depth = key_of(one.parent.key, one.tokens), one.parent.depth + 1
+            self.on_change(one, one.former_keys[-1])
+            self.on_change(one, one.key)
         return first
 
     @staticmethod
@@ -344,6 +349,11 @@ class PrefixTree:
         """Drop `node` if it is a root without children and pins, because clients may use any number of salts."""
         if node.parent is None and not node.pins and not node.children:
             self.roots = {key: root for key, root in self.roots.items() if root is not node}
+
+
+def root_key(salt: str, scope: str = "") -> bytes:
+    """Return the key of the empty prefix under a salt and in a scope."""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=scope.encode()).digest()
 
 
 def key_of(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -148,7 +148,7 @@ function drawLanes() {
 function words(lane) {
   if (lane.ended) return lane.finish === "error" ? "failed" : lane.finish === "cancelled" ? "cancelled" : `${count(lane.tokens)} tokens`;
   if (lane.state === "prefill") return `${count(lane.computed)}/${count(lane.prompt_tokens)}`;
-  if (lane.state === "decode") return now() - lane.tokenAt > STALL ? "stalled" : `${count(lane.tokens)} tokens`;
+  if (lane.state === "decode") return now() - lane.tokenAt > STALL ? "stalled" : `${count(lane.tokens)} tokens${lane.replica === undefined ? "" : ` · ${lane.replica}`}`;
   return lane.state;
 }
 
@@ -204,6 +204,7 @@ function drawFigures() {
     figure(count(last.rows), last.rows === 1 ? "row" : "rows", "in the batch", "rows"),
     ...drafting().map(([value, unit, name]) => figure(value, unit, name, "drafts")),
     ...seeing().map(([value, unit, name]) => figure(value, unit, name, "images")),
+    ...standing().map(([value, unit, name]) => figure(value, unit, name, "rows")),
   );
   const gaps = last.gaps ?? history.findLast((one) => one.gaps)?.gaps;
   find("gaps").replaceChildren(...["p50", "p95", "p99"].map((name) => figure(gaps ? seconds(gaps[name]) : "–", "", name, name)));
@@ -219,6 +220,15 @@ function drafting() {
     [`${Math.round((100 * accepted) / tokens)} %`, "", "of draft tokens accepted"],
     [(1 + accepted / verified).toFixed(1), "tokens/step", "where drafts were verified"],
   ];
+}
+
+/** How many replicas of models that have several are ready, and how many answers were moved; nothing where there are none. */
+function standing() {
+  const all = models.flatMap((model) => model.replicas ?? []);
+  if (all.length === 0) return [];
+  const ready = all.filter((one) => one.status === "ready").length;
+  const moved = models.reduce((sum, model) => sum + (model.moved ?? 0), 0);
+  return [[`${ready}/${all.length}`, "replicas", `ready; ${count(moved)} answers moved`]];
 }
 
 /** How many images the engines have encoded, how long one took, and how many were known; nothing where there were none. */

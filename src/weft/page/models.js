@@ -36,6 +36,10 @@ function show(status) {
   find("about").replaceChildren(`weft ${status.version}, up for ${ago(status.uptime_seconds)}. More models: `, h("code", {}, "weft pull MODEL"));
 }
 
+function hits({ prompt_tokens: all, cached_tokens: known }) {
+  return all ? `${Math.round((100 * known) / all)} % of prompts known` : "no prompt yet";
+}
+
 function card(model) {
   const { memory, condition } = model;
   const rows = [
@@ -50,6 +54,8 @@ function card(model) {
     ["kept prompts", memory.prefixes !== undefined && bytes(memory.prefixes)],
     ["kept images", memory.images !== undefined && bytes(memory.images)],
     ["engine", `process ${model.engine_pid ?? "–"}, replaced ${model.engine_restarts} times`],
+    ...(model.replicas ?? []).map((one) => [`replica ${one.name}`, `${one.status}, ${one.rows_running} running, ${hits(one)}, process ${one.engine_pid ?? "–"}`]),
+    ["moved", model.replicas && `${model.moved} answers to another replica`],
     ["notice", model.notice],
   ].filter(([, value]) => value);
   const list = h("dl", {}, ...rows.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));

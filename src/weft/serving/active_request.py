@@ -12,7 +12,7 @@ from weft.ipc.messages import DraftCounts, FinishReason, GrammarSpec, PromptEven
 from weft.metrics import Metrics
 from weft.serving.in_flight import Event, Subscription
 from weft.text.codec import Codec, EncodedPrompt, explain_reuse
-from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, ReuseExplanation, Text, Usage
+from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, Placement, ReuseExplanation, Text, Usage
 
 MAX_REPORTS = 1000
 
@@ -60,6 +60,7 @@ class PromptState:
     encoded: EncodedPrompt
     num_computed: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    placement: Placement | None = None  # where it was sent, if its model has several replicas
 
 
 class ChoiceStream:
@@ -150,6 +151,7 @@ class ChoiceStream:
             decode_seconds=self.last_at - self.first_at,
             reuse=self._reuse,
             drafts=timings.drafts or DraftCounts(),
+            placement=self.prompt.placement,
         )
 
 
@@ -191,6 +193,8 @@ class ActiveRequest:
         now = time.monotonic()
         for index, event in events:
             choice = self.choices[index]
+            if self.subscription is not None and choice.prompt.placement is None:
+                choice.prompt.placement = self.subscription.placements.get(index // self.generation.n)
             if isinstance(event, PromptEvent):
                 choice.prompt.num_computed = event.computed
                 choice.prompt.logprobs = event.logprobs or choice.prompt.logprobs

@@ -1,7 +1,8 @@
 """Requests in flight: which request waits for which sequence, what each has emitted, and when an engine is sent it.
 
 When an engine dies, the next one is sent its unfinished sequences with the tokens emitted so far, and continues them.
-Every subscription ends: with the last event of each sequence, or with an error.
+Every subscription ends: with the last event of each sequence, or with an error. There is a table for each replica of a model;
+sequences that have proved themselves may move to another replica's (`serving/dispatcher.py`), the others are confined to theirs.
 
 A single request may be the cause that engines die, and would make every further engine die with all requests in it. So a
 sequence that was in two engines that died, without `PROOF_TOKENS` new tokens in either, is a suspect. Suspects enter the next
@@ -18,6 +19,7 @@ import msgspec
 
 from weft.errors import EngineDied, EngineError, GrammarRejected, WeftError
 from weft.ipc.messages import AskPrefixes, Cancel, EngineEvents, Prefixes, PromptEvent, Submit, Timings, ToEngine, TokenEvent
+from weft.text.types import Placement
 
 SUSPECT_DEATHS = 2
 DEATHS_ALONE = 2  # of engines that had nothing but the suspect, to blame it
@@ -35,7 +37,8 @@ class Subscription:
         self.submits = list(submits)  # one for each prompt, as an engine would get it to begin anew
         self.open = {number: index for index, number in enumerate(numbers)}  # choices of the sequences that have not ended
         self.unaccepted = {index for index, submit in enumerate(submits) if submit.constraint is not None}  # prompts to be judged
-        self.num_resumed = 0  # engines that died under it
+        self.num_resumed = 0  # engines that died under it, or that it was moved away from
+        self.placements: dict[int, Placement] = {}  # by prompt, where it was sent first; empty while the model has one replica
         self._cancel = cancel
         self._pending: list[tuple[int, Event]] = []
         self._error: WeftError | None = None
@@ -62,6 +65,9 @@ class Subscription:
                 raise self._error
             self._news.clear()
             await self._news.wait()
+
+    def renumber(self, before: int, after: int) -> None:
+        self.open = {after if number == before else number: index for number, index in self.open.items()}
 
     def accept(self, prompt_index: int) -> None:
         self.unaccepted.discard(prompt_index)
@@ -97,6 +103,21 @@ class InFlightSequence:
     deaths: int = 0  # of engines that had it, since it last proved itself
     deaths_alone: int = 0  # those of engines that had nothing else
     timings: Timings | None = None  # from the first engine that emitted a token
+    is_confined: bool = False  # its last engine died before it had proved itself: it may be the cause, and stays where it is
+    num_uncached: int = 0  # prompt tokens that its replica had to compute, as it was thought when it was sent there
+    num_computed: int = 0  # prompt tokens that its replica has
+    sent_at: float = 0.0  # to its replica
+    kind: str = ""  # of the replica's device and versions
+
+    @property
+    def submit(self) -> Submit:
+        """The Submit of its prompt, as an engine would get it to begin anew."""
+        return self.subscription.submits[self.prompt_index]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its current engine has emitted a token of it, so that its prompt is computed there."""
+        return len(self.emitted) > self.num_before
 
     @property
     def has_proved(self) -> bool:
@@ -117,15 +138,35 @@ class InFlightSequence:
 
     def take_prompt(self, event: PromptEvent) -> bool:
         """Drop the request for prompt logprobs once they come; return whether to forward the event: False after a first token."""
+        self.num_computed = event.computed
         if event.logprobs is not None:  # no later engine need compute them again
-            submit = self.subscription.submits[self.prompt_index]
+            submit = self.submit
             samplings = tuple(msgspec.structs.replace(sampling, prompt_logprobs=None) for sampling in submit.samplings)
             self.subscription.submits[self.prompt_index] = msgspec.structs.replace(submit, samplings=samplings)
         return not self.emitted
 
+    def leave_engine(self) -> None:
+        """Note that its engine does not have it any more, and that the next one begins with its prompt."""
+        self.num_before, self.num_computed = len(self.emitted), 0
+
+    def renumber(self, number: int) -> None:
+        """Take a new number, so that nothing which a former engine still says of the old one is taken for its own."""
+        self.subscription.renumber(self.number, number)
+        self.number = number
+
+
+def sequences_of(subscription: Subscription) -> list[InFlightSequence]:
+    """Make the sequences of a request that was not sent yet, one for each of its answers."""
+    places = ((place, submit) for place, submit in enumerate(subscription.submits))
+    return [
+        InFlightSequence(number, subscription, prompt_index, sampling_index)
+        for prompt_index, submit in places
+        for sampling_index, number in enumerate(submit.numbers)
+    ]
+
 
 class InFlight:
-    """All unfinished sequences of one model; decides when an engine is sent each, and which one to blame if engines die."""
+    """All unfinished sequences of one replica; decides when an engine is sent each, and which one to blame if engines die."""
 
     def __init__(self) -> None:
         self.inside: dict[int, InFlightSequence] = {}  # an engine has them
@@ -141,9 +182,7 @@ class InFlight:
         return sum(one.subscription.submits[one.prompt_index].tenant == tenant for one in everything)
 
     def add(self, subscription: Subscription) -> None:
-        for prompt_index, submit in enumerate(subscription.submits):
-            for sampling_index, number in enumerate(submit.numbers):
-                self.waiting[number] = InFlightSequence(number, subscription, prompt_index, sampling_index)
+        self.waiting |= {one.number: one for one in sequences_of(subscription)}
 
     def drop(self, number: int) -> InFlightSequence | None:
         return self.inside.pop(number, None) or self.waiting.pop(number, None)
@@ -168,14 +207,40 @@ class InFlight:
         for subscription in {one.subscription for one in self.inside.values()}:
             subscription.num_resumed += 1
         for one in self.inside.values():
+            one.is_confined = not one.has_proved
             one.deaths, one.deaths_alone = (1, 0) if one.has_proved else (one.deaths + 1, one.deaths_alone + is_alone)
-            one.num_before = len(one.emitted)
+            one.leave_engine()
         blamed = (one for one in self.inside.values() if is_alone and one.deaths_alone >= DEATHS_ALONE)
         culprit = next((one for one in blamed if one.deaths > SUSPECT_DEATHS), None)
         self.waiting, self.inside = dict(sorted((self.inside | self.waiting).items())), {}
         if culprit is not None:
             del self.waiting[culprit.number]
         return culprit
+
+    def take_free(self) -> list[InFlightSequence]:
+        """Remove and return the sequences that wait, but those that may be the cause of an engine's death."""
+        free = [one for one in self.waiting.values() if not one.is_confined]
+        self.waiting = {one.number: one for one in self.waiting.values() if one.is_confined}
+        return free
+
+    def take_proved(self) -> list[InFlightSequence]:
+        """Remove and return the sequences that have proved themselves in an engine that has become silent."""
+        proved = [one for one in self.inside.values() if one.has_proved]
+        for one in proved:
+            del self.inside[one.number]
+            one.deaths, one.deaths_alone = 1, 0
+        return proved
+
+    def take_all(self) -> list[InFlightSequence]:
+        """Remove and return all sequences, because the replica leaves."""
+        everyone = sorted((self.inside | self.waiting).items())
+        self.inside, self.waiting = {}, {}
+        return [one for _, one in everyone]
+
+    @property
+    def is_confined(self) -> bool:
+        """Whether sequences that may be the cause of an engine's death wait here, or have not proved themselves yet."""
+        return any(one.is_confined and not one.has_proved for one in (*self.waiting.values(), *self.inside.values()))
 
     @property
     def is_trial_of_one(self) -> bool:
@@ -190,8 +255,7 @@ class InFlight:
 
 def _submit_of(siblings: list[InFlightSequence]) -> Submit:
     """Build the Submit of one prompt's waiting sequences, first sent or resent, with the tokens that each has emitted."""
-    first, emitted = siblings[0], tuple(tuple(one.emitted) for one in siblings)
-    submit = first.subscription.submits[first.prompt_index]
+    submit, emitted = siblings[0].submit, tuple(tuple(one.emitted) for one in siblings)
     return msgspec.structs.replace(
         submit,
         numbers=tuple(one.number for one in siblings),
@@ -201,11 +265,12 @@ def _submit_of(siblings: list[InFlightSequence]) -> Submit:
 
 
 class EngineClient:
-    """Sends one model's requests to its current engine, again to the next if that dies, and distributes the events."""
+    """Sends one replica's requests to its current engine, again to the next if that dies, and distributes the events."""
 
     def __init__(self) -> None:
         self.live = InFlight()
         self.send: Callable[[ToEngine], None] | None = None  # none while no engine is ready
+        self.on_end: Callable[[InFlightSequence], None] = lambda _: None  # called with each sequence that has ended
         self._max_rows = 0
         self._num_ended = 0  # sequences that ended in this engine
         self._numbers = itertools.count()
@@ -217,9 +282,35 @@ class EngineClient:
     def submit(self, submits: Sequence[Submit]) -> Subscription:
         """Submit the prompts of one request, which wait while no engine is ready; return the subscription to its events."""
         subscription = Subscription(submits, self.cancel)
-        self.live.add(subscription)
-        self._send_due()
+        self.take_over(sequences_of(subscription))
         return subscription
+
+    def take_over(self, sequences: Sequence[InFlightSequence]) -> None:
+        """Send sequences to the engine, or keep them for the next one; they are new, or come from another replica."""
+        self.live.waiting |= {one.number: one for one in sequences}
+        self._send_due()
+
+    def give_up_free(self) -> list[InFlightSequence]:
+        """Remove and return what waits for the next engine and may go elsewhere: all but suspects of the last one's death."""
+        return self.live.take_free()
+
+    def give_up_proved(self) -> list[InFlightSequence]:
+        """Remove and return the sequences of a silent engine that have proved themselves, and cancel them in it."""
+        return self._give_up(self.live.take_proved())
+
+    def give_up_all(self) -> list[InFlightSequence]:
+        """Remove and return all sequences, and cancel them in the engine if there is one: the replica leaves or is given up."""
+        return self._give_up(self.live.take_all())
+
+    def _give_up(self, sequences: list[InFlightSequence]) -> list[InFlightSequence]:
+        """Forget sequences here before the engine hears of it: what it still says of them is dropped, so nothing comes twice."""
+        for subscription in {one.subscription for one in sequences}:
+            subscription.num_resumed += 1
+        for one in sequences:
+            one.leave_engine()
+        if sequences and self.send is not None:
+            self.send(Cancel(tuple(one.number for one in sequences)))
+        return sequences
 
     def attach(self, send: Callable[[ToEngine], None], max_rows: int) -> None:
         """Connect an engine that is ready, and send it the waiting sequences."""
@@ -245,6 +336,7 @@ class EngineClient:
         for number in numbers:
             if (one := self.live.drop(number)) is not None:
                 one.subscription.open.pop(number, None)
+                self.on_end(one)
         if numbers and self.send is not None:
             self.send(Cancel(numbers))
             self._send_due()  # others may have waited for one of them to prove itself
@@ -291,6 +383,7 @@ class EngineClient:
             one.subscription.put(one.number, one.take_token(token))
             if token.finish is not None:
                 self.live.drop(one.number)
+                self.on_end(one)
                 self._num_ended += 1
         self._send_due()
 
@@ -302,7 +395,7 @@ class EngineClient:
         self._fail_asked(error)
 
     def _end(self, subscription: Subscription, error: WeftError) -> None:
-        self.cancel(tuple(subscription.open))
+        subscription.cancel()  # other prompts of it may be elsewhere
         subscription.fail(error)
 
     def _send_due(self) -> None:

@@ -1,4 +1,4 @@
-"""A model as the front serves it: its engine process, its text codec once the engine is up, and its queue."""
+"""A model as the front serves it: its pool of engines, its text codec once one of them is up, and its queue."""
 
 import asyncio
 import logging
@@ -11,7 +11,8 @@ from weft.config import DRAFT_SOURCES
 from weft.errors import EngineDied, EngineStarting, ServerStopping, UnknownModel, WeftError
 from weft.ipc.messages import Ready
 from weft.metrics import Metrics
-from weft.serving.engine_process import DraftTotals, Supervisor
+from weft.serving.lifeline import DraftTotals
+from weft.serving.pool import EnginePool
 from weft.serving.queue import RequestQueue
 from weft.serving.text_processes import TextProcesses
 from weft.text.codec import Codec
@@ -37,13 +38,11 @@ class ServerScreen(Protocol):
 
 
 class ServedModel:
-    """A served model: its name and state, the supervisor of its engine process, its text codec and its queue."""
+    """A served model: its name and state, its pool of engines, its text codec and its queue."""
 
-    def __init__(
-        self, name: str, supervisor: Supervisor, late_system: LateSystem = "fold", *, parse_special: bool = False
-    ) -> None:
+    def __init__(self, name: str, pool: EnginePool, late_system: LateSystem = "fold", *, parse_special: bool = False) -> None:
         self.name = name  # the fallback's, where that is served
-        self.supervisor = supervisor
+        self.pool = pool
         self.codec: Codec | None = None
         self.failed: str | None = None
         self.is_stopping = False
@@ -59,9 +58,9 @@ class ServedModel:
 
     async def run(self, screen: ServerScreen) -> None:
         """Start the engine and follow its state, showing it on the screen, until the engine has failed for good."""
-        self.supervisor.start()
+        self.pool.start()
         while self.failed is None:
-            changed, condition = self.supervisor.changed, self.supervisor.condition
+            changed, condition = self.pool.changed, self.pool.condition
             if condition.ready is not None:
                 await self._make_codec(condition.ready)
             else:
@@ -82,7 +81,7 @@ class ServedModel:
             self.failed = str(error)
 
     def _show(self, screen: ServerScreen) -> None:
-        ready, loading = self.ready, self.supervisor.condition.loading
+        ready, loading = self.ready, self.pool.condition.loading
         if self.failed is not None:
             screen.failed(self.name, self.failed)
         elif ready is not None and self.is_ready:
@@ -96,11 +95,11 @@ class ServedModel:
 
     @property
     def ready(self) -> Ready | None:
-        return self.supervisor.condition.ready
+        return self.pool.condition.ready
 
     @property
     def is_ready(self) -> bool:
-        is_up = self.codec is not None and self.ready is not None and not self.supervisor.condition.is_sick
+        is_up = self.codec is not None and self.ready is not None and not self.pool.condition.is_sick
         return is_up and self.failed is None and not self.is_leaving
 
     @property
@@ -131,7 +130,7 @@ class ServedModel:
         """Why drafts come from no other sources than `ready.speculation`, by source; empty while no engine is ready."""
         if self.ready is None:
             return {}
-        chosen, told = self.supervisor.settings.speculate, self.ready.no_speculation
+        chosen, told = self.pool.settings.speculate, self.ready.no_speculation
         unused = [source for source in DRAFT_SOURCES if source not in self.ready.speculation]
         absent = {"mtp": "the model has no MTP head"}  # an engine says more only of one that it refused
         why = {source: absent.get(source, "this engine has none") if source in chosen else NOT_CHOSEN for source in unused}
@@ -139,11 +138,11 @@ class ServedModel:
 
     @property
     def memory(self) -> dict[str, int]:
-        return self.supervisor.status.memory or (self.ready.memory if self.ready is not None else {})
+        return self.pool.status.memory or (self.ready.memory if self.ready is not None else {})
 
     def count_drafts(self, metrics: Metrics) -> None:
         """Add what was drafted since the last call to the metrics."""
-        new, self._counted_drafts = self.supervisor.drafts - self._counted_drafts, self.supervisor.drafts
+        new, self._counted_drafts = self.pool.drafts - self._counted_drafts, self.pool.drafts
         metrics.drafts(self.name, new.num_drafts, new.accepted_at)
         metrics.draft_tokens(self.name, new.counts.drafted, new.counts.accepted)
 
@@ -154,7 +153,7 @@ class ServedModel:
 
     def require(self) -> tuple[Codec, Ready]:
         """Return the codec and the engine's Ready message. Raises EngineStarting, or why no answer can come."""
-        condition = self.supervisor.condition
+        condition = self.pool.condition
         if self.is_leaving:
             raise UnknownModel(f"{self.name} is not loaded any more; {LOAD_HINT}", "model")
         if self.failed is not None:
@@ -168,5 +167,6 @@ class ServedModel:
 
     def place(self, tenant: str, count: int, max_queue: int) -> AbstractContextManager[None]:
         """Reserve `count` of a tenant's places in the queue while prompts are encoded. Raises QueueFull, or as `require` does."""
-        _, ready = self.require()
-        return self.queue.place(self.name, tenant, count, self.supervisor.client.live.num_of(tenant), ready.max_rows + max_queue)
+        self.require()
+        num_submitted, num_places = self.pool.dispatcher.num_of(tenant), self.pool.max_rows + max_queue
+        return self.queue.place(self.name, tenant, count, num_submitted, num_places)

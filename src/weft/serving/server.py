@@ -14,15 +14,18 @@ import uvloop
 from starlette.types import ASGIApp
 
 from weft import log
-from weft.config import ServerConfig
-from weft.errors import WeftError
+from weft.config import ServerConfig, find_engine_key
+from weft.errors import UnknownModel, WeftError
 from weft.metrics import Metrics
 from weft.serving.connections import make_http_server
-from weft.serving.engine_process import Supervisor
+from weft.serving.engine_key import EngineKey
 from weft.serving.heap import keep_heap_small
 from weft.serving.loop_watch import watch_event_loop
 from weft.serving.model import ServedModel, ServerScreen
+from weft.serving.pool import EnginePool
+from weft.serving.replicas import Devices, check_replicas, starters_here
 from weft.serving.service import Service
+from weft.serving.starters.given import Given
 
 logger = logging.getLogger("weft.serving")
 
@@ -45,8 +48,8 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Servic
     log.setup(config.log_format)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
-    listener = _listen(config)
     service = make_service(config)
+    listener = _listen(config)
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.tls_cert is None else "https"
     screen.serving(f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}")
@@ -123,11 +126,35 @@ def make_service(config: ServerConfig) -> Service:
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
+    devices = Devices.here()
+    check_replicas(config.replicas, devices, force=config.force)
+    if config.engines:
+        return _service_of_engines(config)
+
     def make(name: str, fallback: str | None = None) -> ServedModel:
-        supervisor = Supervisor(config.engine_settings(name, fallback), config.hang_seconds)
-        return ServedModel(name, supervisor, config.late_system, parse_special=config.parse_special)
+        starters = starters_here(config.engine_settings(name, fallback), config.replicas, devices)
+        return _served(name, EnginePool(starters, config.hang_seconds), config)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
+
+
+def _service_of_engines(config: ServerConfig) -> Service:
+    """Create the service of one model whose engines are given by address; more models can not be loaded there."""
+    path = find_engine_key(config.engine_key)
+    key = EngineKey.read(path) if path is not None else None
+    addresses = config.engine_addresses
+    name = (config.models or addresses)[0]
+    starters = [Given(config.engine_settings(name), address, key) for address in addresses]
+
+    def refuse(name: str) -> ServedModel:
+        raise UnknownModel(f"{name} can not be loaded: this server uses the engines that it was given", "model")
+
+    model = _served(name, EnginePool(starters, config.hang_seconds), config)
+    return Service([model], Metrics(), config.max_queue, refuse)
+
+
+def _served(name: str, pool: EnginePool, config: ServerConfig) -> ServedModel:
+    return ServedModel(name, pool, config.late_system, parse_special=config.parse_special)
 
 
 def _raise_file_limit() -> None:

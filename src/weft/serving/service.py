@@ -78,9 +78,9 @@ class Service:
                 encoded, samplings = await self._encode(request, codec, ready.limits)
                 model.require()  # the engine may have gone while a thread encoded
                 request.check()
-                client, request.sampling = model.supervisor.client, samplings[0]
-                submits = [_submit(client.new_numbers(len(samplings)), prompt, samplings, generation) for prompt in encoded]
-                subscription = client.submit(submits)
+                dispatcher, request.sampling = model.pool.dispatcher, samplings[0]
+                submits = [_submit(dispatcher.new_numbers(len(samplings)), prompt, samplings, generation) for prompt in encoded]
+                subscription = dispatcher.submit(submits)
                 request.start(codec, encoded, subscription)
             await subscription.until_accepted()
             yield []
@@ -222,7 +222,7 @@ class Service:
             return
         task.cancel()
         model.processes.close()
-        await model.supervisor.stop()
+        await model.pool.stop()
         self.models.remove(model)
         model.count_drafts(self.metrics)
         self.metrics.unloaded(model.name)
@@ -237,7 +237,7 @@ class Service:
             task.cancel()
         for model in self.models:
             model.processes.close()
-        await asyncio.gather(*(model.supervisor.stop() for model in self.models))
+        await asyncio.gather(*(model.pool.stop() for model in self.models))
         self.lanes.close()
         await asyncio.to_thread(self.decoder.close)
 

@@ -154,6 +154,15 @@ class ReuseExplanation:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """The replica that a prompt was sent to, how many of its tokens were cached there, and the most that any replica had."""
+
+    replica: str
+    matched: int
+    best: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token and draft counts, timings and prefix-cache explanation of one choice, or of a request with all its choices."""
 
@@ -167,6 +176,7 @@ class Usage:
     decode_seconds: float = 0.0
     reuse: ReuseExplanation | None = None  # None: the engine did not report it
     drafts: DraftCounts = field(default_factory=DraftCounts)
+    placement: Placement | None = None  # None: the model has one replica
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from weft.api.dialect import Reply, ReplyHeader, encode_json, reused_fields, schema_verdict
+from weft.api.dialect import Reply, ReplyHeader, encode_json, placement_fields, reused_fields, schema_verdict
 from weft.api.openai.request import CommonRequest
 from weft.api.problems import openai_body
 from weft.ipc.messages import DraftCounts
@@ -122,6 +122,7 @@ def sum_usages(usages: Sequence[Usage], n: int) -> Usage:
         decode_seconds=max(usage.decode_seconds for usage in usages),
         reuse=usages[0].reuse,
         drafts=sum((usage.drafts for usage in usages), DraftCounts()),
+        placement=usages[0].placement,
     )
 
 
@@ -140,6 +141,7 @@ def timings_of(usages: Sequence[Usage], n: int = 1) -> dict[str, Any]:
         "predicted_per_second": round(after_first / total.decode_seconds, 3) if total.decode_seconds else 0.0,
         "queue_ms": round(total.queue_seconds * 1000, 3),
         **_draft_fields(total.drafts),
+        **placement_fields(total),
     }
     return timings if total.reuse is None else timings | {"cache": reused_fields(total)}
 

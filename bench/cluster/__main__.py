@@ -1,0 +1,69 @@
+"""`python -m bench.cluster TRACE`: a trace of requests over simulated replicas, by several policies in one run.
+
+Prints for each policy the share of prompt tokens that were cached, seconds to the first token, how evenly work was divided,
+and what was moved or never ended. "one cache" is a single replica with the sum of all caches and speeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from bench.cluster.simulated import Costs
+from bench.cluster.simulation import POLICIES, Cluster, Death, Outcome, Simulation
+from bench.cluster.trace import TracedRequest, made_up, multiplied, read_trace
+
+HEADS = ("policy", "hits", "TTFT mean", "p50", "p95", "max/mean work", "moved", "unfinished", "simulated in")
+
+
+def main() -> None:
+    """Read the command line, run the policies, print a table."""
+    parser = argparse.ArgumentParser(prog="python -m bench.cluster", description=__doc__)
+    parser.add_argument("trace", type=Path, nargs="?", help="Mooncake's format, .jsonl or .jsonl.gz; without it one is made up")
+    parser.add_argument("--replicas", type=int, default=8)
+    parser.add_argument("--load", type=float, default=1.0, help="times as many requests a second")
+    parser.add_argument("--copies", type=int, default=1, help="of the trace, shifted in time, with prompts of their own")
+    parser.add_argument("--requests", type=int, help="only so many of them")
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--cached-tokens", type=int, default=1_000_000, help="of each replica")
+    parser.add_argument("--prefill", type=float, default=8000.0, help="prompt tokens a second of each replica")
+    parser.add_argument("--step", type=float, default=0.010, help="seconds of a decode step")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--kill", action="append", default=[], metavar="AT:REPLICA:AWAY", help="seconds, number, seconds")
+    asked = parser.parse_args()
+    trace = read_trace(asked.trace) if asked.trace is not None else made_up(2000, 600.0)
+    trace = multiplied(trace[: asked.requests], asked.copies)
+    trace = [replace(one, at=one.at / asked.load) for one in trace]
+    deaths = [Death(float(at), int(number), float(away)) for at, number, away in (text.split(":") for text in asked.kill)]
+    costs = Costs(step_seconds=asked.step, token_seconds=1 / asked.prefill)
+    cluster = Cluster(asked.replicas, "weft", costs, asked.rows, asked.cached_tokens)
+    print(f"{len(trace)} requests in {trace[-1].at:.0f} s, {asked.replicas} replicas of {asked.cached_tokens:,} cached tokens")
+    print("  ".join(f"{head:>13}" for head in HEADS))
+    for policy in asked.policies.split(","):
+        show(policy, replace(cluster, policy=policy), trace, deaths)
+    show("one cache", whole(cluster), trace, [])
+
+
+def whole(cluster: Cluster) -> Cluster:
+    """Return a single replica that has the caches and speeds of all."""
+    number, costs = cluster.num_replicas, cluster.costs
+    faster = Costs(costs.step_seconds / number, costs.row_seconds, costs.chunk_seconds / number, costs.token_seconds / number)
+    return Cluster(1, "weft", faster, cluster.max_rows * number, cluster.cached_tokens * number)
+
+
+def show(name: str, cluster: Cluster, trace: list[TracedRequest], deaths: list[Death]) -> Outcome:
+    """Run one policy and print its line."""
+    begun = time.perf_counter()
+    outcome = Simulation(cluster, deaths).run(trace)
+    figures = (
+        f"{outcome.hits:.1%}", f"{outcome.mean:.2f} s", f"{outcome.percentile(50):.2f} s", f"{outcome.percentile(95):.2f} s",
+        f"{outcome.imbalance:.2f}", str(outcome.num_moved), str(outcome.num_unfinished), f"{time.perf_counter() - begun:.0f} s",
+    )  # fmt: skip
+    print("  ".join(f"{text:>13}" for text in (name, *figures)), flush=True)
+    return outcome
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Simulated replicas: weft's own scheduler and prefix sharing over a runner that adds fitted costs to a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from weft.config import EngineConfig
+from weft.engine.bisect import Bisection
+from weft.engine.budget import MemoryBudget
+from weft.engine.prefix import PrefixSharing
+from weft.engine.prefix_reports import PrefixReports
+from weft.engine.scheduler import Row, Scheduler
+from weft.engine.sequence import Sequence
+from weft.ipc.messages import Cancel, EngineEvents, EngineStatus, PromptEvent, Submit, ToEngine, TokenEvent
+from weft.memory.prefix_tree import PrefixTree
+from weft.serving.in_flight import EngineClient
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a replica's work: a decode step of some rows, a prompt chunk, and how tokens are grouped.
+
+    step = a + b · rows; chunk = d + e · tokens. The defaults are like an 8B model on one GPU with 8,000 prompt tokens a second.
+    """
+
+    step_seconds: float = 0.010
+    row_seconds: float = 0.0002
+    chunk_seconds: float = 0.002
+    token_seconds: float = 1 / 8000
+    grain: int = 8  # tokens that one simulated token stands for
+
+    def step(self, num_rows: int) -> float:
+        return self.grain * (self.step_seconds + self.row_seconds * num_rows)
+
+    def chunk(self, num_tokens: int) -> float:
+        return self.chunk_seconds + self.grain * self.token_seconds * num_tokens
+
+
+@dataclass(frozen=True)
+class Size:
+    """A stored state that has a size and nothing in it."""
+
+    nbytes: int
+
+    def split(self, count: int) -> tuple[Self, Self]:
+        return type(self)(count), type(self)(self.nbytes - count)
+
+
+@dataclass
+class Work:
+    """A prompt's states: the seconds left of the chunk that is being computed."""
+
+    left: float | None = None
+    has_caches: bool = True
+
+    @property
+    def is_amid_chunk(self) -> bool:
+        return self.left is not None
+
+
+class NoRunner:
+    """What prefix sharing asks of a runner; one byte a token."""
+
+    seconds_per_token = 0.0
+
+    def save(self, row: Row) -> tuple[Size, Size]:
+        return Size(row.count), Size(0)
+
+    def take_retained(self, _: Sequence) -> None:
+        return None
+
+
+class SimulatedEngine:
+    """The engine's turn with costs instead of a device; time passes in `now` alone."""
+
+    def __init__(self, costs: Costs, max_rows: int, cached_tokens: int) -> None:
+        self.costs = costs
+        self.now = 0.0
+        config = EngineConfig(max_rows=max_rows, slab_tokens=8192, chunk_tokens=1024 // costs.grain, cache_bytes=cached_tokens)
+        self.scheduler = Scheduler(config, MemoryBudget(lambda _: 0, 0), Bisection())
+        self.tree = PrefixTree(cached_tokens // costs.grain, lambda: self.now)
+        self.runner = NoRunner()
+        self.prefix = PrefixSharing(self.tree, cast("Any", self.runner), self.scheduler.chunk_ends)
+        self.reports = PrefixReports(self.tree)
+        self.live: dict[int, Sequence] = {}
+        self.busy_seconds = 0.0
+        self.num_computed = 0  # prompt tokens
+
+    def take(self, message: ToEngine) -> None:
+        match message:
+            case Submit():
+                for index, number in enumerate(message.numbers):
+                    sampling = message.samplings[index]
+                    sequence = Sequence(message, index, sampling.max_tokens or 1, frozenset(), self.now)
+                    sequence.restart(message.emitted[index] if message.emitted else (), 0)
+                    self.live[number] = sequence
+                    self.scheduler.add(sequence)
+            case Cancel():
+                for number in message.numbers:
+                    if (one := self.live.pop(number, None)) is not None and not one.is_finished:
+                        one.end("cancelled", None, self.now)
+            case _:
+                pass
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.idle
+
+    def turn(self) -> EngineEvents:
+        """Run one turn as `Engine.turn` does; `now` is after it."""
+        before, events = self.now, EngineEvents([], [], [])
+        for sequence in self.scheduler.drop_finished():
+            self.prefix.release(sequence)
+        while (sequence_out := self.scheduler.to_preempt()) is not None:
+            self.prefix.release(sequence_out)
+            self.scheduler.preempt(sequence_out)
+            sequence_out.preempt(0)
+        self.scheduler.admit(self.now)
+        for sequence in self.scheduler.prompts:
+            self.prefix.update(sequence)
+        for sequence in self.scheduler.drop_prefilled():
+            events.prompts.append(PromptEvent(sequence.id, sequence.num_computed))
+        plan = self.scheduler.plan(self.prefix.best_cut)
+        if plan.steps:
+            self._step(plan.steps, events)
+        if plan.chunk is not None:
+            self._prefill(plan.chunk, plan.slice_seconds, events)
+        self.busy_seconds += self.now - before
+        kept, gone = self.reports.take()
+        return EngineEvents([], events.prompts, events.tokens, self.status, kept, gone)
+
+    @property
+    def status(self) -> EngineStatus:
+        scheduler = self.scheduler
+        return EngineStatus(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            seconds_per_token=self.runner.seconds_per_token,
+            queued_tokens=scheduler.num_queued_tokens,
+        )
+
+    def _step(self, steps: tuple[Sequence, ...], events: EngineEvents) -> None:
+        seconds = self.costs.step(len(steps))
+        self.now += seconds
+        self.scheduler.measure_step(seconds)
+        for sequence in steps:
+            self.prefix.release_allocated(sequence)
+            sequence.begin_step(sequence.num_known)
+            is_first = sequence.timings.first_token is None
+            if is_first:  # the first of the tokens that this one stands for
+                sequence.note_first_token(self.now - seconds * (1 - 1 / self.costs.grain))
+            sequence.append(7, None)
+            self.scheduler.fairness.charge_token(sequence)
+            if sequence.is_finished:
+                del self.live[sequence.id]
+            timings = sequence.timings if is_first or sequence.is_finished else None
+            events.tokens.append(TokenEvent(sequence.id, 7, finish=sequence.finish, timings=timings))
+
+    def _prefill(self, row: Row, seconds: float | None, events: EngineEvents) -> None:
+        sequence, cost = row.sequence, self.costs.chunk(row.count)
+        if sequence.is_abandoned:
+            return
+        self.prefix.begin(sequence)
+        work = sequence.memory if isinstance(sequence.memory, Work) else Work()
+        sequence.memory = work
+        work.left = cost if work.left is None else work.left
+        spent = work.left if seconds is None else min(work.left, seconds)
+        self.now += spent
+        work.left -= spent
+        if work.left > 1e-9:
+            return
+        work.left = None
+        sequence.num_computed = row.start + row.count
+        self.num_computed += row.count
+        self.runner.seconds_per_token += 0.2 * (cost / row.count - self.runner.seconds_per_token)
+        self.prefix.enter(row)
+        self.scheduler.finish_chunk(row)
+        events.prompts.append(PromptEvent(sequence.id, sequence.num_computed))
+
+
+class SimulatedReplica:
+    """A replica as the dispatcher sees it; killed and started by the simulation."""
+
+    def __init__(self, name: str, make: Any) -> None:
+        self.name = name
+        self.kind = "simulated"
+        self.make = make
+        self.client = EngineClient()
+        self.answer_seconds = 0.0
+        self.engine: SimulatedEngine | None = None
+        self.status = EngineStatus()
+        self.is_given_up = False
+        self.num_prompt_tokens = self.num_cached_tokens = 0
+        self.inbox: list[ToEngine] = []
+
+    @property
+    def max_rows(self) -> int:
+        return 0 if self.engine is None else self.engine.scheduler.config.max_rows
+
+    @property
+    def is_open(self) -> bool:
+        return self.engine is not None
+
+    @property
+    def is_gone(self) -> bool:
+        return self.engine is None
+
+    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
+
+    def begin(self, now: float) -> None:
+        self.engine = self.make()
+        assert self.engine is not None
+        self.engine.now = now
+        self.client.attach(self.inbox.append, self.engine.scheduler.config.max_rows)
+
+    def die(self) -> None:
+        self.engine, self.status, self.inbox = None, EngineStatus(), []
+        self.client.detach()
+
+    def take_inbox(self, now: float) -> None:
+        """Hand messages to the engine, which was idle until now or is between two turns."""
+        assert self.engine is not None
+        self.engine.now = max(self.engine.now, now)
+        messages, self.inbox[:] = list(self.inbox), []
+        for message in messages:
+            self.engine.take(message)

@@ -1,0 +1,115 @@
+"""Chooses the replica for a prompt: the one with the least cost of its first token, in seconds.
+
+cost = wait + weight · uncached tokens · seconds per token. The wait is for prompts that the replica has not computed yet and for
+a free row; both are counted by the front, which knows what it has just sent, and engines add what other fronts have sent.
+Computing is weighed more than waiting, because it also delays those behind and evicts what is cached.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from weft.ipc.messages import EngineEvents, EngineStatus, Submit
+from weft.serving.in_flight import EngineClient, InFlightSequence
+from weft.serving.prefix_index import PrefixIndex, num_common
+from weft.text.types import Placement
+
+IDLE_WEIGHT, BUSY_WEIGHT = 1.25, 3.0  # of computing against waiting: while no replica has a queue, and when all have one
+UNKNOWN_SECONDS_PER_TOKEN = 1e-3  # until an engine has computed a prompt
+NEAR = 1.1  # replicas with up to so many times the least cost are equally good for a prompt that nobody knows
+HEAD_TOKENS = 128  # prompts with these first tokens in common go to one replica, as long as nobody knows them
+MIN_COMING = 32  # tokens in common with a prompt under way that make it worth to follow it
+FIRST_ANSWER_SECONDS = 1.0  # a guess at how long an answer holds its row
+
+
+class RoutedReplica(Protocol):
+    """A replica as the router sees it."""
+
+    client: EngineClient
+    status: EngineStatus
+    answer_seconds: float  # how long an answer holds its row here, a running mean; 0: not known
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_rows(self) -> int: ...
+
+
+Routed = TypeVar("Routed", bound=RoutedReplica)
+
+
+class Router:
+    """Knows what replicas have cached and chooses one for each prompt."""
+
+    def __init__(self) -> None:
+        self.index = PrefixIndex()
+
+    def report(self, replica: str, events: EngineEvents) -> None:
+        if events.kept or events.gone:
+            self.index.report(replica, events.kept, events.gone)
+
+    def choose(
+        self, submit: Submit, replicas: Collection[Routed], everywhere: Collection[RoutedReplica]
+    ) -> tuple[Routed, Placement]:
+        """Return the replica with the least cost, with how much it has cached and the most that any of `everywhere` has."""
+        prompt = submit.keyed_prompt
+        cached = self.index.matches(prompt, submit.salt, submit.scope)
+        matched = {one.name: max(cached.get(one.name, 0), _coming(submit, prompt, one)) for one in everywhere}
+        waits = {one.name: wait_seconds(one, everywhere) for one in replicas}
+        share = sum(_has_queue(one) for one in everywhere) / len(everywhere)
+        weight = IDLE_WEIGHT + (BUSY_WEIGHT - IDLE_WEIGHT) * share
+
+        def cost(one: RoutedReplica) -> float:
+            return waits[one.name] + weight * (len(prompt) - matched[one.name]) * seconds_per_token(one, everywhere)
+
+        costs = {one.name: cost(one) for one in replicas}
+        best = max(matched.values())
+        least = min(costs.values()) * (1.0 if best else NEAR)  # several fronts agree on a prompt's replica without talking
+        near = [one for one in replicas if costs[one.name] <= least]
+        chosen = max(near, key=lambda one: _rank(one.name, prompt[:HEAD_TOKENS]))
+        return chosen, Placement(chosen.name, matched[chosen.name], best)
+
+
+def wait_seconds(replica: RoutedReplica, everywhere: Iterable[RoutedReplica]) -> float:
+    """Return how long a new prompt waits at a replica: for the prompts that are not computed there, and for a free row."""
+    inside = replica.client.live.inside.values()
+    own = sum(remaining_tokens(one) for one in inside)
+    num_over = len(inside) + 1 - replica.max_rows
+    rows = max(0, num_over) / max(1, replica.max_rows) * (replica.answer_seconds or FIRST_ANSWER_SECONDS)
+    return max(own, replica.status.queued_tokens) * seconds_per_token(replica, everywhere) + rows
+
+
+def remaining_tokens(one: InFlightSequence) -> int:
+    """Return how many tokens of a sequence's prompt its replica has yet to compute; answers to one prompt compute it once."""
+    if one.has_begun or one.sampling_index:
+        return 0
+    return max(0, min(one.num_uncached, len(one.submit.prompt) - one.num_computed))
+
+
+def seconds_per_token(replica: RoutedReplica, everywhere: Iterable[RoutedReplica]) -> float:
+    """Return what a replica has measured, or the mean of the others until it has measured anything."""
+    if replica.status.seconds_per_token:
+        return replica.status.seconds_per_token
+    known = [one.status.seconds_per_token for one in everywhere if one.status.seconds_per_token]
+    return sum(known) / len(known) if known else UNKNOWN_SECONDS_PER_TOKEN
+
+
+def _has_queue(replica: RoutedReplica) -> bool:
+    """Whether a prompt waits behind another; one that is being computed is no queue."""
+    return sum(remaining_tokens(one) > 0 for one in replica.client.live.inside.values()) > 1
+
+
+def _coming(submit: Submit, prompt: Sequence[int], replica: RoutedReplica) -> int:
+    """Return how much of a prompt a replica will have cached once it has computed the prompts under way there."""
+    whose = submit.scope, submit.salt
+    under_way = (one.submit for one in replica.client.live.inside.values() if not one.has_begun and not one.sampling_index)
+    common = (num_common(prompt, other.keyed_prompt) for other in under_way if (other.scope, other.salt) == whose)
+    most = min(max(common, default=0), len(prompt) - 1)
+    return most if most >= MIN_COMING else 0
+
+
+def _rank(replica: str, head: Sequence[int]) -> bytes:
+    """Return a replica's rank for a prompt's head: of the same replicas every front prefers the same one."""
+    return hashlib.blake2b(array("I", head).tobytes(), key=replica.encode()[:64], digest_size=8).digest()

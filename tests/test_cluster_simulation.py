@@ -1,0 +1,83 @@
+"""The simulated cluster: every request ends, the real router beats the plain ones, and deaths cost nothing but time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from bench.cluster.simulation import POLICIES, Cluster, Death, Outcome, Simulation
+from bench.cluster.trace import TracedRequest, made_up, multiplied, read_trace
+
+CLUSTER = Cluster(4, cached_tokens=300_000)
+
+
+@cache
+def outcomes() -> dict[str, Outcome]:
+    trace = made_up(250, 100.0)
+    return {name: Simulation(Cluster(4, name, cached_tokens=300_000)).run(trace) for name in POLICIES}
+
+
+def test_every_request_of_every_policy_has_a_first_token_and_an_end() -> None:
+    for outcome in outcomes().values():
+        assert len(outcome.first_token_seconds) == 250
+        assert min(outcome.first_token_seconds) > 0
+        assert outcome.num_unfinished == 0
+
+
+def test_the_router_has_most_hits_of_one_big_cache_and_sooner_first_tokens_than_plain_policies() -> None:
+    found = outcomes()
+    whole = Simulation(Cluster(1, cached_tokens=4 * 300_000, max_rows=128)).run(made_up(250, 100.0))
+
+    assert found["weft"].hits >= 0.9 * whole.hits
+    assert found["weft"].mean <= 0.85 * found["least-loaded"].mean
+    assert found["weft"].mean <= 0.45 * found["round-robin"].mean
+    assert found["weft"].imbalance <= 1.1
+
+
+def test_the_same_trace_gives_the_same_outcome() -> None:
+    trace = made_up(60, 20.0)
+
+    assert Simulation(CLUSTER).run(trace) == Simulation(CLUSTER).run(trace)
+
+
+def test_replicas_that_die_and_return_lose_no_request() -> None:
+    deaths = [Death(10.0, 0, 8.0), Death(15.0, 1, 8.0), Death(30.0, 0, 5.0)]
+    outcome = Simulation(CLUSTER, deaths).run(made_up(200, 60.0))
+
+    assert outcome.num_unfinished == 0
+    assert len(outcome.first_token_seconds) == 200
+    assert outcome.num_moved > 0
+
+
+def test_a_client_with_many_requests_does_not_delay_one_with_a_single_one() -> None:
+    alone = TracedRequest(1.0, 4096, 100, tuple(range(10_000, 10_008)), "one")
+    many = [TracedRequest(0.0, 8192, 400, tuple(range(16 * at, 16 * at + 16)), "many") for at in range(64)]
+    quiet = Simulation(CLUSTER).run([alone]).first_token_seconds[0]
+    beside = dict(Simulation(CLUSTER).run([*many, alone]).first_tokens)["one"]
+
+    assert beside <= 3 * quiet
+
+
+def test_a_trace_is_read_and_multiplied(tmp_path: Path) -> None:
+    rows = [{"timestamp": 1000 * at, "input_length": 700, "output_length": 9, "hash_ids": [0, at + 1]} for at in range(3)]
+    path = tmp_path / "trace.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    trace = read_trace(path)
+    more = multiplied(trace, 3)
+
+    assert [(one.at, one.num_prompt, one.num_output, one.blocks) for one in trace] == [
+        (0.0, 700, 9, (0, 1)),
+        (1.0, 700, 9, (0, 2)),
+        (2.0, 700, 9, (0, 3)),
+    ]
+    assert len(more) == 9
+    assert len({one.blocks for one in more}) == 9
+    assert {one.blocks[0] for one in more} == {0}
+    assert trace[0].prompt(8)[:64] == trace[1].prompt(8)[:64]
+    assert trace[0].prompt(8)[64:] != trace[1].prompt(8)[64:]
+    assert len(trace[0].prompt(8)) == 700 // 8
