@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from weft.api import ollama
-from weft.api.admin import ClearRequest, DetokenizeRequest, LoadRequest, TokenizeRequest, UnloadRequest
+from weft.api.admin import ClearRequest, DetokenizeRequest, LoadRequest, RenewRequest, TokenizeRequest, UnloadRequest
 from weft.api.anthropic import request as anthropic
 from weft.api.dialect import convert
 from weft.api.openai import chat, completions, responses
@@ -61,6 +61,7 @@ TRANSLATORS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] =
     "/api/show": (lambda body: convert(body, ollama.ShowRequest), {"model": "m"}),
     "/v1/models/load": (lambda body: convert(body, LoadRequest), {"model": "m"}),
     "/v1/models/unload": (lambda body: convert(body, UnloadRequest), {"model": "m"}),
+    "/v1/replicas/renew": (lambda body: convert(body, RenewRequest), {"replica": "1"}),
     "/tokenize": (lambda body: convert(body, TokenizeRequest), {"prompt": "hi"}),
     "/detokenize": (lambda body: convert(body, DetokenizeRequest), {"tokens": [1]}),
     "/v1/cache/clear": (lambda body: convert(body, ClearRequest), {}),
