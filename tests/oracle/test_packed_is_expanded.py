@@ -22,12 +22,16 @@ from zoo import ARCHITECTURES, PACKED, PROMISED, VOCABULARY, is_in_mlx_lm, make_
 
 pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own operations")
 
+# The first gives a switch layer several rows an expert, which are left to mlx's own product, packed or not; the second divides
+# its head by its length when it is loaded, in the precision of the file.
+OTHER_NUMBERS = ("deepseek_v41:4bit-32", "baichuan_m1")
+
 (PROMPT,) = random_prompts(VOCABULARY, (40,), seed=5)
 
 
 def logits(loaded: LoadedModel) -> list[np.ndarray]:
     """Those of a prompt and of three tokens decoded after it."""
-    adapter = Adapter(loaded)
+    adapter = Adapter(loaded, way="alone")  # nobody else is there: nothing to examine
     caches = adapter.new_caches(len(PROMPT))
     chunk, found = adapter.prefill(PROMPT, caches)
     chunk.finish()
@@ -52,8 +56,8 @@ def expanded(layer: Any) -> nn.Module:
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_weights_have_the_bits_of_a_float32_copy(tmp_path: Path, name: str) -> None:
-    if not is_in_mlx_lm(name):
-        pytest.skip("this mlx-lm does not have it")
+    if name in OTHER_NUMBERS or not is_in_mlx_lm(name):
+        pytest.skip("it has other numbers, or this mlx-lm does not have it")
     folder = make_checkpoint(name, tmp_path / "packed")
     kept, copied = load(folder), load(folder)
     kinds = tuple(packed.PACKED_LAYERS.values())
@@ -68,8 +72,8 @@ def test_packed_weights_have_the_bits_of_a_float32_copy(tmp_path: Path, name: st
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16] if ALL else [mx.bfloat16], ids=str)
 @pytest.mark.parametrize("name", tuple(ARCHITECTURES) if ALL else PROMISED)
 def test_sixteen_bits_have_the_bits_of_a_float32_copy(tmp_path: Path, name: str, dtype: mx.Dtype) -> None:
-    if not is_in_mlx_lm(name):
-        pytest.skip("this mlx-lm does not have it")
+    if name in OTHER_NUMBERS or not is_in_mlx_lm(name):
+        pytest.skip("it has other numbers, or this mlx-lm does not have it")
     folder = make_checkpoint(name, tmp_path / "float32")
     shutil.copytree(folder, tmp_path / "half")
     weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # type: ignore[assignment]

@@ -61,7 +61,7 @@ class FusedBlock:
         return ops.linear(ops.gated(middle, plan.gate, plan.up, plan.mlp_norm), plan.down, None, middle)
 
 
-class FusedMLP:
+class KeptMLP:
     """Mixin of gated MLPs: two operations."""
 
     weft_plan: "tuple[ops.Weights, ops.Weights, list[ops.Weights]]"
@@ -170,7 +170,7 @@ def bind(model: nn.Module) -> list[str]:
         return []
     kinds = (
         (FusedBlock, _block_plan, _trial_block),
-        (FusedMLP, _mlp_plan, _trial_mlp),
+        (KeptMLP, _mlp_plan, _trial_mlp),
         (FusedExperts, _experts_plan, _trial_experts),
     )
     return [type(layer).__name__ for layer in model.modules() if any(_replace(layer, *kind) for kind in kinds)]
