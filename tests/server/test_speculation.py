@@ -101,12 +101,12 @@ def test_a_prediction_reaches_the_engine_as_tokens_and_the_usage_counts_them(
 
 
 def test_a_prediction_longer_than_any_answer_is_refused() -> None:
-    with front({"m": ["--context", "40"]}) as server:
-        prediction = {"type": "content", "content": "cat " * 100}
+    with front({"m": ["--context", "80"]}) as server:
+        prediction = {"type": "content", "content": "cat " * 200}
         reply = server.post("/v1/chat/completions", ASKED | {"prediction": prediction})
 
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "prediction")
-    assert "longest context here is 40" in reply.text
+    assert "longest context here is 80" in reply.text
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import weft.model
-from waiting import until
+from waiting import HANG_SECONDS, until
 from weft.errors import BadModel, ServerStopping, TemplateFailed, TemplateTooCostly
 from weft.ipc.limits import MAX_RENDERED_CHARACTERS, MAX_TEMPLATE_CHARACTERS
-from weft.serving.child_pool import ChildLimits
+from weft.serving.child_pool import READY, ChildLimits, ChildLost, ChildPool
+from weft.serving.image_worker import REPLY
 from weft.serving.text_processes import TextProcesses
 from weft.text.codec import Codec
 from weft.text.schema import find_schema_errors, json_schema_grammar
@@ -133,3 +136,14 @@ def test_who_waits_for_an_endless_template_is_answered_when_its_model_goes() -> 
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(("hello", "is_taken"), [(READY, True), (b"?", False)])
+def test_a_child_is_given_a_job_when_it_has_said_that_it_is_ready(hello: bytes, is_taken: bool) -> None:
+    words = (REPLY.pack(hello, 0), REPLY.pack(b"=", 2) + b"ok")
+    script = f"import sys; out = sys.stdout.buffer; out.write({words[0]!r}); out.flush(); sys.stdin.read(3); out.write({words[1]!r})"
+    pool = ChildPool((sys.executable, "-c", script), ChildLimits(seconds=HANG_SECONDS), 1, "greet", start_seconds=HANG_SECONDS)
+
+    with nullcontext() if is_taken else pytest.raises(ChildLost, match="did not start"):
+        assert pool.ask(b"job", lambda *_: True) == (b"=", b"ok")
+    pool.close()

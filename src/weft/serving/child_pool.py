@@ -21,6 +21,7 @@ from weft.serving.image_worker import REPLY
 log = logging.getLogger("weft.serving")
 
 READ_BYTES = 1 << 20
+READY = b"."  # the kind of the answer with which a child begins
 # All that a child is told of the environment: it reads hostile input and needs no keys.
 KEPT_VARIABLES = (
     "HOME",
@@ -57,9 +58,17 @@ class ChildPool:
     """A few children of one kind; each is started when it is needed, and replaced when it is lost."""
 
     def __init__(
-        self, command: Sequence[str], limits: ChildLimits, num_children: int, what: str, arguments: Sequence[int] = ()
+        self,
+        command: Sequence[str],
+        limits: ChildLimits,
+        num_children: int,
+        what: str,
+        arguments: Sequence[int] = (),
+        *,
+        start_seconds: float | None = None,
     ) -> None:
         self.command = command
+        self.start_seconds = start_seconds  # how long a child may take to say that it is ready; None: it does not say so
         self.arguments = arguments  # of the command, behind the limits on memory and computing
         self.limits = limits
         self.what = what  # what the children do, for errors: "decode images"
@@ -84,6 +93,8 @@ class ChildPool:
     def ask(self, job: bytes, is_expected: IsExpected) -> tuple[bytes, bytes]:
         """Let a child do a job, blocking the calling thread; raise ChildLost if it gives no answer within its limits."""
         with self._places, self._lend() as child:
+            if self.start_seconds is not None:
+                child.await_ready(self.start_seconds)
             return child.ask(job, self.limits.seconds, is_expected)
 
     def close(self) -> None:
@@ -146,6 +157,7 @@ class Child:
 
     def __init__(self, command: Sequence[str], what: str) -> None:
         self.is_lost = False
+        self.is_ready = False  # it has said so
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         try:  # in a session of its own, so that a terminal's Ctrl-C does not reach it
@@ -158,6 +170,17 @@ class Child:
         assert self.process.stdout is not None
         self._input, self._output = self.process.stdin.fileno(), self.process.stdout.fileno()
         os.set_blocking(self._input, False)
+
+    def await_ready(self, seconds: float) -> None:
+        """Wait until the process has said that it is ready; it is killed if that takes longer than `seconds`.
+
+        On a busy machine a process may take longer to start than a job may take.
+        """
+        if not self.is_ready:
+            kind, _ = REPLY.unpack(self._read(REPLY.size, time.monotonic() + seconds))
+            if kind != READY:
+                raise self._lost("did not start")
+            self.is_ready = True
 
     def ask(self, job: bytes, seconds: float, is_expected: IsExpected) -> tuple[bytes, bytes]:
         """Send a job and return the kind and body of its answer; the process is killed if that takes longer than `seconds`."""

@@ -17,6 +17,7 @@ from weft.serving.text_worker import BROKEN, COSTLY, DONE, FAILED, LENGTH, Check
 
 COMMAND = (sys.executable, "-P", "-m", "weft.serving.text_worker")
 NUM_CHILDREN = 2  # so that one request's slow job does not hold up the model's others
+START_SECONDS = 60.0
 LIMITS = ChildLimits(seconds=10.0, cpu_seconds=2, memory_bytes=1 << 30)
 MAX_ANSWER_BYTES = 4 * MAX_RENDERED_CHARACTERS
 UNCHECKED = "the answer was not checked, because that took longer than {limits}; use simpler patterns"
@@ -26,7 +27,7 @@ class TextProcesses:
     """A `TemplateRunner` whose templates run in child processes, which also check answers against schemas."""
 
     def __init__(self, limits: ChildLimits = LIMITS) -> None:
-        self.pool = ChildPool(COMMAND, limits, NUM_CHILDREN, "run chat templates")
+        self.pool = ChildPool(COMMAND, limits, NUM_CHILDREN, "run chat templates", start_seconds=START_SECONDS)
 
     def compile(self, source: str) -> None:
         self._ask(CompileJob(source))

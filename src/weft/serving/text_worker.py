@@ -12,6 +12,7 @@ import msgspec
 
 from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
 from weft.ipc.messages import GrammarSpec
+from weft.serving.child_pool import READY
 from weft.serving.heap import trim_heap
 from weft.serving.image_worker import REPLY, limit_process, renew_cpu_seconds
 from weft.text.schema import find_schema_errors
@@ -52,6 +53,8 @@ def main() -> None:
     templates, decoder = LocalTemplates(), msgspec.msgpack.Decoder(TextJob)
     limit_process(max_bytes)
     jobs, replies = sys.stdin.buffer, sys.stdout.buffer
+    replies.write(REPLY.pack(READY, 0))
+    replies.flush()
     while (data := _read_job(jobs)) is not None:
         renew_cpu_seconds(cpu_seconds)
         kind, body = _answer(decoder.decode(data), templates)

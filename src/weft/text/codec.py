@@ -7,7 +7,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.errors import ContextTooLong, InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
@@ -95,9 +95,17 @@ class Codec:
         """Encode a request's prompts, each with the spec of its output constraint, not yet compiled. Raises RequestError."""
         prompts = [self.encode(prompt, generation.effort, check) for prompt in generation.prompts]
         if check is not None:
-            check.check(generation.prediction or "")
+            self._check_prediction(generation.prediction or "", check)
         prediction = tuple(self.tokenizer.encode(generation.prediction or "", add_special_tokens=False))
         return [replace(one, constraint=self.constraint(generation, one), prediction=prediction) for one in prompts]
+
+    @staticmethod
+    def _check_prediction(prediction: str, check: LengthCheck) -> None:
+        try:
+            check.check(prediction)
+        except ContextTooLong:
+            message = f"prediction is too long: the longest context here is {check.context_length} tokens; shorten it"
+            raise InvalidRequest(message, "prediction") from None
 
     def encode(self, prompt: Prompt, effort: Effort | None = None, check: LengthCheck | None = None) -> EncodedPrompt:
         """Encode one prompt; with a check, texts that are surely too long are not tokenised. Raises RequestError."""
