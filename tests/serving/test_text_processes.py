@@ -140,8 +140,8 @@ def test_who_waits_for_an_endless_template_is_answered_when_its_model_goes() -> 
 
 @pytest.mark.parametrize(("hello", "is_taken"), [(READY, True), (b"?", False)])
 def test_a_child_is_given_a_job_when_it_has_said_that_it_is_ready(hello: bytes, is_taken: bool) -> None:
-    words = (REPLY.pack(hello, 0), REPLY.pack(b"=", 2) + b"ok")
-    script = f"import sys; out = sys.stdout.buffer; out.write({words[0]!r}); out.flush(); sys.stdin.read(3); out.write({words[1]!r})"
+    first, second = REPLY.pack(hello, 0), REPLY.pack(b"=", 2) + b"ok"
+    script = f"import sys; o = sys.stdout.buffer; o.write({first!r}); o.flush(); sys.stdin.read(3); o.write({second!r})"
     pool = ChildPool((sys.executable, "-c", script), ChildLimits(seconds=HANG_SECONDS), 1, "greet", start_seconds=HANG_SECONDS)
 
     with nullcontext() if is_taken else pytest.raises(ChildLost, match="did not start"):
