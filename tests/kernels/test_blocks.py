@@ -158,3 +158,12 @@ def test_ten_thousand_evaluations_leave_memory_as_it_was() -> None:
         mx.eval(layer(x))
 
     assert mx.get_active_memory() == before
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_second_adapter_over_the_same_model_finds_its_layers_replaced(name: str, tmp_path: Path) -> None:
+    loaded = load(make_checkpoint(name, tmp_path))
+    prompt = list(range(1, 12))
+    first = np.array(Adapter(loaded).prefill(prompt, Adapter(loaded).new_caches(12))[1])
+
+    assert np.array_equal(np.array(Adapter(loaded).prefill(prompt, Adapter(loaded).new_caches(12))[1]), first)

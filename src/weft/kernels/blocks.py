@@ -178,6 +178,8 @@ def bind(model: nn.Module) -> list[str]:
 
 def _replace(layer: nn.Module, mixin: type, plan_of: Any, trial: Any) -> bool:
     own = type(layer)
+    if issubclass(own, mixin):
+        return True  # bound before, by another adapter over the same model
     try:
         plan = plan_of(layer)
         if plan is None:
