@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from weft.config import DRAFT_SOURCES, EngineSettings
+from weft.config import DRAFT_SOURCES, EngineConfig, EngineSettings
 from weft.errors import ModelError, UnsupportedModel
 from weft.kernels import blas
 
@@ -142,3 +142,15 @@ def test_an_engine_without_memory_for_a_request_does_not_start() -> None:
     check_memory(MIN_ROW_TOKENS, 100, 200)
     with pytest.raises(ModelError, match=r"weights take 100 bytes, and of the 50 bytes allowed too few .* --memory"):
         check_memory(MIN_ROW_TOKENS - 1, 100, 50)
+
+
+@pytest.mark.parametrize(("width", "has_head"), [(None, True), (4, False)])
+def test_no_head_is_kept_for_steps_of_constant_width_which_have_no_room_for_its_guesses(
+    width: int | None, has_head: bool
+) -> None:
+    from weft.engine.process import bring_up
+
+    config = EngineConfig(max_rows=4, slab_tokens=256, chunk_tokens=16, width=width, speculate=("mtp",))
+    engine, _ = bring_up(EngineSettings(model="tiny-hybrid"), blas.bind(), ignore, config)
+
+    assert (engine.adapter.head is not None) is has_head

@@ -45,6 +45,7 @@ def test_layers_use_a_product_that_finds_what_mlx_finds(bits: int) -> None:
     model = layers_of(bits)
 
     assert cuda_product.bind(model, prompt_product) == []
+    assert cuda_product.bind(model, prompt_product) == []  # by a second adapter
     assert type(model.layers[0]).__name__.startswith("Invariant")
 
 

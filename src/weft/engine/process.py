@@ -185,6 +185,8 @@ def bring_up(
     adapter = Adapter(loaded, with_head="mtp" in (settings if config is None else config).speculate)
     is_row_invariant = report.skinny or adapter.is_row_invariant
     config = config or EngineConfig.resolve(settings, device, is_row_invariant=is_row_invariant)
+    if config.width is not None and adapter.head is not None:
+        adapter = Adapter(loaded, with_head=False)  # steps of constant width have no room for its guesses
     disk = None
     if settings.cache_folder is not None and config.cache_bytes:
         progress("reading cached prefixes on disk", 0, None)

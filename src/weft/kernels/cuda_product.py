@@ -203,6 +203,8 @@ def bind(model: nn.Module, multiply: Product = product) -> list[str]:
     left = []
     tried: dict[tuple[object, ...], bool] = {}  # by what the kernel is compiled for
     for name, layer in model.named_modules():
+        if isinstance(layer, tuple(INVARIANT_LAYERS.values())):
+            continue  # bound before, by another adapter over the same model
         if (own := INVARIANT_LAYERS.get(type(layer))) is not None and (weight := Weight.of(layer)) is not None:
             kind = (weight.bits, *((array.shape, array.dtype) for array in weight.arrays))
             if kind not in tried:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
-from weft.kernels import cpu
+from weft.kernels import cpu, cuda
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import MAX_STEP_TOKENS, RowContents, SlidingWindow
 from weft.memory.views import Batch, StepSpan, make_batches
@@ -70,7 +70,7 @@ def examine(adapter: Adapter) -> Findings:
         if reason is None:
             unverified = probe.try_step_tokens(way)
             tokens = MAX_STEP_TOKENS if unverified is None else 1
-            is_alone = adapter.is_row_invariant and probe.is_alone_in_a_crowd(way)
+            is_alone = adapter.is_row_invariant and (not cuda.ON_CUDA or probe.is_alone_in_a_crowd(way))  # CPU: by construction
             return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill, tokens, unverified, is_alone)
         refused[way] = reason
     return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone")

@@ -34,9 +34,7 @@ FALLBACK_MODEL = "tiny-hybrid"
 DRAIN_TICK_SECONDS = 0.05
 LAST_SECONDS = 4.9  # after `drain_seconds`, for the last bytes, and for engines and threads to end
 FORCED_STATUS = 1
-SWITCH_SECONDS = (
-    0.0005  # how long a thread that encodes a prompt may keep the interpreter from the event loop; Python's own is ten times it
-)
+SWITCH_SECONDS = 0.0005  # how long an encoding thread may keep the interpreter from the event loop; a tenth of Python's own
 MAX_FILES = 10_240  # every connection is one; the usual soft limit is 1,024, on macOS 256
 RESERVED_FILES = 128  # never taken by connections: an engine that is replaced needs pipes and sockets, a model its files
 MIN_FILES = RESERVED_FILES + 64
