@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam tools race exact-gpu bench-gpu serve-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam test-ray tools race exact-gpu bench-gpu serve-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -45,7 +45,7 @@ conformance: $(READY)  ## every oracle on all architectures of the zoo, a downlo
 
 CONFORMANCE := tests/oracle tests/properties tests/test_zoo.py tests/engine/test_memory.py tests/model/test_mlx_lm_contract.py \
   tests/grammar/test_corpus_in_a_batch.py tests/text/tools/test_tools_in_a_batch.py tests/server/test_constrained_crowd.py \
-  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_killed_replica.py \
+  tests/server/test_bad_requests.py tests/faults/test_killed_engine.py tests/faults/test_killed_replica.py tests/faults/test_shards.py \
   tests/serving/test_pool.py tests/faults/test_short_soak.py
 
 newest:  ## conformance with the newest mlx and mlx-lm there are, also beyond weft's range, in .venv-newest: before users meet them
@@ -81,8 +81,18 @@ soak: $(READY)  ## MINUTES=30 of mixed load while an engine is killed every 20 s
 	$(BIN)/python tests/soak.py $(MINUTES) $(REPLICAS)
 
 redteam: MINUTES = 10
-redteam: $(READY)  ## MINUTES=10 of attacks beside eight ordinary streams, then schemathesis on every operation
+redteam: $(READY) .venv-fuzz/.ready  ## MINUTES=10 of attacks beside eight ordinary streams, then schemathesis on every operation
 	$(BIN)/python tests/redteam.py $(MINUTES)
+
+test-ray:  ## a Ray cluster on loopback, in .venv-ray: engines placed, a machine lost, the head lost (six minutes on two cores)
+	$(MAKE) VENV=.venv-ray .venv-ray/.ready
+	.venv-ray/bin/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,ray]'
+	.venv-ray/bin/pytest tests/with_ray
+
+.venv-fuzz/.ready:
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/pip install --quiet --no-compile schemathesis
+	@touch $@
 
 tools: $(READY)  ## 200 tool calls of every family by a random model, each must be valid (two minutes); CI runs 10
 	WEFT_TOOL_CALLS=200 $(BIN)/pytest tests/text/tools/test_tools_in_a_batch.py
@@ -112,4 +122,4 @@ $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/na
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-oldest build src/weft/kernels/*.so src/*.egg-info
+	rm -rf $(VENV) .venv-newest .venv-oldest .venv-ray .venv-fuzz build src/weft/kernels/*.so src/*.egg-info

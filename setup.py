@@ -11,7 +11,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = "src/weft/kernels/native"
-HEADERS = [f"{NATIVE}/{name}.h" for name in ("blocks", "kernels", "operation", "packed", "pool", "weft")]
+HEADERS = [
+    f"{NATIVE}/{name}.h"
+    for name in ("blocks", "choice", "delta", "kernels", "operation", "packed", "pool", "recurrences", "scores", "weft")
+]
 
 
 def kernels() -> Extension:

@@ -26,7 +26,7 @@ EXACT = EngineConfig.resolve(EngineSettings(model="", exact=True), "cuda", is_ro
 CONFIGS = {
     "exact": EXACT,
     "exact, cached": dataclasses.replace(EXACT, cache_bytes=1 << 30),
-    "as served": dataclasses.replace(EXACT, width=None, cache_bytes=1 << 30),
+    "as served": dataclasses.replace(EXACT, width=None, cache_bytes=1 << 30, max_rows=128),
 }
 
 
@@ -43,8 +43,8 @@ def logits_of(adapter: Adapter, config: EngineConfig, subject: list[int], crowd:
     found = []
     while not sequence.is_finished:
         if waiting and len(engine.scheduler.running) < config.max_rows and len(found) % 2 == 0:
-            prompt = waiting.pop()
-            engine.submit(prompt, Sampling(temperature=0.0, max_tokens=3 + len(prompt) % 9, ignore_eos=True))
+            for prompt in [waiting.pop() for _ in range(1 + len(waiting) // 8)]:  # all come within the answer
+                engine.submit(prompt, Sampling(temperature=0.0, max_tokens=3 + len(prompt) % 9, ignore_eos=True))
         engine.turn()
         step = engine.order.pending
         if step is not None and sequence in step.sequences:
@@ -59,12 +59,12 @@ def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
     print(f"{name}: {adapter.way} way, refused {adapter.refused}")
     rng = random.Random(0)
     vocab = loaded.vocab_size - 1
-    prompts = [[rng.randrange(vocab) for _ in range(rng.choice([2, 9, 60, 200]))] for _ in range(40)]
+    prompts = [[rng.randrange(vocab) for _ in range(rng.choice([2, 9, 60, 200]))] for _ in range(130)]
     prompts[0] = [rng.randrange(vocab) for _ in range(150)]
     same = True
     for label, config in CONFIGS.items():
         alone = logits_of(adapter, config, prompts[0], [], tokens)
-        for others in (1, 7, 30):
+        for others in (1, 7, 30, 127) if config.width is None else (1, 7, 30):
             crowd = logits_of(adapter, config, prompts[0], prompts[1 : 1 + others], tokens)
             equal = np.array_equal(alone, crowd)
             same &= equal or (label == "as served" and not adapter.is_row_invariant)

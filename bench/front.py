@@ -1,11 +1,14 @@
 """What the front costs: `python -m bench.front`. HTTP over an engine that costs nothing, then over a real one.
 
-The rivals are the engine itself, in its own words (`timings`) and in this process, in the same run.
+The rivals are the engine itself, in its own words (`timings`) and in this process, in the same run. With the folder of another
+checkout, `python -m bench.front FOLDER`, its front is the rival instead: both serve the same streams by turns, and the time that
+each took of the processor is compared, which other work on the machine changes far less than seconds.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -14,8 +17,9 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +36,22 @@ sys.exit(server.serve(ServerConfig(("fake",), port=0, **{settings!r}), Terminal(
 """
 STREAMS, TOKENS = 64, 400
 CLIENTS, ANSWER = 8, 64
+PAIRS = 15
+# Run in a checkout's folder: its own front over its own fake engine, token by token.
+SERVE_CHECKOUT = """
+import sys
+import bench.front as front
+exec(front.SERVE_FAKE.format(command=[sys.executable, str(front.FAKE), "--token-seconds", "0.003"], settings={}))
+"""
 WORDS = 50
 LOOK_SECONDS = 3.0  # between two looks of the page at the prefix tree
 
 
 def main() -> None:
     """Print every ratio with its bar."""
+    if folders := sys.argv[1:]:
+        against(Path(folders[0]).resolve())
+        return
     print("front: HTTP, channel, reader and frames")
     fake_engine()
     real_engine()
@@ -58,6 +72,44 @@ def fake_engine() -> None:
         events = sum(stream["events"] for one in told for stream in one["streams"]) / (5 * STREAMS * TOKENS)
         rate = f"{statistics.median(rates):,.0f} tokens/s, wanted ≥ 15,000"
         print(f"  {STREAMS} streams, engine {what}: {rate} ({min(rates):,.0f} – {max(rates):,.0f}; {events:.2f} events a token)")
+
+
+def against(other: Path) -> None:
+    """Processor time of this front over that of another checkout, taking turns."""
+    with serving_checkout(ROOT) as ours, serving_checkout(other) as theirs:
+        for server in (ours, theirs):
+            server.milliseconds_per_token()
+        pairs = [(ours.milliseconds_per_token(), theirs.milliseconds_per_token()) for _ in range(PAIRS)]
+    ratios = statistics.quantiles([mine / its for mine, its in pairs], n=4)
+    mine, its = (1e3 * statistics.median(one) for one in zip(*pairs, strict=True))
+    spread = f"(quartiles of {PAIRS} pairs {ratios[0]:.3f} – {ratios[2]:.3f}; {mine:.1f} against {its:.1f} µs a token)"
+    print(f"front over {other.name}: processor time {ratios[1]:.3f}, wanted ≤ 1.03 {spread}")
+
+
+@dataclass(frozen=True)
+class ServedCheckout:
+    """A front in a process of its own."""
+
+    url: str
+    pid: int
+
+    def milliseconds_per_token(self) -> float:
+        """Processor time for a token of streams that are served now."""
+        before = self._cpu_seconds()
+        ask(self.url, STREAMS, TOKENS, WORDS)
+        return 1e3 * (self._cpu_seconds() - before) / (STREAMS * TOKENS)
+
+    def _cpu_seconds(self) -> float:
+        user, system = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving_checkout(folder: Path) -> Iterator[ServedCheckout]:
+    """The front of a checkout over its own fake engine."""
+    paths = {"PYTHONPATH": os.pathsep.join(str(folder / part) for part in ("src", "."))}
+    with served([sys.executable, "-c", SERVE_CHECKOUT], folder, os.environ | paths) as (url, process):
+        yield ServedCheckout(url, process.pid)
 
 
 def real_engine() -> None:
@@ -138,14 +190,21 @@ def ask(url: str, streams: int, tokens: int, words: int) -> dict[str, Any]:
 @contextmanager
 def serving(command: list[str]) -> Iterator[str]:
     """A server that prints where it listens and that it is ready; its address."""
-    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(command, stderr=log, cwd=ROOT) as process:
+    with served(command, ROOT, os.environ) as (url, _):
+        yield url
+
+
+@contextmanager
+def served(command: list[str], folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that prints where it listens and that it is ready; its address and its process."""
+    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(command, stderr=log, cwd=folder, env=environment) as process:
         try:
             while "context" not in (said := Path(log.name).read_text()):
                 assert process.poll() is None, said
                 time.sleep(0.1)
             found = re.search(r"listens at (http://\S+)", said)
             assert found, said
-            yield found[1]
+            yield found[1], process
         finally:
             process.terminate()
 

@@ -14,6 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from bench.shapes import LLAMA_1B, QWEN35_4B, bare_step, engine_at, median_ms, merged_caches, random_model
 from weft.config import EngineConfig, EngineSettings
+from weft.engine.engine import Engine
+from weft.engine.warm_up import warm_up
+from weft.ipc.limits import Sampling
+from weft.kernels.cuda_cache import cache_folder
+from weft.memory.transfer import ON_CUDA
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel
 
@@ -65,6 +70,34 @@ def prefill(name: str, loaded: LoadedModel, adapter: Adapter, tokens: int = 2048
     )
 
 
+def first_tokens(name: str, adapter: Adapter) -> None:
+    """After warming up: the first token of prompts whose lengths were never seen, over the same lengths again.
+
+    On CUDA the number of kernels on disk shows that none was compiled for them.
+    """
+    config = EngineConfig.resolve(EngineSettings(model=""), "cuda", is_row_invariant=adapter.is_row_invariant)
+    start = time.perf_counter()
+    warm_up(adapter, config)
+    print(f"{name}: warmed up in {time.perf_counter() - start:.1f} s", flush=True)
+    before = _num_kernels()
+    for length in (257, 301, 333, 418, 511, 777, 900, 1019):
+        times = []
+        for first in (2, 3, 4):  # prompts of the same length that share no prefix
+            engine = Engine(adapter, config)
+            begun = time.perf_counter()
+            sequence = engine.submit([first] * length, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
+            while not sequence.num_output:
+                engine.turn()
+            times.append((time.perf_counter() - begun) * 1e3)
+        again = min(times[1:])
+        print(f"{name}: first token of {length:4}: {times[0]:.1f} ms, again {again:.1f}, {times[0] / again:.2f} ×", flush=True)
+    print(f"{name}: {_num_kernels() - before} kernels were compiled meanwhile", flush=True)
+
+
+def _num_kernels() -> int:
+    return len(list(cache_folder().rglob("*.ptx"))) if ON_CUDA else 0
+
+
 def _prefill_seconds(model: object, tokens: int, rounds: int) -> float:
     times = []
     for _ in range(rounds + 1):
@@ -83,6 +116,7 @@ def main() -> None:
     loaded = random_model(QWEN35_4B, mx.bfloat16)
     adapter = decode("Qwen3.5-4B", loaded)
     prefill("Qwen3.5-4B", loaded, adapter)
+    first_tokens("Qwen3.5-4B", adapter)
     del loaded, adapter
     mx.clear_cache()
     decode("llama-1B", random_model(LLAMA_1B, mx.bfloat16))

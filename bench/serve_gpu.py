@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -26,6 +27,7 @@ from bench.shapes import QWEN35_4B, random_model
 PROMPT_TOKENS, ANSWER_TOKENS, LONG_TOKENS = 256, 160, 4000
 STREAMS = (1, 8, 32, 128)
 READY_SECONDS, LIMIT_SECONDS = 300, 100
+IN_MEMORY = Path("/dev/shm")  # eight gigabytes are written and read from there in seconds; disks differ
 TOKENIZER = Path(__file__).parent.parent / "src" / "weft" / "model" / "tiny-hybrid"
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "good", "to", "be", "there"]
 
@@ -55,9 +57,14 @@ def write_model(folder: Path) -> None:
         mx.save_safetensors(str(folder / f"model-{part + 1:05}-of-00008.safetensors"), chosen, {"format": "mlx"})
     config = {**loaded.config, "eos_token_id": 4082}
     (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (TOKENIZER / name).exists():
             (folder / name).write_bytes((TOKENIZER / name).read_bytes())
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    vocabulary, added = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
+    known = {*vocabulary.values(), *added}  # a token without text would not be seen by the client
+    vocabulary.update({f"w{token}": token for token in range(loaded.vocab_size) if token not in known})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
 
 
 def prompt_of(rng: random.Random, tokens: int) -> str:
@@ -128,12 +135,21 @@ def model_at(port: int) -> str:
         return str(json.load(reply)["data"][0]["id"])
 
 
+def _environment() -> dict[str, str]:
+    """The environment with a hub cache that is there: without one mlx_lm.server fails to list its models."""
+    place = Path(os.environ.get("HF_HUB_CACHE") or Path.home() / ".cache" / "huggingface" / "hub")
+    place.mkdir(parents=True, exist_ok=True)
+    return dict(os.environ)
+
+
 def measure(name: str, command: list[str], port: int, streams: tuple[int, ...]) -> dict[int, float]:
     """Start a server, load it with each number of streams twice, and print what the second time gave."""
     rates: dict[int, float] = {}
-    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+    with tempfile.NamedTemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log, env=_environment()) as process:
         try:
             print(f"{name}: ready after {wait_ready(port, process):.1f} s", flush=True)
+            phases = [line for line in Path(log.name).read_text(errors="replace").splitlines() if " is ready after " in line]
+            print(*phases, sep="\n", flush=True)
             model = model_at(port)
             for number in streams:
                 for seed in (number, number + 1000):
@@ -160,8 +176,8 @@ def main() -> None:
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]'")
     chosen = tuple(int(number) for number in sys.argv[1].split(",")) if len(sys.argv) > 1 else STREAMS
-    rivals = tuple(int(number) for number in sys.argv[2].split(",")) if len(sys.argv) > 2 else STREAMS
-    with tempfile.TemporaryDirectory() as place:
+    rivals = tuple(int(number) for number in sys.argv[2].split(",") if number != "0") if len(sys.argv) > 2 else STREAMS
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as place:
         folder = Path(place) / "qwen3.5-4b-shape"
         folder.mkdir()
         write_model(folder)
@@ -170,7 +186,7 @@ def main() -> None:
         own = [sys.executable, "-m", "weft", "serve", str(folder), "--port", str(port), "--max-rows", "128"]
         ours = measure("weft", own, port, chosen)
         rival = [sys.executable, "-m", "mlx_lm", "server", "--model", str(folder), "--port", str(port + 1)]
-        theirs = measure("mlx_lm.server", rival, port + 1, rivals)
+        theirs = measure("mlx_lm.server", rival, port + 1, rivals) if rivals else {}
         for number, rate in ours.items():
             if number in theirs:
                 print(f"{number} streams: {rate / theirs[number]:.2f} times mlx_lm.server")

@@ -1,4 +1,4 @@
-"""One tenant's chat beside another's floods: `python -m bench.tenants [MODEL]`, in two minutes.
+"""One tenant's chat beside another's floods: `python -m bench.tenants [MODEL]`, in three minutes.
 
 The rival is the chat's own quiet time, in the same run. What must hold on any machine is a test (tests/engine/test_fairness.py).
 """
@@ -22,12 +22,20 @@ ROUNDS, TOKENS = 4, 32
 MANY = 48  # requests of a flood, three times what is computed together
 BEGIN_SECONDS = 2.0  # for a flood to fill all rows
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True, "stream": True}
+SLOW_WORDS = {"type": "string", "pattern": "^([a-z]{1,60} ?){1,50}$"}  # their masks take milliseconds
 FLOODS: dict[str, list[dict[str, Any]]] = {
     "n = 128": [{"n": 128, "prompt": f"{number}. Once upon a time"} for number in range(2)],
     "priority 100": [{"priority": 100, "prompt": f"{number}. Once upon a time"} for number in range(MANY)],
     "a session each": [{"session_id": f"s{number}", "prompt": f"{number}. Once upon a time"} for number in range(MANY)],
     "long prompts": [
         {"prompt": f"{number}. " + " ".join(f"Lily saw {number * step} birds in the big park." for step in range(120))}
+        for number in range(MANY)
+    ],
+    "hostile grammars": [
+        {
+            "prompt": f"{number}. Once upon a time",
+            "guided_json": {"type": "object", "patternProperties": {f"^.{{1,{300 + number}}}$": SLOW_WORDS}},
+        }
         for number in range(MANY)
     ],
 }

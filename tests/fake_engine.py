@@ -35,6 +35,7 @@ from weft.ipc.messages import (
     Ready,
     Shutdown,
     Submit,
+    SubmitOutcome,
     Timings,
     TokenEvent,
 )
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--prompt-until", type=Path, help="no prompt is read before this file exists")
     parser.add_argument("--folder", default=str(FOLDER))
     parser.add_argument("--context", type=int, default=100_000)
+    parser.add_argument("--compile-for-ever", action="store_true", help="never say that a constraint is compiled")
     parser.add_argument("--drafts", action="store_true", help="say that drafts were verified")
     parser.add_argument("--memory-tokens", type=int, help="no row may be longer; a token takes 100 bytes")
     asked = parser.parse_args()
@@ -92,13 +94,15 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
     told = itertools.count(1)
     status: EngineStatus | None = None
     while True:
-        prompts = []
+        prompts, outcomes = [], []
         for message in channel.receive(0.0 if live else 1.0):
             match message:
                 case Submit():
                     while asked.prompt_until and not asked.prompt_until.exists():
                         time.sleep(0.01)
                     known.take(message)
+                    if message.constraint is not None and not asked.compile_for_ever:  # nothing is compiled, and nothing enforced
+                        outcomes.append(SubmitOutcome(message.numbers[0]))
                     if verified is not None:
                         verified.take(message)
                     given = message.emitted or ((),) * len(message.numbers)
@@ -113,7 +117,7 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
                     channel.send(known.listed(message))
                 case Shutdown():
                     return
-        events = []
+        events, begun = [], time.monotonic()
         for number, (ids, said, limit) in list(live.items()):
             if asked.poison in ids:
                 os._exit(4)
@@ -132,10 +136,10 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
         if status is None or status.running != len(live):
             status = EngineStatus(running=len(live), prefixes={"kept": known.num_kept}, alone={"short": 3})
             status = status if verified is None else verified.added_to(status)
-            channel.send(EngineEvents(prompts=prompts, tokens=events, status=status))
+            channel.send(EngineEvents(outcomes, prompts, events, status))
         else:
-            channel.send(EngineEvents(prompts=prompts, tokens=events))
-        time.sleep(asked.token_seconds)
+            channel.send(EngineEvents(outcomes, prompts, events))
+        time.sleep(max(0.0, begun + asked.token_seconds - time.monotonic()))
 
 
 class Verified:

@@ -2,6 +2,7 @@
 
 A mutant is red when its test fails, as it should. One that stays green is a guard without a test, and one that breaks imports,
 collection or fixtures shows nothing: both make the exit status 1. Each test is first run without a mutant and must pass.
+For a mutant of the CPU kernels (kernels/native/, C) the copy's kernels are compiled anew.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src"
 AT_ONCE = 2  # tests at the same time
 MAX_CPU_SECONDS = 60  # of a test that turns for ever; those of the list need less than ten
+HANG_SECONDS = "40"  # of a test that waits for what does not come any more
 MAX_SECONDS = 900.0  # of one that waits for ever; a busy machine is slow
+COMPILER = ["cc", "-shared", "-fPIC", "-O2", "-std=gnu11", "-ffp-contract=off", "-fvisibility=hidden", "-o"]  # as in setup.py
 # A test that fails like this has met a mutant that is no program, not a promise that is broken.
 NO_PROGRAM = ("NameError", "UnboundLocalError", "ImportError", "ModuleNotFoundError", "SyntaxError")
 
@@ -82,7 +85,7 @@ def find_faults(guards: Iterable[Guard]) -> Iterator[str]:
             yield f"{guard.name}: its text is {count} times in {guard.file}, not once"
             continue
         try:
-            ast.parse(mutated(guard, SOURCE))
+            ast.parse(mutated(guard, SOURCE) if guard.file.endswith(".py") else "")
         except SyntaxError as error:
             yield f"{guard.name}: its mutant is no Python: {error}"
         file, *names = guard.test.partition("[")[0].split("::")
@@ -108,9 +111,21 @@ def run_mutant(guard: Guard, folder: Path) -> Outcome:
         compiled.unlink()
     path.write_text(mutated(guard, source))
     try:
-        return run_test(guard.test, source, folder)
+        refusal = None if path.suffix == ".py" else compile_kernels(source)
+        return Outcome("broken", refusal, 0.0) if refusal else run_test(guard.test, source, folder)
     finally:
         shutil.rmtree(source)
+
+
+def compile_kernels(source: Path) -> str | None:
+    """Compile the CPU kernels of this source where its library is; return why that failed, or None."""
+    kernels = source / "weft" / "kernels"
+    library = next(kernels.glob("_blas.*.so"), None)
+    if library is None:
+        return "weft was installed without its CPU kernels"
+    command = [*COMPILER, library, kernels / "native" / "sgemm.c", "-ldl", "-lm", "-lpthread"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stderr.partition("\n")[0] or "the compiler failed" if done.returncode else None
 
 
 def run_test(test: str, source: Path, folder: Path) -> Outcome:
@@ -120,6 +135,7 @@ def run_test(test: str, source: Path, folder: Path) -> Outcome:
     options = ["-x", "-n", "0", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--basetemp={folder / 'tests'}"]
     paths = {
         "PYTHONPATH": os.pathsep.join([str(source), str(ROOT / "tests")]),
+        "WEFT_TEST_HANG_SECONDS": HANG_SECONDS,
         "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),  # a mutant's examples are not remembered
     }
     command, started = [*limit, sys.executable, "-m", "pytest", *options, f"--junitxml={report}", test], time.monotonic()

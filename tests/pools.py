@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from waiting import HANG_SECONDS
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit, TokenEvent
 from weft.serving.in_flight import Subscription
 from weft.serving.pool import EnginePool
+
+
+def run_story(make_pool: Callable[[], EnginePool], story: Callable[[EnginePool], Awaitable[None]]) -> None:
+    """Start a pool, let the story happen within the time that anything may take, and stop the pool."""
+
+    async def run() -> None:
+        pool = make_pool()
+        pool.start()
+        try:
+            await asyncio.wait_for(story(pool), HANG_SECONDS)
+        finally:
+            await pool.stop()
+
+    asyncio.run(run())
 
 
 async def become(is_so: Callable[[], object]) -> None:

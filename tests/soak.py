@@ -134,7 +134,7 @@ class Soak:
         self.done: Counter[str] = Counter()
         self.violations: list[str] = []
         self.megabytes: dict[str, list[tuple[float, float]]] = {STEADY: [], VICTIM: [], FRONT: []}  # at which moment
-        self.longest_seconds = 0.0
+        self.longest_seconds, self.longest = 0.0, ""
         self.begun = time.monotonic()
 
     async def run(self) -> None:
@@ -170,7 +170,7 @@ class Soak:
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
                     await manner(question, model, alone, dice)
-                self.longest_seconds = max(self.longest_seconds, time.monotonic() - begun)
+                self.longest_seconds, self.longest = max((self.longest_seconds, self.longest), (time.monotonic() - begun, where))
             except TimeoutError:
                 self.wrong(f"no end within {PATIENCE_SECONDS:g} s ({where})")
             except (BrokenOff, OSError, EOFError, ValueError) as error:
@@ -343,7 +343,7 @@ class Soak:
         status = self.server.status()
         print(f"  {'restarts':24} {status['engine_restarts']:>8,}")
         print(f"  {'answers moved':24} {sum(model.get('moved', 0) for model in status['models']):>8,}")
-        print(f"  {'longest request':24} {self.longest_seconds:>8.1f} s")
+        print(f"  {'longest request':24} {self.longest_seconds:>8.1f} s ({self.longest})")
         for name in self.megabytes:
             sizes = " → ".join(f"{self.mean_megabytes(name, third):.0f}" for third in range(3))
             print(f"  {name + ', MB by thirds':24} {sizes}")

@@ -16,12 +16,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "weft"
 
 # The picture of docs/architecture.md: eleven rooms (page/ has no Python), each with the rooms below it that it may use, and
 # the modules at the top. Nothing imports upward.
-COMMON = {"errors", "config", "log", "metrics"}
+COMMON = {"errors", "config", "log", "metrics", "fair_pool"}
 MAY_USE: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "log": set(),
     "metrics": {"log"},
+    "fair_pool": set(),
     "ipc": COMMON,
     "text": COMMON | {"ipc"},
     "memory": COMMON | {"ipc"},
@@ -113,6 +114,10 @@ def test_only_the_model_and_its_kernels_import_mlx_lm() -> None:
     users = {_room(path) for path in FILES if any(name.split(".")[0] == "mlx_lm" for name in _imports(path))}
 
     assert users == {"kernels", "model"}
+
+
+def test_one_file_alone_imports_ray() -> None:
+    assert [path.name for path in FILES if any(name.split(".")[0] == "ray" for name in _imports(path))] == ["ray_driver.py"]
 
 
 def test_nothing_that_is_received_can_be_a_program() -> None:

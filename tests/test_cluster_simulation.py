@@ -8,8 +8,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from bench.cluster.simulation import POLICIES, Cluster, Death, Outcome, Simulation
+from bench.cluster.policies import POLICIES
+from bench.cluster.simulation import Cluster, Death, Outcome, Simulation
 from bench.cluster.trace import TracedRequest, made_up, multiplied, read_trace
 
 CLUSTER = Cluster(4, cached_tokens=300_000)
@@ -38,6 +41,37 @@ def test_the_router_has_most_hits_of_one_big_cache_and_sooner_first_tokens_than_
     assert found["weft"].imbalance <= 1.1
 
 
+def test_a_prefix_that_eight_share_is_computed_once_and_sixty_four_spread_it_by_need() -> None:
+    def computed(count: int, num_own: int, policy: str) -> tuple[int, float]:
+        trace = [TracedRequest(0.0, 8192 + num_own, 64, (*range(1, 17), 100 + place)) for place in range(count)]
+        found = Simulation(Cluster(4, policy)).run(trace)
+        return found.num_prompt_tokens - found.num_cached_tokens, found.percentile(95)
+
+    assert computed(8, 64, "weft")[0] == 8192 + 8 * 64
+    (work, late), (plain_work, plain_late) = computed(64, 512, "weft"), computed(64, 512, "least-loaded")
+    assert work <= plain_work
+    assert late <= 1.1 * plain_late
+
+
+def test_two_fronts_that_know_nothing_of_each_other_have_the_hits_of_one() -> None:
+    trace = made_up(250, 200.0)
+    one = Simulation(CLUSTER).run(trace)
+    two = Simulation(Cluster(4, cached_tokens=300_000, num_fronts=2)).run(trace)
+
+    assert two.num_unfinished == 0
+    assert two.hits >= 0.97 * one.hits
+    assert two.mean <= 1.1 * one.mean
+
+
+def test_a_replica_that_joins_gets_work_and_costs_conversations_no_hits() -> None:
+    trace = made_up(250, 100.0)
+    few = Simulation(Cluster(3, cached_tokens=300_000)).run(trace)
+    joined = Simulation(CLUSTER, [Death(0.0, 3, 50.0)]).run(trace)
+
+    assert joined.hits >= few.hits - 0.02
+    assert joined.busy_seconds[-1] >= sum(joined.busy_seconds) / 2 / (2 * 4)  # it was there for half of the time
+
+
 def test_the_same_trace_gives_the_same_outcome() -> None:
     trace = made_up(60, 20.0)
 
@@ -53,11 +87,21 @@ def test_replicas_that_die_and_return_lose_no_request() -> None:
     assert outcome.num_moved > 0
 
 
-def test_a_client_with_many_requests_does_not_delay_one_with_a_single_one() -> None:
+def test_a_replica_that_never_returns_delays_nobody_until_its_next_engine() -> None:
+    trace = made_up(60, 30.0)
+    died = Simulation(CLUSTER, [Death(10.0, 0, 3600.0), Death(20.0, 1, 3600.0)]).run(trace)
+
+    assert died.num_unfinished == 0
+    assert max(died.first_token_seconds) < 60
+
+
+@pytest.mark.parametrize("max_rows", [32, 4])
+def test_a_client_with_many_requests_does_not_delay_one_with_a_single_one(max_rows: int) -> None:
+    cluster = Cluster(4, cached_tokens=300_000, max_rows=max_rows)
     alone = TracedRequest(1.0, 4096, 100, tuple(range(10_000, 10_008)), "one")
     many = [TracedRequest(0.0, 8192, 400, tuple(range(16 * at, 16 * at + 16)), "many") for at in range(64)]
-    quiet = Simulation(CLUSTER).run([alone]).first_token_seconds[0]
-    beside = dict(Simulation(CLUSTER).run([*many, alone]).first_tokens)["one"]
+    quiet = Simulation(cluster).run([alone]).first_token_seconds[0]
+    beside = dict(Simulation(cluster).run([*many, alone]).first_tokens)["one"]
 
     assert beside <= 3 * quiet
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 from weft.api import problems
 from weft.cli import app
@@ -20,7 +21,7 @@ from weft.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 OWN = ["quickstart.md", "parameters.md", "operations.md", "troubleshooting.md", "requirements.md"]
-PAGES = [*OWN, "agents.md", "api.md", "../README.md", "../CONTRIBUTING.md"]
+PAGES = [*OWN, "agents.md", "api.md", "cluster.md", "../README.md", "../CONTRIBUTING.md"]
 
 # The rows of requirements.md: number, requirement, the tests that show it, verdict and (after a colon) its reason.
 ROW = re.compile(r"^\| (R\d+) \| (.*?) \| (.*?) \| ([^|:]*?)(?:: ([^|]*))? \|$", re.MULTILINE)
@@ -100,6 +101,19 @@ def test_every_flag_that_a_page_names_is_there(page: str) -> None:
     assert set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", (DOCS / page).read_text(encoding="utf-8"))) - flags <= others
 
 
+def test_the_manifest_s_containers_have_flags_that_there_are_and_time_to_end() -> None:
+    flags = set(re.findall(r"--([a-z][a-z-]+)", app.generate_completion(prog_name="weft", shell="bash")))
+    parts = yaml.safe_load_all((DOCS / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8"))
+    pods = [part["spec"]["template"]["spec"] for part in parts if part["kind"] in ("StatefulSet", "Deployment")]
+    for pod in pods:
+        given = dict(word[2:].split("=", 1) for word in pod["containers"][0]["args"] if word.startswith("--"))
+
+        assert set(given) <= flags
+        assert float(given["drain-seconds"]) < pod["terminationGracePeriodSeconds"]
+        assert given["engine-key"] == pod["containers"][0]["volumeMounts"][0]["mountPath"] + "/engine.key"
+    assert [pod["containers"][0]["args"][0] for pod in pods] == ["engine", "serve"]
+
+
 def test_every_flag_that_an_error_names_is_there() -> None:
     flags = set(re.findall(r"--([a-z][a-z-]+)", app.generate_completion(prog_name="weft", shell="bash")))
     rooms = [Path(problems.__file__).parent, *(DOCS.parent / "src/weft" / room for room in ("serving", "text", "engine"))]
@@ -107,7 +121,18 @@ def test_every_flag_that_an_error_names_is_there() -> None:
     named = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", source))
 
     assert "allowed-hosts" in named
-    assert named <= flags
+    assert named - {"head"} <= flags  # of `ray start`
+
+
+def test_the_manifest_for_kuberay_is_yaml_and_its_front_is_started_with_flags_that_there_are() -> None:
+    documents = list(yaml.safe_load_all((DOCS / "deploy" / "kuberay.yaml").read_text(encoding="utf-8")))
+    groups = documents[0]["spec"]["workerGroupSpecs"]
+    (front,) = [group for group in groups if group["groupName"] == "front"]
+    command = front["template"]["spec"]["containers"][0]["command"][-1]
+    flags = set(re.findall(r"--([a-z][a-z-]+)", app.generate_completion(prog_name="weft", shell="bash")))
+
+    assert [document["kind"] for document in documents] == ["RayCluster", "Service", "NetworkPolicy"]
+    assert {"ray", "replicas", "engine-key"} < set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", command)) <= flags
 
 
 @pytest.mark.parametrize("page", PAGES)

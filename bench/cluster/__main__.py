@@ -11,8 +11,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from bench.cluster.policies import POLICIES
 from bench.cluster.simulated import Costs
-from bench.cluster.simulation import POLICIES, Cluster, Death, Outcome, Simulation
+from bench.cluster.simulation import Cluster, Death, Outcome, Simulation
 from bench.cluster.trace import TracedRequest, made_up, multiplied, read_trace
 
 HEADS = ("policy", "hits", "TTFT mean", "p50", "p95", "max/mean work", "moved", "unfinished", "simulated in")
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=1.0, help="times as many requests a second")
     parser.add_argument("--copies", type=int, default=1, help="of the trace, shifted in time, with prompts of their own")
     parser.add_argument("--requests", type=int, help="only so many of them")
+    parser.add_argument("--fronts", type=int, default=1, help="that get requests by turns and know nothing of each other")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--cached-tokens", type=int, default=1_000_000, help="of each replica")
     parser.add_argument("--prefill", type=float, default=8000.0, help="prompt tokens a second of each replica")
@@ -38,18 +40,35 @@ def main() -> None:
     trace = [replace(one, at=one.at / asked.load) for one in trace]
     deaths = [Death(float(at), int(number), float(away)) for at, number, away in (text.split(":") for text in asked.kill)]
     costs = Costs(step_seconds=asked.step, token_seconds=1 / asked.prefill)
-    cluster = Cluster(asked.replicas, "weft", costs, asked.rows, asked.cached_tokens)
+    cluster = Cluster(asked.replicas, "weft", costs, asked.rows, asked.cached_tokens, asked.fronts)
     print(f"{len(trace)} requests in {trace[-1].at:.0f} s, {asked.replicas} replicas of {asked.cached_tokens:,} cached tokens")
     print("  ".join(f"{head:>13}" for head in HEADS))
-    for policy in asked.policies.split(","):
-        show(policy, replace(cluster, policy=policy), trace, deaths)
-    show("one cache", whole(cluster), trace, [])
+    found = {policy: show(policy, replace(cluster, policy=policy), trace, deaths) for policy in asked.policies.split(",")}
+    found["one cache"] = show("one cache", whole(cluster), trace, [])
+    compare(found)
+
+
+def compare(found: dict[str, Outcome]) -> None:
+    """Print weft's figures over those of the others, with the bars for a load that the replicas can bear."""
+    if (ours := found.get("weft")) is None:
+        return
+    hits = ours.hits / found["one cache"].hits
+    print(f"hits over one cache's {hits:.2f} (wanted ≥ 0.9), max/mean work {ours.imbalance:.2f} (wanted ≤ 1.1)")
+    for name, bar in (("least-loaded", 0.85), ("round-robin", 0.45)):
+        if name in found:
+            print(f"TTFT over {name}'s: mean {ours.mean / found[name].mean:.2f} (wanted ≤ {bar})")
 
 
 def whole(cluster: Cluster) -> Cluster:
     """Return a single replica that has the caches and speeds of all."""
     number, costs = cluster.num_replicas, cluster.costs
-    faster = Costs(costs.step_seconds / number, costs.row_seconds, costs.chunk_seconds / number, costs.token_seconds / number)
+    faster = replace(
+        costs,
+        step_seconds=costs.step_seconds / number,
+        row_seconds=costs.row_seconds / number**2,  # it has as many rows as all together
+        chunk_seconds=costs.chunk_seconds / number,
+        token_seconds=costs.token_seconds / number,
+    )
     return Cluster(1, "weft", faster, cluster.max_rows * number, cluster.cached_tokens * number)
 
 

@@ -1,4 +1,4 @@
-"""Simulated replicas: weft's own scheduler and prefix sharing over a runner that adds fitted costs to a virtual clock."""
+"""A simulated engine: weft's own scheduler and prefix sharing over a runner that adds fitted costs to a virtual clock."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Self, cast
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
+from weft.engine.prefill_rate import PrefillRate
 from weft.engine.prefix import PrefixSharing
 from weft.engine.prefix_reports import PrefixReports
 from weft.engine.scheduler import Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import Cancel, EngineEvents, EngineStatus, PromptEvent, Submit, ToEngine, TokenEvent
 from weft.memory.prefix_tree import PrefixTree
-from weft.serving.in_flight import EngineClient
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,14 @@ class Work:
 
 
 class NoRunner:
-    """What prefix sharing asks of a runner; one byte a token."""
+    """What prefix sharing asks of a runner; one byte a token, and one a checkpoint where the model has such."""
 
-    seconds_per_token = 0.0
+    def __init__(self, has_checkpoints: bool) -> None:
+        self.prefill_rate = PrefillRate()
+        self.has_checkpoints = has_checkpoints
 
     def save(self, row: Row) -> tuple[Size, Size]:
-        return Size(row.count), Size(0)
+        return Size(row.count), Size(int(self.has_checkpoints))
 
     def take_retained(self, _: Sequence) -> None:
         return None
@@ -74,13 +76,12 @@ class NoRunner:
 class SimulatedEngine:
     """The engine's turn with costs instead of a device; time passes in `now` alone."""
 
-    def __init__(self, costs: Costs, max_rows: int, cached_tokens: int) -> None:
+    def __init__(self, costs: Costs, config: EngineConfig, *, has_checkpoints: bool = False) -> None:
         self.costs = costs
         self.now = 0.0
-        config = EngineConfig(max_rows=max_rows, slab_tokens=8192, chunk_tokens=1024 // costs.grain, cache_bytes=cached_tokens)
-        self.scheduler = Scheduler(config, MemoryBudget(lambda _: 0, 0), Bisection())
-        self.tree = PrefixTree(cached_tokens // costs.grain, lambda: self.now)
-        self.runner = NoRunner()
+        self.scheduler = Scheduler(config, MemoryBudget(lambda _: 0, 0), Bisection(), has_checkpoints=has_checkpoints)
+        self.tree = PrefixTree(config.cache_bytes, lambda: self.now)
+        self.runner = NoRunner(has_checkpoints)
         self.prefix = PrefixSharing(self.tree, cast("Any", self.runner), self.scheduler.chunk_ends)
         self.reports = PrefixReports(self.tree)
         self.live: dict[int, Sequence] = {}
@@ -136,14 +137,14 @@ class SimulatedEngine:
         return EngineStatus(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            seconds_per_token=self.runner.seconds_per_token,
+            seconds_per_token=self.runner.prefill_rate.seconds_per_token,
             queued_tokens=scheduler.num_queued_tokens,
         )
 
     def _step(self, steps: tuple[Sequence, ...], events: EngineEvents) -> None:
         seconds = self.costs.step(len(steps))
         self.now += seconds
-        self.scheduler.measure_step(seconds)
+        self.scheduler.measure_step(seconds, len(steps))
         for sequence in steps:
             self.prefix.release_allocated(sequence)
             sequence.begin_step(sequence.num_known)
@@ -173,57 +174,7 @@ class SimulatedEngine:
         work.left = None
         sequence.num_computed = row.start + row.count
         self.num_computed += row.count
-        self.runner.seconds_per_token += 0.2 * (cost / row.count - self.runner.seconds_per_token)
+        self.runner.prefill_rate.measure(row.count, cost)
         self.prefix.enter(row)
         self.scheduler.finish_chunk(row)
         events.prompts.append(PromptEvent(sequence.id, sequence.num_computed))
-
-
-class SimulatedReplica:
-    """A replica as the dispatcher sees it; killed and started by the simulation."""
-
-    def __init__(self, name: str, make: Any) -> None:
-        self.name = name
-        self.kind = "simulated"
-        self.make = make
-        self.client = EngineClient()
-        self.answer_seconds = 0.0
-        self.engine: SimulatedEngine | None = None
-        self.status = EngineStatus()
-        self.is_given_up = False
-        self.num_prompt_tokens = self.num_cached_tokens = 0
-        self.inbox: list[ToEngine] = []
-
-    @property
-    def max_rows(self) -> int:
-        return 0 if self.engine is None else self.engine.scheduler.config.max_rows
-
-    @property
-    def is_open(self) -> bool:
-        return self.engine is not None
-
-    @property
-    def is_gone(self) -> bool:
-        return self.engine is None
-
-    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
-        self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached
-
-    def begin(self, now: float) -> None:
-        self.engine = self.make()
-        assert self.engine is not None
-        self.engine.now = now
-        self.client.attach(self.inbox.append, self.engine.scheduler.config.max_rows)
-
-    def die(self) -> None:
-        self.engine, self.status, self.inbox = None, EngineStatus(), []
-        self.client.detach()
-
-    def take_inbox(self, now: float) -> None:
-        """Hand messages to the engine, which was idle until now or is between two turns."""
-        assert self.engine is not None
-        self.engine.now = max(self.engine.now, now)
-        messages, self.inbox[:] = list(self.inbox), []
-        for message in messages:
-            self.engine.take(message)

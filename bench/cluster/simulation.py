@@ -8,51 +8,15 @@ import statistics
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from bench.cluster.simulated import Costs, SimulatedEngine, SimulatedReplica
+from bench.cluster.policies import POLICIES
+from bench.cluster.simulated import Costs, SimulatedEngine
+from bench.cluster.simulated_replica import SimulatedMachine, SimulatedReplica
 from bench.cluster.trace import TracedRequest
+from weft.config import EngineConfig
 from weft.ipc.limits import Sampling
-from weft.ipc.messages import Submit, TokenEvent
+from weft.ipc.messages import EngineEvents, Submit, TokenEvent
 from weft.serving.dispatcher import Dispatcher
 from weft.serving.in_flight import Subscription
-from weft.serving.router import Routed, RoutedReplica, Router, remaining_tokens
-from weft.text.types import Placement
-
-
-class RoundRobin(Router):
-    """Sends prompts to one replica after the other, whatever they have to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._turn = itertools.count()
-
-    def choose(
-        self,
-        submit: Submit,  # noqa: ARG002
-        replicas: Collection[Routed],
-        everywhere: Collection[RoutedReplica],  # noqa: ARG002
-    ) -> tuple[Routed, Placement]:
-        chosen = list(replicas)[next(self._turn) % len(replicas)]
-        return chosen, Placement(chosen.name, 0, 0)
-
-
-class LeastLoaded(Router):
-    """Sends a prompt where the fewest prompt tokens are to be computed, whatever is cached there."""
-
-    def choose(
-        self,
-        submit: Submit,
-        replicas: Collection[Routed],
-        everywhere: Collection[RoutedReplica],  # noqa: ARG002
-    ) -> tuple[Routed, Placement]:
-        def work(one: Routed) -> tuple[float, int]:
-            inside = one.client.live.inside.values()
-            return max(sum(map(remaining_tokens, inside)), one.status.queued_tokens), len(inside)
-
-        chosen = min(replicas, key=work)
-        return chosen, Placement(chosen.name, self.index.matches(submit.prompt, submit.salt).get(chosen.name, 0), 0)
-
-
-POLICIES: dict[str, Callable[[], Router]] = {"weft": Router, "least-loaded": LeastLoaded, "round-robin": RoundRobin}
 
 
 @dataclass
@@ -98,13 +62,25 @@ class Death:
 
 @dataclass(frozen=True)
 class Cluster:
-    """How many replicas, what each can do, and the policy between them."""
+    """How many replicas, what each can do, and the policy between them; fronts get requests by turns."""
 
     num_replicas: int
     policy: str = "weft"
     costs: Costs = field(default_factory=Costs)
     max_rows: int = 32
     cached_tokens: int = 1_000_000
+    num_fronts: int = 1
+    chunk_tokens: int = 1024
+    row_cost: float = 0.0  # of one more row in a step, as the scheduler is told
+    has_checkpoints: bool = False  # the model has layers without keys and values: prompts go on from where a chunk ended
+
+    @property
+    def config(self) -> EngineConfig:
+        grain = self.costs.grain
+        return EngineConfig(
+            max_rows=self.max_rows, slab_tokens=8192, chunk_tokens=self.chunk_tokens // grain,
+            cache_bytes=self.cached_tokens // grain, row_cost=self.row_cost,
+        )  # fmt: skip
 
 
 class Simulation:
@@ -115,22 +91,27 @@ class Simulation:
         self.now = 0.0
 
         def make() -> SimulatedEngine:
-            return SimulatedEngine(cluster.costs, cluster.max_rows, cluster.cached_tokens)
+            return SimulatedEngine(cluster.costs, cluster.config, has_checkpoints=cluster.has_checkpoints)
 
-        self.replicas = [SimulatedReplica(str(number), make) for number in range(cluster.num_replicas)]
-        self.dispatcher = Dispatcher(self.replicas, clock=lambda: self.now)
-        self.dispatcher.router = POLICIES[cluster.policy]()
+        self.machines = [SimulatedMachine(str(number), make, cluster.num_fronts) for number in range(cluster.num_replicas)]
+        self.fronts = [self._front(place) for place in range(cluster.num_fronts)]
         self.outcome = Outcome()
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._is_due: set[str] = set()  # replicas whose next turn is on the agenda
+        self._is_due: set[str] = set()  # machines whose next turn is on the agenda
         self._asked: dict[Subscription, TracedRequest] = {}
-        for replica in self.replicas:
-            replica.begin(0.0)
+        self._turn_of_fronts = itertools.cycle(self.fronts)
         for death in deaths:
-            replica = self.replicas[death.replica]
-            self._at(death.at, lambda one=replica: self._kill(one))  # type: ignore[misc]
-            self._at(death.at + death.away_seconds, lambda one=replica: self._begin(one))  # type: ignore[misc]
+            machine = self.machines[death.replica]
+            self._at(death.at, lambda one=machine: self._kill(one))  # type: ignore[misc]
+            self._at(death.at + death.away_seconds, lambda one=machine: self._begin(one))  # type: ignore[misc]
+        for machine in self.machines:
+            machine.begin(0.0)
+
+    def _front(self, place: int) -> Dispatcher:
+        dispatcher = Dispatcher([machine.views[place] for machine in self.machines], clock=lambda: self.now)
+        dispatcher.router = POLICIES[self.cluster.policy]()
+        return dispatcher
 
     def run(self, trace: list[TracedRequest]) -> Outcome:
         for request in trace:
@@ -148,59 +129,69 @@ class Simulation:
     def _ask(self, request: TracedRequest) -> None:
         grain = self.cluster.costs.grain
         sampling = Sampling(max_tokens=max(1, request.num_output // grain), seed=1, ignore_eos=True)
-        submit = Submit(self.dispatcher.new_numbers(1), request.prompt(grain), (sampling,), client=request.client)
-        self._asked[self.dispatcher.submit([submit])] = request
+        front = next(self._turn_of_fronts)
+        submit = Submit(front.new_numbers(1), request.prompt(grain), (sampling,), client=request.client)
+        self._asked[front.submit([submit])] = request
 
     def _wake(self) -> None:
-        """Put the next turn of every replica that has something to do on the agenda."""
-        for replica in self.replicas:
-            if replica.engine is None or replica.name in self._is_due:
+        """Put the next turn of every machine that has something to do on the agenda."""
+        for machine in self.machines:
+            if machine.engine is None or machine.name in self._is_due:
                 continue
-            if replica.inbox or not replica.engine.is_idle:
-                self._is_due.add(replica.name)
-                self._at(max(self.now, replica.engine.now), lambda one=replica: self._turn(one))  # type: ignore[misc]
+            if machine.inbox or not machine.engine.is_idle:
+                self._is_due.add(machine.name)
+                self._at(max(self.now, machine.engine.now), lambda one=machine: self._turn(one))  # type: ignore[misc]
 
-    def _turn(self, replica: SimulatedReplica) -> None:
-        """Let a replica compute one turn; what it says is heard when the turn is over."""
-        engine = replica.engine
+    def _turn(self, machine: SimulatedMachine) -> None:
+        """Let a machine compute one turn; what it says is heard when the turn is over."""
+        engine = machine.engine
         if engine is None:
-            self._is_due.discard(replica.name)
+            self._is_due.discard(machine.name)
             return
-        replica.take_inbox(self.now)
+        machine.take_inbox(self.now)
         events = engine.turn()
 
         def hear() -> None:
-            self._is_due.discard(replica.name)
-            if replica.engine is not engine:
+            self._is_due.discard(machine.name)
+            if machine.engine is not engine:
                 return  # it has died with it
-            replica.status = events.status or replica.status
-            for event in events.tokens:
-                self._note(replica, event)
-            replica.client.receive(events)
-            self.dispatcher.receive(replica, events)
+            for front, view, own in zip(self.fronts, machine.views, machine.shares(events), strict=True):
+                self._hear(front, view, own)
 
         self._at(engine.now, hear)
 
-    def _note(self, replica: SimulatedReplica, event: TokenEvent) -> None:
-        one = replica.client.live.inside.get(event.sequence)
+    def _hear(self, front: Dispatcher, view: SimulatedReplica, events: EngineEvents) -> None:
+        view.status = events.status or view.status
+        for event in events.tokens:
+            self._note(view, event)
+        view.client.receive(events)
+        front.receive(view, events)
+
+    def _note(self, view: SimulatedReplica, event: TokenEvent) -> None:
+        one = view.client.live.inside.get(event.sequence)
         if one is not None and not one.emitted and event.timings is not None and event.timings.first_token is not None:
             request = self._asked[one.subscription]
             self.outcome.first_tokens.append((request.client, event.timings.first_token - request.at))
 
-    def _kill(self, replica: SimulatedReplica) -> None:
-        if replica.engine is not None:
-            self.outcome.busy_seconds.append(replica.engine.busy_seconds)
-            replica.die()
-            self.dispatcher.settle()
+    def _kill(self, machine: SimulatedMachine) -> None:
+        if machine.engine is not None:
+            self.outcome.busy_seconds.append(machine.engine.busy_seconds)
+            machine.die()
+            self._settle()
 
-    def _begin(self, replica: SimulatedReplica) -> None:
-        replica.begin(self.now)
-        self.dispatcher.settle()
+    def _begin(self, machine: SimulatedMachine) -> None:
+        machine.begin(self.now)
+        self._settle()
+
+    def _settle(self) -> None:
+        for front in self.fronts:
+            front.settle()
 
     def _count(self) -> None:
         outcome, grain = self.outcome, self.cluster.costs.grain
-        outcome.busy_seconds += [one.engine.busy_seconds for one in self.replicas if one.engine is not None]
-        outcome.num_prompt_tokens = grain * sum(one.num_prompt_tokens for one in self.replicas)
-        outcome.num_cached_tokens = grain * sum(one.num_cached_tokens for one in self.replicas)
-        outcome.num_moved = self.dispatcher.num_moved
+        views = [view for machine in self.machines for view in machine.views]
+        outcome.busy_seconds += [one.engine.busy_seconds for one in self.machines if one.engine is not None]
+        outcome.num_prompt_tokens = grain * sum(one.num_prompt_tokens for one in views)
+        outcome.num_cached_tokens = grain * sum(one.num_cached_tokens for one in views)
+        outcome.num_moved = sum(front.num_moved for front in self.fronts)
         outcome.num_unfinished = sum(bool(subscription.open) for subscription in self._asked)

@@ -26,10 +26,11 @@ class TracedRequest:
     num_output: int
     blocks: tuple[int, ...]
     client: str = ""
+    block_tokens: int = BLOCK_TOKENS
 
     def prompt(self, grain: int) -> list[int]:
         """The prompt as token ids, each of which stands for `grain` tokens; equal blocks are equal tokens."""
-        size = BLOCK_TOKENS // grain
+        size = self.block_tokens // grain
         ids = [block * size + place for block in self.blocks for place in range(size)]
         return [one % 2**31 for one in ids[: max(2, self.num_prompt // grain)]]
 

@@ -92,7 +92,7 @@ def chosen(quick: bool, only: list[str] | None) -> list[Rival]:
     if quick:
         built = (LLAMA / ".ready").exists()
         mlx_lm = [each for each in rivals if each.name == "mlx-lm" and each.blas == "weft's"]
-        rivals = [rivals[0], *mlx_lm, *(each for each in rivals if built and each.kind == "llama.cpp" and "f32" in each.label)]
+        rivals = [rivals[0], *mlx_lm, *(each for each in rivals if built and each.kind == "llama.cpp" and "Q4_1" in each.label)]
     return [each for each in rivals if each.kind == "weft" or not only or any(word in each.label for word in only)]
 
 

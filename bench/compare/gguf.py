@@ -1,4 +1,4 @@
-"""GGUF files of the very weights weft serves, in float32 and in Q8_0, for llama.cpp.
+"""GGUF files of the very weights weft serves, in float32, in Q8_0 and in Q4_1, for llama.cpp.
 
 smollm2 began as a GGUF file, so llama.cpp's own tool unpacks it; tiny-hybrid is written here, in the order of heads and
 with the folded constants that llama.cpp expects of a Qwen3.5. `rivals` asks for a file, `install` has built the tool.
@@ -23,7 +23,9 @@ HEAD = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden":
 
 
 def gguf_file(model: str, kind: str) -> Path:
-    """The file of a model as "f32" or "Q8_0", made if it is not there."""
+    """The file of a model as "f32", "Q8_0" or "Q4_1", made if it is not there; smollm2's own file is Q4_1."""
+    if (model, kind) == ("smollm2", "Q4_1"):
+        return smollm2_file()
     target = HOME / "models" / f"{FILES.get(model, model)}-{kind}.gguf"
     if target.exists():
         return target

@@ -47,7 +47,7 @@ SLOTS = 16
 SLOT_TOKENS = {"smollm2": 4096, "tiny-hybrid": 2048}
 # Continuous batching, flash attention and prompt caching are on unless told otherwise.
 LLAMA_SERVER = "--model {file} --port {port} --parallel {slots} --ctx-size {context} --threads {cores} --jinja --offline"
-LLAMA_KINDS = ("f32", "Q8_0")
+LLAMA_KINDS = ("f32", "Q8_0", "Q4_1")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, Self, get_args
 
@@ -31,6 +31,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     exact: bool = False
     max_rows: int | None = None  # None: what suits the device
     memory_bytes: int | None = None  # None: a safe share of what is there
+    shards: int = 1  # processes that one engine computes in, each with a slice of every layer
     memory_share: float = 1.0  # of that safe share, where several engines compute on one device
     cache_bytes: int = 0
     cache_folder: str | None = None
@@ -49,6 +50,7 @@ class EngineConfig:
     slab_tokens: int  # tokens in one slab: slots = slab_tokens / capacity, so a slab of long rows has one slot
     coarse_tokens: int | None = None  # up to here capacities are far apart, so that many rows share a slab; None: a quarter
     chunk_tokens: int  # prompt tokens of one prefill chunk; chunks end at multiples of it
+    group_tokens: int = 0  # prompt tokens of several prompts' chunks in one forward while no row decodes; 0: one prompt at a time
     gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
     row_cost: float = 0.0  # of one more row in a decode step, in steps of one row; 0: as good as nothing
     unsliced_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again
@@ -76,6 +78,7 @@ class EngineConfig:
             config = cls(max_rows=16, slab_tokens=8192, coarse_tokens=512, chunk_tokens=128, settle_first=True, row_cost=0.2)
         else:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
+        config = replace(config, group_tokens=config.chunk_tokens)  # no forward has more tokens than that of one long prompt
         rows = settings.max_rows or config.max_rows
         config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)
         config = replace(config, speculate=settings.speculate)
@@ -123,10 +126,16 @@ class ServerConfig:
     """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
     replicas: int = 1
     """Engines of each model, one for each GPU; requests go where their first token comes soonest."""
+    shard: int = 1
+    """Divide each engine over so many processes of this machine, each with a slice of every layer and its memory."""
     engines: tuple[str, ...] = ()
     """Serve the model of these engines, HOST:PORT of `weft engine` on any machines, instead of starting engines here."""
     engine_key: str | None = None
     """The file with the key of those engines. Default: ~/.config/weft/engine.key, where it exists."""
+    ray: str | None = None
+    """Have Ray place the replicas on the machines of a cluster: auto (the one that runs here) or HOST:PORT of its head."""
+    ray_resources: str | None = None
+    """What each replica takes of its machine, as GPU=1 or CPU=4. Default: a GPU, or all cores where there is none."""
     force: bool = False
     """Let there be more replicas than devices; they divide cores and memory."""
     max_rows: int | None = None
@@ -180,6 +189,7 @@ class ServerConfig:
             fallback=fallback,
             exact=self.exact,
             max_rows=self.max_rows,
+            shards=self.shard,
             memory_bytes=self.memory and self.memory * 2**20,
             cache_bytes=self.cache_megabytes * 2**20,
             cache_folder=None if self.cache_dir is None else str(Path(self.cache_dir).expanduser()),
@@ -188,6 +198,11 @@ class ServerConfig:
             speculate=read_draft_sources(self.speculate),
             log_format=self.log_format,
         )
+
+    def gate_config(self, model: str) -> "GateConfig":
+        """Return the settings of a gate that runs such an engine on another machine."""
+        shared = {field.name: getattr(self, field.name) for field in fields(GateConfig) if field.name not in ("model", "listen")}
+        return GateConfig(model, **shared)
 
     @property
     def engine_addresses(self) -> list[str]:
@@ -210,7 +225,7 @@ class ServerConfig:
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
         least |= {"header_seconds": 0.1, "stall_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
-        least |= {"replicas": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
+        least |= {"replicas": 1, "shard": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
         least |= {"requests_per_minute": 1, "tokens_per_minute": 1}
         for name, low in least.items():
             value = getattr(self, name)
@@ -219,6 +234,12 @@ class ServerConfig:
         read_draft_sources(self.speculate)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise WeftError("tls_cert and tls_key belong together: give both files for HTTPS, or neither for HTTP")
+        if self.ray_resources is not None and self.ray is None:
+            raise WeftError("ray_resources can not act without ray: say --ray auto, or leave it out")
+        if self.ray is not None and (self.engines or not self.ray.strip()):
+            raise WeftError("ray must be auto or HOST:PORT of a cluster's head, and places all engines: leave out engines")
+        if self.shard > 1 and (self.cache_dir is not None or self.cache_canary or self.engines):
+            raise WeftError(f"shard {self.shard} can not act with cache_dir, cache_canary or engines: leave those out")
         if self.engines and (len(self.models) > 1 or self.replicas > 1):
             raise WeftError("engines are all of one model and started by others; leave out replicas, and all models but one")
         for name, what in (("cache_dir", "folder"), ("keys_file", "file")):
@@ -244,6 +265,8 @@ class GateConfig:
     """Megabytes of memory the engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
     """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
+    shard: int = 1
+    """Divide the engine over so many processes of this machine, each with a slice of every layer and its memory."""
     max_rows: int | None = None
     """Requests that are computed together. Default: what suits the device."""
     speculate: str = "auto"
@@ -261,8 +284,8 @@ class GateConfig:
 
     def engine_settings(self) -> EngineSettings:
         """Return the settings of the engine process; raise WeftError if a value is out of its range."""
-        shared = ("memory", "exact", "max_rows", "speculate", "cache_megabytes", "cache_dir", "hang_seconds", "drain_seconds")
-        config = ServerConfig(**{name: getattr(self, name) for name in (*shared, "log_format")})
+        shared = ("memory", "shard", "exact", "max_rows", "speculate", "cache_megabytes", "cache_dir")
+        config = ServerConfig(**{name: getattr(self, name) for name in (*shared, "hang_seconds", "drain_seconds", "log_format")})
         config.check()
         return msgspec.structs.replace(config.engine_settings(self.model), report_prefixes=True)
 

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from cli_server import running
+from rich.console import Console
 
-from weft.cli import doctor
+from weft.cli import doctor, doctor_check
 from weft.cli.client import ServerClient
 from weft.cli.doctor import MODEL, SERVER_CHECKS, Finding, check_server, run_check
+from weft.cli.doctor_check import check_model, judge
 from weft.engine.budget import MemoryBudget
+from weft.engine.self_check import Comparison
 from weft.errors import WeftError
 
 
@@ -37,7 +40,7 @@ def test_a_fresh_install_is_well_and_the_bundle_has_no_secrets(home: Path, capsy
 
     assert status == 0, lines
     assert {line.split()[0] for line in lines} <= {"ok", "slow"}
-    assert [line[7:19].strip() for line in lines] == [
+    assert [line[8:20].strip() for line in lines] == [
         "versions", "settings", "disk", "port", "device", "products", "operations", "gated delta", "memory",
         "server", "generation", "schema", "cache", "tool call",
     ]  # fmt: skip
@@ -67,7 +70,7 @@ def test_a_server_that_does_not_start_is_one_verdict_with_its_last_words(tmp_pat
 
     (verdict,) = check_server(tmp_path / "log")
 
-    assert str(verdict).startswith("wrong  server       the server ended with status 3: no luck; ")
+    assert str(verdict).startswith("wrong   server       the server ended with status 3: no luck; ")
 
 
 def test_settings_that_can_not_be_are_wrong(home: Path) -> None:
@@ -151,3 +154,39 @@ def test_values_of_secret_variables_are_taken_out_of_a_text(monkeypatch: pytest.
     monkeypatch.setenv("SOME_KEY", "on")
 
     assert doctor.without_secrets("second-one got hf_abc on") == "******** got ******** on"
+
+
+def test_a_model_is_checked_and_its_report_names_versions_numerics_and_every_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    status = doctor.doctor_command(check=MODEL)
+    first, *lines, last = capsys.readouterr().out.splitlines()
+
+    assert (status, first, last) == (0, f"weft doctor --check {MODEL}", "everything promised here holds")
+    assert [line[8:20].strip() for line in lines] == [
+        "versions", "model", "machine", "numerics", "batched", "cached", "chunked", "drafted", "resumed",
+        "batch", "cache", "drafts",
+    ]  # fmt: skip
+    assert {line.split()[0] for line in lines} == {"ok"}
+    assert all(word in lines[3] for word in ("exact;", "products", "row-invariant yes", "drafts forced, lookup, mtp"))
+
+
+def test_a_promise_that_does_not_hold_is_status_1_and_what_was_not_promised_is_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = Console(soft_wrap=True)
+    for is_promised, status in ((True, 1), (False, 0)):
+        found = judge("batched", Comparison("alone", is_promised, token_at=7, bits_at=3, note="8 rows"))
+        monkeypatch.setattr(doctor_check, "examine_model", lambda *_, found=found, **__: [found])
+
+        assert check_model(console, "any") == status
+    lines = capsys.readouterr().out.splitlines()
+
+    assert lines[1].startswith(
+        "wrong   batched      ≠ alone: bits of logits differ from token 3 on, tokens differ from token 7 on"
+    )
+    assert lines[4].startswith("differs batched      ≠ alone")
+
+
+def test_a_model_that_can_not_be_loaded_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.doctor_command(check="/no/such/model") == 1
+
+    assert "/no/such/model" in capsys.readouterr().out.splitlines()[2]

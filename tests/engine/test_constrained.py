@@ -20,7 +20,7 @@ from driver import SMALL, Clock, Run, adapter_for, answers
 from weft.engine.faults import Rule
 from weft.engine.host import Host
 from weft.engine.sequence import Sequence
-from weft.errors import RowFailed
+from weft.errors import GrammarRejected, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
 from weft.ipc.limits import Sampling
@@ -261,7 +261,28 @@ def test_the_grammar_of_a_row_that_failed_is_compiled_anew(adapter: Adapter, fai
     events = serve(run, compiler, Submit((0,), ids, (GREEDY,), STRICT))
 
     assert (events[0][-1].finish == "error") == fails
-    assert len(compiler._cache) == (0 if fails else 1)
+    assert len(compiler.cache) == (0 if fails else 1)
+
+
+def test_how_soon_a_grammar_is_there_tells_a_tenant_nothing_of_another(adapter: Adapter) -> None:
+    class Counting(Compiler):
+        num_compiled = 0
+
+        def _compile(self, spec: GrammarSpec, *, is_private: bool = False) -> Matcher | GrammarRejected:
+            self.num_compiled += 1
+            return super()._compile(spec, is_private=is_private)
+
+    compiler = Counting(FOLDER / "tokenizer.json", 4096, (4080, 4082))
+    counts = []
+    for number, (scope, salt) in enumerate([("anna", ""), ("anna", ""), ("ben", ""), ("anna", "own"), ("", "")]):
+        serve(
+            Run(adapter, clock=Clock()),
+            compiler,
+            Submit((number,), prompt(STORIES[0]), (GREEDY,), STRICT, scope=scope, salt=salt),
+        )
+        counts.append(compiler.num_compiled)
+
+    assert counts == [1, 1, 2, 3, 4]
 
 
 def test_one_thread_evaluates_arrays_while_others_compile_and_write(
@@ -337,7 +358,7 @@ def test_a_resumed_request_that_can_not_be_replayed_fails_alone(adapter: Adapter
         assert "the grammar can not go on" in (events[number][0].error or "")
         assert events[number][0].is_refused
     assert jsonschema_rs.is_valid(SCHEMA, json.loads(TOKENIZER.decode(tokens_of(events[2]))))
-    assert len(compiler._cache) == 0  # what broke it may be in the lexer that later requests would share
+    assert len(compiler.cache) == 0  # what broke it may be in the lexer that later requests would share
 
 
 def branching(text: str) -> dict[str, object]:

@@ -179,6 +179,31 @@ def test_a_request_that_wants_none_has_no_drafts_beside_others_that_have(adapter
     assert counts_of(rows[1]).num_accepted > 0
 
 
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_guesses_made_behind_a_step_are_those_made_when_they_are_asked_for(adapter: Adapter, num_rows: int) -> None:
+    if not adapter.guesses_ahead:
+        pytest.skip("needs weft's own operations")
+    requests = [
+        Submit((number,), chat(question), (hot(number) if number % 2 else GREEDY,))
+        for number, question in enumerate(QUESTIONS[-num_rows:], 1)
+    ]
+    ahead, asked = guessing(adapter), guessing(adapter)
+    asked.engine.runner.guesses.guess_ahead = lambda *_: False  # type: ignore[method-assign]
+    guess, num_asked = ahead.engine.runner.guesses.guess, []
+
+    def counted(*given: Any) -> Any:
+        num_asked.append(1)
+        return guess(*given)
+
+    ahead.engine.runner.guesses.guess = counted  # type: ignore[method-assign]
+    rows = finish(ahead, *requests)
+
+    assert outputs(rows) == outputs(finish(asked, *requests))
+    assert ahead.engine.speculation.counts == asked.engine.speculation.counts
+    assert ahead.engine.speculation.num_drafts > 5 * num_rows
+    assert len(num_asked) <= 1 + num_rows  # when a row has joined or moved
+
+
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_head_that_fails_costs_nobody_an_answer(adapter: Adapter, after: int) -> None:
     requests = [Submit((number,), chat(question), (GREEDY,)) for number, question in enumerate(QUESTIONS[:3])]

@@ -180,6 +180,21 @@ def priced() -> Planned:
     return Planned(Scheduler(PRICED, MemoryBudget(lambda tokens: tokens, 0), Bisection()))
 
 
+def gaps_of(planned: Planned, tenant: str, num_turns: int) -> list[float]:
+    """The costs between two tokens of a tenant's rows, in steps of one row; a prompt's slice costs what it may take."""
+    now, last, gaps = 0.0, dict[Sequence, float](), []
+    for _ in range(num_turns):
+        plan = planned.turn()
+        for one in plan.steps:
+            if one.tenant == tenant:
+                gaps += [now - last[one]] if one in last else []
+                last[one] = now
+        part = (plan.slice_seconds or 0.0) / planned.scheduler.step_seconds if plan.chunk is not None else 0.0
+        now += planned.scheduler.shares.costs.of(len(plan.steps)) * (1 + part)
+    assert gaps
+    return gaps
+
+
 @pytest.mark.parametrize("kind", FLOODS)
 def test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_cost(kind: str) -> None:
     planned = priced()
@@ -188,16 +203,60 @@ def test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_c
     chat = sequence(1, "chat", tokens=60)
     planned.add(chat)
     planned.run(lambda: bool(chat.output))
-    widths, slices = [], []
-    while not chat.is_finished:
-        plan = planned.turn()
-        assert chat in plan.steps or chat.is_finished
-        widths.append(len(plan.steps))
-        slices.append((plan.slice_seconds or 0.0) / planned.scheduler.step_seconds if plan.chunk is not None else 0.0)
 
-    quiet, costs = 1.0, [planned.scheduler.shares.cost(width) for width in widths]
-    seconds = [cost * (1 + part) for cost, part in zip(costs, slices, strict=True)]  # a step's seconds are those of its rows
-    assert max(seconds) <= 2 * quiet
+    assert max(gaps_of(planned, "chat", 59)) <= 2
+
+
+@pytest.mark.parametrize(("many", "few"), [(8, 1), (8, 3), (15, 1), (12, 4), (2, 1)])
+def test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps(many: int, few: int) -> None:
+    planned = priced()
+    planned.add(*(sequence(number, "many", prompt=1, tokens=4000) for number in range(many)))
+    planned.add(*(sequence(100 + number, "few", prompt=1, tokens=4000) for number in range(few)))
+    costs = planned.scheduler.shares.costs
+
+    for tenant, count in (("many", many), ("few", few)):
+        assert max(gaps_of(planned, tenant, 50)) <= 2 * costs.of(count) + 1e-9
+
+
+def test_prompts_of_another_tenant_are_sliced_however_short_they_are() -> None:
+    planned = priced()
+    planned.add(*(sequence(number, "streams", prompt=1, tokens=4000) for number in range(8)))
+    for _ in range(5):
+        planned.turn()
+    planned.add(*(sequence(100 + number, "other", prompt=CONFIG.unsliced_tokens, tokens=4) for number in range(4)))
+    plan = planned.turn()
+
+    assert plan.chunk is not None
+    assert plan.slice_seconds is not None
+    assert len(plan.steps) == 8
+
+
+def test_drafts_and_a_prompt_s_slice_beside_a_step_share_what_other_tenants_can_bear() -> None:
+    planned = priced()
+    planned.add(*(sequence(number, "streams", prompt=1, tokens=4000) for number in range(8)))
+    assert planned.turn().room is None  # of one tenant nobody bears anything
+    planned.add(sequence(100, "other", prompt=1, tokens=4000), sequence(101, "other", prompt=4000))
+    plan = planned.turn()
+
+    assert plan.room is not None
+    assert plan.slice_seconds is not None
+    slowed = planned.scheduler.shares.costs.of(len(plan.steps))  # of the one row of the other tenant
+    assert slowed * (plan.room + plan.slice_seconds / planned.scheduler.step_seconds) <= 2
+
+
+@pytest.mark.parametrize("is_flood", [True, False])
+def test_before_a_flood_s_rows_a_chat_s_prompt_is_computed_at_once_and_not_before_others(is_flood: bool) -> None:
+    planned = priced()
+    planned.add(*(sequence(number, "many", prompt=1, tokens=4000) for number in range(40 if is_flood else 8)))
+    for _ in range(8):
+        planned.turn()
+    planned.add(sequence(100, "chat", prompt=200, tokens=4))
+    plan = planned.turn()
+    while plan.chunk is None:
+        plan = planned.turn()
+
+    assert plan.chunk.sequence.tenant == "chat"
+    assert (plan.steps == ()) == is_flood
 
 
 def test_rows_that_sit_out_have_their_turn() -> None:

@@ -21,6 +21,7 @@ from weft.model.adapter import Adapter
 MARK = 77
 TOKENS = 14
 PROMPTS = [[token for token in prompt if token != MARK] for prompt in random_prompts(128, [5, 40, 17, 60, 33, 8, 21, 50], seed=9)]
+ON_A_GPU = {"settle_first": False, "group_tokens": 64}  # and prompts in one forward
 POINTS: list[Point] = ["prefill", "decode", "sampler", "snapshot", "restore", "logits", "accept"]
 
 
@@ -42,9 +43,12 @@ def started(adapter: Adapter, guilty: int, rule: Rule, num_tokens: int = TOKENS,
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("guilty", [0, 5])
-def test_exactly_the_guilty_row_fails(adapter: Adapter, undisturbed: list[list[int]], point: Point, guilty: int) -> None:
-    run, rows = started(adapter, guilty, Rule(point, MARK, after=7 if point in ("decode", "sampler", "logits", "accept") else 0))
+@pytest.mark.parametrize(("guilty", "order"), [(0, {}), (5, {}), (5, ON_A_GPU)], ids=["0", "5", "5-overlapped"])
+def test_exactly_the_guilty_row_fails(
+    adapter: Adapter, undisturbed: list[list[int]], point: Point, guilty: int, order: dict[str, Any]
+) -> None:
+    after = 7 if point in ("decode", "sampler", "logits", "accept") else 0
+    run, rows = started(adapter, guilty, Rule(point, MARK, after=after), **order)
     if point == "restore":  # nobody restores what it computed itself
         run.finish()
         rows[guilty] = run.submit([*PROMPTS[guilty], MARK, 3, 9], TOKENS)

@@ -18,6 +18,7 @@ from sequences import sequence_of
 from waiting import until
 from weft.engine.faults import Rule
 from weft.engine.host import Canary
+from weft.engine.prefill_rate import PrefillRate
 from weft.engine.prefix import PrefixSharing
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
@@ -176,10 +177,10 @@ def test_restoring_what_costs_more_than_computing_is_left_alone(adapter: Adapter
     found = first.prefix.node
     later = sequence_of(TRUNK + OTHER, 2)
 
-    run.engine.runner.seconds_per_token = 0.0
+    run.engine.runner.prefill_rate = PrefillRate()
     assert prefix._is_worth_restoring(later, found)  # it has no states of its own: there is nothing to throw away
     assert not prefix._is_worth_restoring(first, found)
-    run.engine.runner.seconds_per_token = 1.0
+    run.engine.runner.prefill_rate.measure(1, 1.0)
     first.num_computed = 0
     assert prefix._is_worth_restoring(first, found)
 

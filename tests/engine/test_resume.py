@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from driver import Run, adapter_for, random_prompts
+from driver import SMALL, Run, adapter_for, random_prompts
 from weft.engine.faults import Rule
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
+from weft.memory.spec import MAX_STEP_TOKENS
 from weft.model.adapter import Adapter
 
 MARK = 77
@@ -41,10 +43,13 @@ def uninterrupted(adapter: Adapter) -> tuple[list[int], np.ndarray]:
     return sequence.output, run.logits_of(sequence)
 
 
+@pytest.mark.parametrize("settle_first", [True, False])
 @pytest.mark.parametrize("count", [1, 7, TOKENS - 1])
-def test_an_answer_that_was_begun_elsewhere_goes_on_and_tells_only_what_is_new(adapter: Adapter, count: int) -> None:
+def test_an_answer_that_was_begun_elsewhere_goes_on_and_tells_only_what_is_new(
+    adapter: Adapter, count: int, settle_first: bool
+) -> None:
     whole, logits = uninterrupted(adapter)
-    run = Run(adapter, keep_logits=True)
+    run = Run(adapter, dataclasses.replace(SMALL, settle_first=settle_first), keep_logits=True)
     for prompt in OTHERS:
         run.submit(prompt, 12)
     (sequence,) = run.engine.submit_all(Submit((90,), PROMPT, (HOT,), emitted=(tuple(whole[:count]),)))
@@ -58,7 +63,8 @@ def test_an_answer_that_was_begun_elsewhere_goes_on_and_tells_only_what_is_new(a
 def test_an_answer_that_made_room_goes_on_and_tells_nothing_twice(adapter: Adapter) -> None:
     whole, _ = uninterrupted(adapter)
     run = Run(adapter)
-    run.engine.faults.rules = [Rule("decode", MARK, after=5, times=1)]
+    after = MAX_STEP_TOKENS + 4  # so that its tokens, where they are decoded again, need more than one step
+    run.engine.faults.rules = [Rule("decode", MARK, after=after, times=1)]
     sequence = run.engine.submit(PROMPT, HOT)
     run.submit([*OTHERS[0], MARK], TOKENS)  # its fault takes all rows back
     run.finish()

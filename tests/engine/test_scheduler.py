@@ -90,7 +90,7 @@ def test_a_chunk_beside_steps_has_a_time_limit_and_alone_it_has_none() -> None:
     assert plan_of(scheduler).slice_seconds is None
 
     scheduler.add(sequence(1, 1))
-    scheduler.measure_step(0.5)
+    scheduler.measure_step(0.5, 1)
     plan = plan_of(scheduler)
     assert plan.chunk is not None
     assert plan.slice_seconds == CONFIG.gap_factor * scheduler.step_seconds

@@ -21,6 +21,7 @@ from driver import SMALL, Clock, Run, answers, random_prompts
 from failing_layers import FAILURES, failing
 from weft.config import DRAFT_SOURCES
 from weft.engine.budget import MemoryBudget
+from weft.engine.draft_policy import DraftPolicy
 from weft.engine.faults import InjectedFault, Point, Rule
 from weft.engine.sequence import Line, Sequence
 from weft.engine.speculation import Draft
@@ -543,6 +544,8 @@ def test_without_exactness_what_is_verified_does_not_depend_on_the_clock(adapter
     def steps(clock: Clock) -> list[tuple[int, list[tuple[int, ...]]]]:
         config = dataclasses.replace(SMALL, exact=False, speculate=DRAFT_SOURCES, unsliced_tokens=4096)
         run = Run(adapter, config, clock=clock)
+        assert not run.engine.speculation.policy.by_clock
+        run.engine.speculation.policy = DraftPolicy(by_clock=False)  # with costs at which drafts of three rows pay
         plans = scripted.note_plans(run)
         for prompt in prompts:
             run.submit(prompt, 60)
@@ -554,3 +557,29 @@ def test_without_exactness_what_is_verified_does_not_depend_on_the_clock(adapter
     assert max(tokens for tokens, _ in usual) > 1
     assert steps(Clock(tick=3.0)) == usual
     assert steps(Clock()) == usual
+
+
+# --- other tenants -----------------------------------------------------------------------------------------------------
+
+
+def widest_step(run: Run, tenants: list[str], right: list[list[int]]) -> int:
+    """The most tokens per row of a step that had rows of all these tenants; every answer must be the right one."""
+    plans, chosen = scripted.note_plans(run), (Sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True),)
+    rows = []
+    for number, tenant in enumerate(tenants):
+        rows += run.engine.submit_all(Submit((number,), PROMPTS[number], chosen, tenant=tenant))
+    run.finish()
+
+    assert [row.output for row in rows] == right
+    return max(plan.step_tokens for plan in plans if {one.tenant for one in plan.steps} == set(tenants))
+
+
+def test_drafts_of_a_step_of_several_tenants_take_no_more_than_the_others_can_bear(
+    adapter: Adapter, plain: list[list[int]]
+) -> None:
+    scripts = [lambda *_: (), *[scripted.always_right] * 3]  # the first has none, and stays until the others are done
+    alone = widest_step(speculating(adapter, plain, scripts, row_cost=0.2), ["flood"] * 4, plain)
+    beside = widest_step(speculating(adapter, plain, scripts, row_cost=0.2), ["chat", *["flood"] * 3], plain)
+
+    assert alone == MAX_STEP_TOKENS
+    assert 1 < beside < alone

@@ -23,6 +23,7 @@ from weft.engine.host import MAX_COMPILE_SECONDS
 from weft.errors import GrammarRejected, InvalidRequest, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
+from weft.grammar.grammar_cache import NOBODY, Owner
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.text import schema
 from weft.text.schema import MAX_TEXT
@@ -200,7 +201,7 @@ def test_other_threads_run_while_a_grammar_compiles() -> None:
 class Endless(Compiler):
     """Compiles until its thread has a low priority."""
 
-    def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
+    def constraint(self, spec: ConstraintSpec, owner: Owner = NOBODY, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
         while os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0:
             sum(range(1_000))
         return Constraint(None, None)
@@ -216,7 +217,7 @@ def test_a_compile_that_takes_long_yields_to_the_engine() -> None:
 class Panicking(Compiler):
     """llguidance is Rust: what panics there comes as an exception that is no Exception."""
 
-    def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
+    def constraint(self, spec: ConstraintSpec, owner: Owner = NOBODY, *, is_private: bool = False) -> Constraint:  # noqa: ARG002
         raise KeyboardInterrupt(f"a panic over {spec}")
 
 

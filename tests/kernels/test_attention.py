@@ -9,6 +9,9 @@ import pytest
 import weft.kernels.blas
 from weft.kernels import attention, cpu
 from weft.kernels.cpu import swiglu
+from weft.memory.slabs import Pool, RowState
+from weft.memory.spec import FullAttention, KeyValues, Plane
+from weft.memory.views import KeyValueView, make_batches
 
 MASKS = ["causal", "none", "numbers", "one for each head"]
 
@@ -44,6 +47,27 @@ def test_attention_is_what_its_definition_says(kind: str) -> None:
         found = attention.grouped_attention(queries, keys, values, 0.5, "causal" if kind == "causal" else numbers)
 
         assert mx.allclose(found, by_definition(queries * 0.5, keys, values, numbers), atol=1e-4)
+
+
+def test_where_slots_lie_empty_between_rows_each_row_attends_to_its_own_tokens() -> None:
+    plane, lengths = Plane(2, 8, mx.float32), (3, 5, 9, 4)
+    pool = Pool([FullAttention(plane, plane)], slab_tokens=256, max_rows=4)
+    rows, held = [RowState() for _ in lengths], [mx.random.normal((1, 2, length, 8)) for length in lengths]
+    for row, length, tokens in zip(rows, lengths, held, strict=True):
+        pool.allocate(row, [KeyValues(tokens, -tokens)], length, upcoming=lengths)
+    pool.free(rows[1])
+    left = [0, 2, 3]
+    (batch,) = make_batches(pool, [rows[index] for index in left], seam=True, width=None)
+    queries, new = mx.random.normal((3, 4, 1, 8)), mx.random.normal((3, 2, 1, 8))
+
+    view = KeyValueView(batch, 0)
+    view.update_and_fetch(new, -new)
+    found = attention.attend(queries, view, 0.5, None)
+
+    assert [row.slot for row in batch.parts[0].rows] == left
+    for place, index in enumerate(left):
+        keys = mx.concatenate([held[index], new[place][None]], axis=2)
+        assert mx.allclose(found[place], by_definition(queries[place][None] * 0.5, keys, -keys, None)[0], atol=1e-5)
 
 
 @pytest.mark.usefixtures("way")

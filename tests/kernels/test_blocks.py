@@ -131,6 +131,18 @@ def test_a_forward_that_only_the_layers_own_code_takes_goes_there(tmp_path: Path
     assert mx.array_equal(without_cache, block(x, "causal", KVCache()))
 
 
+def test_a_mask_that_is_not_causal_acts(tmp_path: Path) -> None:
+    adapter = Adapter(load(make_checkpoint("llama", tmp_path)))
+    block = adapter.model.model.layers[0]  # type: ignore[attr-defined]
+    x, sees_all = mx.random.normal((1, 6, 64)), mx.ones((6, 6), mx.bool_)
+
+    found = block(x, sees_all, KVCache())
+
+    assert isinstance(block, blocks.FusedBlock)
+    assert mx.array_equal(found, block(x, sees_all, None))
+    assert not mx.allclose(found, block(x, "causal", KVCache()))
+
+
 END_IN_A_STEP = """
 from weft.kernels import blas
 blas.bind()

@@ -161,6 +161,6 @@ def test_the_states_after_each_token_are_noted() -> None:
 
     assert convolution is not None
     assert rule is not None
-    two = mx.array([2])
+    two = [2]
     assert np.allclose(np.array(rule.after(two)), np.array(one_by_one[0][1]), atol=1e-5)
     assert mx.array_equal(convolution.after(two), one_by_one[0][0]).item()

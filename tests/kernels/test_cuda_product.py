@@ -9,25 +9,47 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from weft.kernels import cuda_product
-from weft.kernels.cuda_product import InvariantLinear, choose_blocks, is_prompt, prompt_product
+from weft.kernels.cuda_product import (
+    FewSizes,
+    InvariantLinear,
+    choose_sizes,
+    grid_of,
+    is_prompt,
+    numbers_together,
+    prompt_product,
+)
 
 SHARED_BYTES = 227 << 10  # that a block may have on the smallest device that these are for
 
 
-@given(some.integers(1, 3000), some.integers(1, 300_000))
-def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(lines: int, rows: int) -> None:
-    blocks = choose_blocks(lines, rows)
-    across, down = blocks.grid(lines, rows)
+@given(some.integers(1, 3000), some.integers(1, 300_000), some.integers(4, 2000), some.sampled_from([4, 8, 16]))
+def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(lines: int, rows: int, blocks: int, bits: int) -> None:
+    sizes = choose_sizes(lines, rows, blocks, bits)
+    across, down = grid_of(sizes, lines, rows)
 
-    assert across * blocks.line_tiles * 8 >= lines
-    assert down * blocks.row_tiles * 16 >= rows
-    assert blocks.shared_bytes(16) <= SHARED_BYTES
-    assert blocks.row_tiles % blocks.warp_rows == 0
-    assert blocks.line_tiles % min(blocks.line_tiles, 8 // blocks.warp_rows) == 0
+    assert across * sizes.line_tiles * 8 >= lines
+    assert down * sizes.row_tiles * 16 >= rows
+    assert sizes.shared_bytes(bits) <= SHARED_BYTES
+    if isinstance(sizes, FewSizes):
+        assert lines <= sizes.line_tiles * 8
+        assert 2 <= sizes.ahead <= 8
+    else:
+        assert sizes.row_tiles % sizes.warp_rows == 0
+        assert sizes.line_tiles % min(sizes.line_tiles, 8 // sizes.warp_rows) == 0
+        assert sizes.blocks % numbers_together(bits, 4096) == 0  # a stage holds whole blocks
+
+
+@given(some.sampled_from([4, 8, 16]), some.integers(4, 600))
+def test_a_thread_reads_at_most_16_bytes_at_once_and_whole_blocks_make_up_the_width(bits: int, blocks: int) -> None:
+    together = numbers_together(bits, blocks * 32)
+
+    assert 8 * together * bits <= 128
+    assert blocks * 32 % (32 * together) == 0
 
 
 def test_a_chunk_of_one_prompt_is_told_from_a_step() -> None:
     assert is_prompt(mx.zeros((1, 9, 4)))
+    assert is_prompt(mx.zeros((4, 9, 4)))
     assert not is_prompt(mx.zeros((1, 8, 4)))
     assert not is_prompt(mx.zeros((9, 1, 4)))
     assert not is_prompt(mx.zeros((300, 4)))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import pytest
 from mlx_lm.models import iquestloopcoder, qwen3_5, qwen3_next
 
 from weft.kernels import cpu
@@ -33,3 +35,18 @@ def test_no_request_waits_for_a_compiler(tmp_path: Path) -> None:
         function(mx.ones(3))
 
     assert len(calls) == 3  # a compiled function is called once, to be traced
+
+
+@pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own operations")
+def test_angles_of_a_row_s_tokens_are_those_of_their_positions_and_of_positions_by_frequency() -> None:
+    rates, offsets = cpu.rotary_rates(16, 10000.0), mx.array([0, 7, 1990], mx.int32)
+    places = offsets.reshape(-1, 1, 1, 1) + mx.arange(5).reshape(-1, 1)
+    turns = np.array(places, np.float64) * 0.5 * np.array(rates, np.float64)
+
+    found = np.array(cpu.RotaryAngles().at(offsets, 5, 16, 10000.0, 0.5, None))
+
+    assert np.allclose(found, np.concatenate([np.cos(turns), np.sin(turns)], axis=-1), atol=2e-4)
+    assert found.tobytes() == np.array(cpu.angles_at(places, 0.5, rates)).tobytes()
+    assert found.tobytes() == np.array(cpu.angles_at(mx.repeat(places, 8, axis=-1), 0.5, rates)).tobytes()
+    alone = cpu.RotaryAngles().at(1990, 5, 16, 10000.0, 0.5, None)
+    assert np.array(alone).tobytes() == found[2:].tobytes()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from weft.kernels import blas, cpu, packed, primitives
+from weft.kernels import cpu, packed, primitives
 
 pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own operations")
 
@@ -20,15 +17,6 @@ PACKINGS = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in 
     (4, 32, "mxfp4"),
     (4, 16, "nvfp4"),
 ]
-
-
-@pytest.fixture(params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[None]:
-    library = ctypes.CDLL(str(blas.compiled_library()))
-    if not library.weft_blas_kernels(request.param.encode()):
-        pytest.skip(f"this machine can not run {request.param}")
-    yield
-    library.weft_blas_kernels(None)
 
 
 def same(found: mx.array, right: mx.array) -> bool:
@@ -102,6 +90,23 @@ def test_experts_have_the_bits_of_a_float32_copy(bits: int, group: int, mode: st
     for line, experts in zip(x.reshape(-1, 1, 128), chosen.reshape(-1, 2).tolist(), strict=True):
         rows += [line @ copy[expert].T + layer.bias[expert] for expert in experts]
     assert same(found, mx.stack(rows).reshape(found.shape))
+
+
+def test_weights_packed_in_another_way_are_left_to_mlx() -> None:
+    layer = nn.Linear(64, 32).to_quantized(32, 8, "mxfp8")
+    packed.bind(layer)
+
+    assert type(layer) is nn.QuantizedLinear
+
+
+def test_a_layer_whose_weights_are_replaced_computes_with_the_new_ones() -> None:
+    layer, x = nn.Linear(32, 8, bias=False), mx.random.normal((2, 32))
+    packed.bind(layer)
+    before = layer(x)
+
+    layer.weight = 2 * layer.weight
+
+    assert same(layer(x), 2 * before)
 
 
 def test_products_of_every_size_are_what_numpy_says() -> None:

@@ -89,6 +89,8 @@ def test_alone_equals_mlx_lm(build: Build, solo: Solo, name: str) -> None:
 # step is settled while the next one runs.
 SERVED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 OVERLAPPED = dataclasses.replace(SERVED, settle_first=False)
+ON_A_GPU = dataclasses.replace(OVERLAPPED, group_tokens=48)  # and prompts in one forward
+SOME = ["llama", "qwen3_5", "gemma3_text", "deepseek_v3", "falcon_h1", "gpt_oss"]
 
 
 @pytest.mark.parametrize(
@@ -156,10 +158,14 @@ def test_joining_after_any_number_of_steps_changes_nobody(build: Build, solo: So
     assert {*range(9)} <= joined_after
 
 
-@each_examined
-def test_fifty_random_joins_and_leaves_change_nobody(build: Build, solo: Solo, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [*((name, SMALL) for name in EXAMINED), *((name, ON_A_GPU) for name in (EXAMINED if ALL else SOME))],
+    ids=lambda value: ("plain" if value.settle_first else "overlapped") if isinstance(value, EngineConfig) else None,
+)
+def test_fifty_random_joins_and_leaves_change_nobody(build: Build, solo: Solo, name: str, config: EngineConfig) -> None:
     rng = np.random.default_rng(3)
-    run = Run(build(name))
+    run = Run(build(name), config)
     live, done, events = [], [], 0
     while events < 50:
         if len(live) < 6 and rng.random() < 0.6:
@@ -223,12 +229,13 @@ def test_a_constrained_row_is_the_same_alone_and_among_others_in_the_order_of_a_
         for index, prompt in enumerate(NEIGHBOURS[:others]):
             other = compiler.constraint(ConstraintSpec(GrammarSpec("regex", "[A-Z]{20}"))) if index % 2 else None
             run.engine.submit(prompt, Sampling(temperature=0.7, seed=index, max_tokens=6 + 4 * index, ignore_eos=True), other)
-        subject = run.engine.submit(SUBJECTS[1], chosen, compiler.constraint(spec))
+        request = Submit((900,), SUBJECTS[1], (chosen,), boundaries=(3,))
+        (subject,) = run.engine.submit_all(request, compiler.constraint(spec))
         run.finish()
         assert subject.finish in ("stop", "length"), subject.ending
         return subject.output, run.logits_of(subject)
 
-    (tokens, logits), (among, its_logits) = answer(dataclasses.replace(SMALL, pipelined=False), 0), answer(OVERLAPPED, 5)
+    (tokens, logits), (among, its_logits) = answer(dataclasses.replace(SMALL, pipelined=False), 0), answer(ON_A_GPU, 5)
     text = "".join(map(LETTERS.__getitem__, tokens))
     assert re.fullmatch("([a-f][0-9]+[ ]){3}[g-z]{4,9}", text) or len(tokens) == 40, text
     assert among == tokens

@@ -10,20 +10,30 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from driver import SMALL, Run, random_prompts
+from thoroughness import ALL
+from weft.config import EngineConfig
 from weft.engine.sequence import Sequence
 from weft.memory.disk import DiskTier
 from weft.memory.spec import KeyValues, SlidingWindow
-from weft.model.adapter import Adapter
+from weft.model.adapter import Adapter, Chunk
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from zoo import EXAMINED, HOUSED, VOCABULARY
 
 CACHED = dataclasses.replace(SMALL, cache_bytes=1 << 30)
 TRUNK, *TAILS = random_prompts(VOCABULARY, (52, 9, 30, 1, 14), seed=7)  # chunks are 16: the trunk ends inside one
+OVERLAPPED = dataclasses.replace(CACHED, settle_first=False, group_tokens=48)  # as on a GPU, prompts in one forward
+SOME = ["llama", "qwen3_5", "gemma3_text", "deepseek_v3", "falcon_h1", "gpt_oss"]
+each_order = pytest.mark.parametrize(
+    ("name", "config"),
+    [*((name, CACHED) for name in EXAMINED), *((name, OVERLAPPED) for name in (EXAMINED if ALL else SOME))],
+    ids=lambda value: ("plain" if value.settle_first else "overlapped") if isinstance(value, EngineConfig) else None,
+)
 PROMPTS = [TRUNK, *(TRUNK + tail for tail in TAILS), TRUNK[:33], TRUNK]
 TOKENS = 6
 
@@ -60,14 +70,23 @@ def computed(run: Run) -> list[int]:
         counts.append(len(tokens))
         return prefill(tokens, caches)  # type: ignore[arg-type]
 
+    together = adapter.prefill_together
+
+    def counting_all(chunks: list[list[int]], *rest: Any) -> Chunk:
+        counts.extend(map(len, chunks))
+        return together(chunks, *rest)
+
     adapter.prefill = counting  # type: ignore[method-assign,assignment]
+    adapter.prefill_together = counting_all  # type: ignore[method-assign]
     run.engine.runner.adapter = adapter
     return counts
 
 
-@pytest.mark.parametrize("name", EXAMINED)
-def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
-    run = Run(build(name), CACHED, keep_logits=True)
+@each_order
+def test_one_after_the_other(
+    build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str, config: EngineConfig
+) -> None:
+    run = Run(build(name), config, keep_logits=True)
     counts = computed(run)
     sequences = []
     for prompt in PROMPTS:
@@ -85,9 +104,11 @@ def test_one_after_the_other(build: Callable[[str], Adapter], cold: Callable[[st
     assert prefixes is None or not any(node.pins for node in prefixes.nodes())
 
 
-@pytest.mark.parametrize("name", EXAMINED)
-def test_all_at_once(build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str) -> None:
-    run = Run(build(name), CACHED, keep_logits=True)
+@each_order
+def test_all_at_once(
+    build: Callable[[str], Adapter], cold: Callable[[str], list[Answer]], name: str, config: EngineConfig
+) -> None:
+    run = Run(build(name), config, keep_logits=True)
     counts = computed(run)
     sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]
     run.finish()

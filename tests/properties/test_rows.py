@@ -41,9 +41,11 @@ def _solo(which: int) -> list[int]:
 class Crowd(RuleBasedStateMachine):
     """The rules are what users do; the invariants are what we promise."""
 
+    config = CONFIG
+
     def __init__(self) -> None:
         super().__init__()
-        self.run = Run(_adapter(), CONFIG)
+        self.run = Run(_adapter(), self.config)
         self.asked: list[tuple[int, Sequence]] = []
 
     @rule(which=st.integers(0, len(PROMPTS) - 1), tokens=st.integers(1, LONGEST), front=st.booleans())
@@ -103,7 +105,15 @@ class Crowd(RuleBasedStateMachine):
         assert self.run.engine.runner.pool.bytes_held == 0
 
 
-Crowd.TestCase.settings = settings(
-    max_examples=25 if ALL else 15, stateful_step_count=25, suppress_health_check=list(HealthCheck)
-)
+class CrowdOnAGpu(Crowd):
+    """The same in the order of a GPU, with prompts that are computed together."""
+
+    config = dataclasses.replace(CONFIG, settle_first=False, group_tokens=64, chunk_tokens=32)
+
+
+for machine in (Crowd, CrowdOnAGpu):
+    machine.TestCase.settings = settings(
+        max_examples=25 if ALL else 10, stateful_step_count=25, suppress_health_check=list(HealthCheck)
+    )
 TestAnyOrderKeepsTheBooks = Crowd.TestCase
+TestAnyOrderKeepsTheBooksOfPromptsTogether = CrowdOnAGpu.TestCase

@@ -90,7 +90,7 @@ def test_a_stream_waits_for_its_model_only_as_long_as_it_has_time() -> None:
 
 def test_a_request_may_time_out_before_the_engine_has_taken_it() -> None:
     """A constraint is compiled before anything is answered; the fake engine never says that it did."""
-    with front({"m": []}, request_timeout=0.3) as server:
+    with front({"m": ["--compile-for-ever"]}, request_timeout=0.3) as server:
         constrained = server.post("/v1/completions", {**SHORT, "guided_regex": "a+", "stream": True})
         wait_idle(server)
 

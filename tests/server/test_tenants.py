@@ -23,6 +23,12 @@ KEYS = ("anna=anna-secret", "ben=ben-secret", "root=root-secret:admin")
 ANNA, BEN, ROOT = ({"authorization": f"Bearer {name}-secret"} for name in ("anna", "ben", "root"))
 SLOW = ["--token-seconds", "0.02"]
 TEXT = "The plan for Tuesday: dig under the wall"
+SCHEMA = {"type": "object", "properties": {"day": {"enum": ["Tuesday"]}}, "required": ["day"], "additionalProperties": False}
+FORM = {"type": "json_schema", "json_schema": {"name": "plan", "schema": SCHEMA, "strict": True}}
+TOOL = {"type": "function", "function": {"name": "dig", "parameters": SCHEMA}}
+# What is compiled for a request: schemas, patterns and tools.
+CHAT = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3}
+CONSTRAINED: list[dict[str, Any]] = [{"response_format": FORM}, {"guided_regex": "[a-z]+"}, {"tools": [TOOL]}]
 ENDLESS = {"prompt": TEXT, "max_tokens": 50_000, "stream": True}
 # What is different each time, whoever asks: clocks and how long things took.
 VOLATILE = re.compile(r"created|modified|seconds|time|arrived|per_second|_ms$|^date$|content-length|transfer")
@@ -75,7 +81,8 @@ def everything_ben_sees(server: Front) -> list[Any]:
         ("/v1/completions", {"prompt": TEXT + " and out", "max_tokens": 3}),
         ("/v1/completions", {"prompt": TEXT, "max_tokens": 3, "cache_salt": "s"}),
         ("/v1/completions", {"prompt": TEXT, "max_tokens": 3, "n": 128}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 3}),
+        ("/v1/chat/completions", CHAT),
+        *(("/v1/chat/completions", {**CHAT, **constraint}) for constraint in CONSTRAINED),
         ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_stored"}),
         ("/v1/requests/annas/cancel", {}),
         ("/v1/responses/resp_annas/cancel", {}),
@@ -98,6 +105,8 @@ def test_what_one_tenant_sees_is_the_same_whether_another_exists_or_not() -> Non
     with front({"m": SLOW}, api_keys=KEYS, max_queue=256) as server, ExitStack() as stack:
         stored = server.post("/v1/responses", {"input": TEXT, "max_output_tokens": 3}, headers=named("stored", ANNA))
         server.post("/v1/completions", {"prompt": TEXT, "max_tokens": 3}, headers=named("bens", ANNA))  # the other's id
+        for constraint in CONSTRAINED:
+            server.post("/v1/chat/completions", {**CHAT, **constraint}, headers=ANNA)
         stack.enter_context(streaming(server, ANNA, "annas"))
         stack.enter_context(streaming(server, ANNA, "flood", n=128))
         beside = everything_ben_sees(server)
@@ -259,3 +268,16 @@ def test_a_hangup_lets_new_keys_in_and_removed_ones_no_more(tmp_path: Path) -> N
         after = server.get("/v1/models", headers=ANNA).status_code
 
     assert (before, kept, after) == ([200, 401], 200, 401)
+
+
+def test_what_is_compiled_for_a_request_is_kept_for_its_tenant_alone() -> None:
+    """How long a request takes that another tenant has sent before is how long it took the other: nothing is there yet."""
+    with front({"m": SLOW}, api_keys=KEYS) as server, ExitStack() as stack:
+        for whose in (ANNA, BEN):
+            body = {**CHAT, "max_tokens": 50_000, "stream": True, "response_format": FORM}
+            stack.enter_context(server.stream("/v1/chat/completions", body, headers=whose))
+        inside = server.service.models[0].pool.replicas[0].client.live.inside
+        submits = [live.subscription.submits[live.prompt_index] for live in list(inside.values())]
+
+    assert len({submit.constraint.grammar for submit in submits if submit.constraint is not None}) == 1
+    assert len({submit.owner for submit in submits}) == 2

@@ -41,8 +41,11 @@ class AtHand:
         self.heard = []
         self.client.attach(self.heard.append, self.max_rows)
 
-    def die(self) -> None:
-        self.client.detach()
+    def crash(self) -> None:
+        self.client.detach(is_crash=True)
+
+    def be_killed(self) -> None:
+        self.client.detach(is_crash=False)
 
     @property
     def submits(self) -> list[Submit]:

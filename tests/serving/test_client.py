@@ -116,13 +116,13 @@ def test_a_request_that_was_not_judged_before_is_judged_by_the_next_engine() -> 
 def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_on() -> None:
     async def story() -> None:
         client = EngineClient()
-        neighbour, culprit = ask(client), ask(client, Sampling(temperature=0.0), Sampling(temperature=0.0))
+        culprit, neighbour = ask(client, Sampling(temperature=0.0), Sampling(temperature=0.0)), ask(client)
         for _ in range(2):
             Wire(client)
             client.detach()
         engine = Wire(client)
-        tokens(client, 0, *range(PROOF_TOKENS))
-        assert [submit.numbers for submit in engine.submits] == [(0,), (1,)]
+        tokens(client, 2, *range(PROOF_TOKENS))
+        assert [submit.numbers for submit in engine.submits] == [(2,), (1,)]
         client.detach()
         for _ in range(2):
             engine = Wire(client)
@@ -132,8 +132,8 @@ def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_o
             await culprit.take(0.0)
         assert culprit.open == {}
         engine = Wire(client)
-        tokens(client, 0, 99)
-        assert [submit.numbers for submit in engine.submits] == [(0,)]
+        tokens(client, 2, 99)
+        assert [submit.numbers for submit in engine.submits] == [(2,)]
         assert await taken(neighbour) == [*range(PROOF_TOKENS), 99]
 
     asyncio.run(story())
@@ -141,14 +141,14 @@ def test_the_culprit_gets_an_error_with_all_its_choices_and_its_neighbour_goes_o
 
 def test_who_leaves_during_its_trial_lets_the_next_one_in() -> None:
     client = EngineClient()
-    first, _ = ask(client), ask(client)
+    _, newest = ask(client), ask(client)
     for _ in range(2):
         Wire(client)
         client.detach()
     engine = Wire(client)
-    first.cancel()
+    newest.cancel()
 
-    assert [submit.numbers for submit in engine.submits] == [(0,), (1,)]
+    assert [submit.numbers for submit in engine.submits] == [(1,), (0,)]
 
 
 def test_when_no_engine_will_come_everybody_is_told() -> None:

@@ -38,6 +38,7 @@ from weft.serving.engine_key import EngineKey, write_new_key
 from weft.serving.gate import LEASE_SECONDS, Gate, Session
 from weft.serving.model_files import digests_of, keep_file, local_folder, missing_files, read_model_file
 from weft.serving.pool import EnginePool
+from weft.serving.starters import EngineExit
 from weft.serving.starters.given import Given, parse_address
 from weft.serving.starters.here import Here
 
@@ -268,6 +269,15 @@ class Gated:
 
     def submit(self, identity: bytes, *numbers: int) -> None:
         self.gate.handle(identity, Submit(numbers, [1], (Sampling(),) * len(numbers)))
+
+
+@pytest.mark.parametrize("is_crash", [True, False])
+def test_fronts_are_told_whether_the_engine_has_crashed(is_crash: bool) -> None:
+    gated = Gated()
+    gated.gate.lifeline.last_exit = EngineExit("is gone", is_crash)
+    gated.gate._update()
+
+    assert [message.is_crash for _, message in gated.sent] == [is_crash] * 2
 
 
 def test_equal_numbers_of_two_fronts_are_told_apart() -> None:

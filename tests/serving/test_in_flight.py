@@ -108,7 +108,7 @@ def test_after_one_death_all_enter_together_and_after_two_one_at_a_time() -> Non
         in_flight.take_dead()
         entered.append(enter(in_flight))
 
-    assert entered == [[0, 1, 2, 3], [0, 1, 2, 3], [0]]
+    assert entered == [[0, 1, 2, 3], [0, 1, 2, 3], [3]]  # the newest first
     assert enter(in_flight) == []
 
 
@@ -118,18 +118,18 @@ def test_the_next_suspect_enters_when_the_one_before_has_proved_itself_ended_or_
         enter(in_flight)
         in_flight.take_dead()
     order = enter(in_flight)
-    say(in_flight, 0, PROOF_TOKENS - 1)
+    say(in_flight, 3, PROOF_TOKENS - 1)
     order += enter(in_flight)
-    assert order == [0]
+    assert order == [3]
 
-    say(in_flight, 0, 1)
-    order += enter(in_flight)
-    in_flight.drop(1)
+    say(in_flight, 3, 1)
     order += enter(in_flight)
     in_flight.drop(2)
     order += enter(in_flight)
+    in_flight.drop(1)
+    order += enter(in_flight)
 
-    assert order == [0, 1, 2, 3]
+    assert order == [3, 2, 1, 0]
 
 
 def test_the_culprit_is_handed_out_when_two_engines_died_with_it_alone() -> None:
@@ -146,11 +146,7 @@ def test_the_culprit_is_handed_out_when_two_engines_died_with_it_alone() -> None
         blamed = in_flight.take_dead()
 
     assert blamed is not None
-    assert (blamed.number, blamed.deaths_alone, deaths) == (
-        culprit,
-        2,
-        5,
-    )  # twice among all, once beside those that proved themselves
+    assert (blamed.number, blamed.deaths_alone, deaths) == (culprit, 2, 4)  # twice among all; it had emitted least
     assert sorted(in_flight.waiting) == [0, 1, 2, 3, 4, 6, 7]
     assert not in_flight.inside
 
@@ -198,15 +194,15 @@ def test_new_requests_wait_until_every_suspect_was_tried() -> None:
     for _ in range(2):
         enter(in_flight)
         in_flight.take_dead()
-    assert enter(in_flight) == [0]
+    assert enter(in_flight) == [1]
 
     add(in_flight, Submit((2,), [9], (Sampling(temperature=0.0, seed=1),)))
     order = enter(in_flight)
-    for suspect in (0, 1):
+    for suspect in (1, 0):
         say(in_flight, suspect, PROOF_TOKENS)
         order += enter(in_flight)
 
-    assert order == [1, 2]
+    assert order == [0, 2]
 
 
 def test_a_new_request_that_kills_is_not_blamed_on_the_one_on_trial() -> None:
@@ -229,7 +225,7 @@ def test_nobody_is_on_trial_while_the_rows_are_full() -> None:
         enter(in_flight)
         in_flight.take_dead()
     in_flight.take_due(2)
-    say(in_flight, 0, PROOF_TOKENS)
+    say(in_flight, 2, PROOF_TOKENS)
     in_flight.take_due(2)
     say(in_flight, 1, PROOF_TOKENS)
 

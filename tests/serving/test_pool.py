@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from fronts import fake_pool, front
-from pools import all_open, answers, ask, become, expected, proved
+from pools import all_open, answers, ask, become, expected, proved, run_story
 from thoroughness import ALL
 from waiting import HANG_SECONDS, until
+from weft.config import EngineSettings
 from weft.errors import EngineDied
 from weft.serving.pool import EnginePool, Replica
+from weft.serving.starters.here import Here
 
 POISON = 666
 SLOW = ("--token-seconds", "0.002")
@@ -29,16 +32,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pooled(story: Callable[[EnginePool], Awaitable[None]], num_replicas: int, *words: str) -> None:
     """Tell a story about so many engines with these words on their command lines."""
-
-    async def run() -> None:
-        pool = fake_pool("m", *words, num_replicas=num_replicas)
-        pool.start()
-        try:
-            await asyncio.wait_for(story(pool), HANG_SECONDS)
-        finally:
-            await pool.stop()
-
-    asyncio.run(run())
+    run_story(lambda: fake_pool("m", *words, num_replicas=num_replicas), story)
 
 
 def signal_to(replica: Replica, number: int) -> None:
@@ -64,6 +58,39 @@ def test_streams_of_a_killed_replica_go_on_in_the_others_and_nothing_is_lost_or_
         assert len(pool.dispatcher) == 0
 
     pooled(story, 3, *SLOW)
+
+
+def test_a_process_that_ends_by_itself_has_crashed_and_one_that_is_killed_has_not() -> None:
+    async def exit_of(*last_words: str) -> bool:
+        program = f"import os, signal; {'; '.join(last_words)}"
+        async with Here(EngineSettings(model="m"), (sys.executable, "-c", program)).start() as engine:
+            return (await engine.wait()).is_crash
+
+    async def run() -> list[bool]:
+        own = [await exit_of("os._exit(4)"), await exit_of("os.abort()")]
+        return own + [await exit_of(f"os.kill(os.getpid(), {number:d})") for number in (signal.SIGKILL, signal.SIGTERM)]
+
+    assert asyncio.run(asyncio.wait_for(run(), HANG_SECONDS)) == [True, True, False, False]
+
+
+def test_what_a_killed_replica_had_not_begun_is_answered_while_that_one_never_returns(tmp_path: Path) -> None:
+    load, read = tmp_path / "load", tmp_path / "read"
+    load.touch()
+
+    async def story(pool: EnginePool) -> None:
+        await all_open(pool)
+        prompts = [[place + 1, 50, 60] for place in range(8)]
+        subscriptions = [ask(pool, prompt, 40) for prompt in prompts]
+        assert all(len(replica.client.live) for replica in pool.replicas)
+        load.unlink()
+        signal_to(pool.replicas[0], signal.SIGKILL)
+        read.touch()
+        found = await asyncio.gather(*map(answers, subscriptions))
+
+        assert found == [[expected(prompt, 40)] for prompt in prompts]
+        assert not pool.replicas[0].is_open
+
+    pooled(story, 2, "--load-until", str(load), "--prompt-until", str(read))
 
 
 def test_a_stopped_replica_s_streams_go_on_elsewhere_and_it_serves_again_when_it_wakes() -> None:
@@ -122,17 +149,13 @@ def test_a_replica_that_joins_under_load_gets_its_share_and_running_streams_stay
         for subscription in running:
             subscription.cancel()
 
-    async def run() -> None:
+    def one_and_one_that_comes_later() -> EnginePool:
         first, second = fake_pool("m"), fake_pool("m", "--load-until", str(come))
         pool = EnginePool([first.replicas[0].starter, second.replicas[0].starter], 60.0)
         pool.replicas[1].starter.name = "1"  # type: ignore[misc]
-        pool.start()
-        try:
-            await asyncio.wait_for(story(pool), HANG_SECONDS)
-        finally:
-            await pool.stop()
+        return pool
 
-    asyncio.run(run())
+    run_story(one_and_one_that_comes_later, story)
 
 
 def test_replicas_are_renewed_one_after_the_other_under_streams_without_an_error() -> None:

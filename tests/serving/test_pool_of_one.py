@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fronts import FAKE_ENGINE, fake_pool
+from pools import run_story
 from waiting import HANG_SECONDS
 from weft.errors import EngineDied
 from weft.ipc.limits import Sampling
@@ -31,16 +32,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pooled(story: Callable[[EnginePool], Awaitable[None]], *words: str, hang_seconds: float = 60.0) -> None:
     """Tell a story about an engine with these words on its command line."""
-
-    async def run() -> None:
-        pool = fake_pool("m", *words, hang_seconds=hang_seconds)
-        pool.start()
-        try:
-            await asyncio.wait_for(story(pool), HANG_SECONDS)
-        finally:
-            await pool.stop()
-
-    asyncio.run(run())
+    run_story(lambda: fake_pool("m", *words, hang_seconds=hang_seconds), story)
 
 
 async def until(pool: EnginePool, is_so: Callable[[EngineCondition], bool]) -> None:

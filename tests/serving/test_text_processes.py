@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from weft.errors import BadModel, ServerStopping, TemplateFailed, TemplateTooCos
 from weft.ipc.limits import MAX_RENDERED_CHARACTERS, MAX_TEMPLATE_CHARACTERS
 from weft.serving.child_pool import READY, ChildLimits, ChildLost, ChildPool
 from weft.serving.image_worker import REPLY
-from weft.serving.text_processes import TextProcesses
+from weft.serving.text_processes import NUM_CHILDREN, TextProcesses
 from weft.text.codec import Codec
 from weft.text.schema import find_schema_errors, json_schema_grammar
 from weft.text.template import ChatTemplate
@@ -116,6 +116,27 @@ def test_a_pattern_that_backtracks_costs_its_own_answer_only(processes: TextProc
     assert "was not checked" in told[0]
 
 
+def test_answers_that_are_checked_for_long_hold_up_no_template() -> None:
+    processes = TextProcesses(ChildLimits(seconds=20, cpu_seconds=600))
+    spec = json_schema_grammar({"type": "array", "items": {"allOf": [BACKTRACKING] * 40}}, False, "schema")
+    answer = "[" + ",".join(f'"{STUCK}{index}"' for index in range(1000)) + "]"
+
+    def check() -> None:
+        with suppress(ServerStopping):
+            processes.find_schema_errors(spec, answer)
+
+    threads = [threading.Thread(target=check) for _ in range(2 * NUM_CHILDREN)]
+    for thread in threads:
+        thread.start()
+    until(lambda: processes.checks.is_busy)
+
+    assert processes.render("{{ word }}", {"word": "hi"}) == "hi"
+    assert processes.checks.is_busy
+    processes.close()
+    for thread in threads:
+        thread.join(HANG_SECONDS)
+
+
 def test_who_waits_for_an_endless_template_is_answered_when_its_model_goes() -> None:
     processes, errors = TextProcesses(ChildLimits(seconds=600, cpu_seconds=600)), []
     endless = template(ENDLESS, processes)
@@ -127,8 +148,8 @@ def test_who_waits_for_an_endless_template_is_answered_when_its_model_goes() -> 
 
     thread = threading.Thread(target=render)
     thread.start()
-    until(lambda: processes.pool.is_busy)
-    pids = processes.pool.pids
+    until(lambda: processes.templates.is_busy)
+    pids = processes.templates.pids
     processes.close()
     thread.join()
 

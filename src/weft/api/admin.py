@@ -236,7 +236,7 @@ class Admin:
             check.check(text or "")
             return codec.tokenizer.encode(text or "", add_special_tokens=given.add_special_tokens is not False)
 
-        ids = await self.service.lanes.run(request.state.body_bytes, encode)
+        ids = await self.service.lanes.run(tenant_of(request).id, request.state.body_bytes, encode)
         return json_response({"count": len(ids), "max_model_len": ready.limits.context_length, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
@@ -311,8 +311,9 @@ def visible_condition(model: ServedModel, tenant: Tenant) -> dict[str, Any]:
 
 
 def show_replicas(model: ServedModel) -> dict[str, Any]:
-    """Return each replica's state, load and cache hits, and how many answers were moved; {} for a model with one replica."""
-    if len(model.pool.replicas) == 1:
+    """Return each replica's state, load and cache hits, and how many answers were moved; {} for a model with one replica here."""
+    placement = model.pool.placement
+    if len(model.pool.replicas) == 1 and placement is None:
         return {}
     rows = [
         {
@@ -330,7 +331,8 @@ def show_replicas(model: ServedModel) -> dict[str, Any]:
         }
         for replica in model.pool.replicas
     ]
-    return {"replicas": rows, "moved": model.pool.dispatcher.num_moved}
+    placed = {} if placement is None else {"placement": {"can_place": placement.problem is None, "message": placement.problem}}
+    return {"replicas": rows, "moved": model.pool.dispatcher.num_moved, **placed}
 
 
 def _replica_status(replica: Replica) -> str:

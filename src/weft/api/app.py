@@ -180,7 +180,8 @@ class GeneratingEndpoint:
         past = {} if self.recall is None else {"past": await self.recall(body, tenant.owner)}
         is_large = self.recall is not None or request.state.body_bytes > LARGE_BODY_BYTES
         translate = partial(self.translate, body, **past)
-        parsed = await self.service.lanes.run(request.state.body_bytes, translate) if is_large else translate()
+        lanes, size = self.service.lanes, request.state.body_bytes
+        parsed = await lanes.run(tenant.id, size, translate) if is_large else translate()
         session = parsed.generation.session or next(filter(None, map(request.headers.get, SESSION_HEADERS)), "")
         generation = replace(parsed.generation, dialect=self.dialect, session=session, **_whose(tenant, session))
         if tenant.id and tenant.is_admin:  # an admin's priority counts among all tenants

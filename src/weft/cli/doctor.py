@@ -26,7 +26,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from weft import __version__
-from weft.cli import writing
+from weft.cli import Switch, writing
 from weft.cli.client import ServerClient
 from weft.cli.service_unit import last_lines, read_log_end
 from weft.config import cache_folder
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weft.engine.budget import MemoryBudget
 
 MODEL = "tiny-hybrid"
-STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
+STYLES = {"ok": "green", "slow": "yellow", "differs": "yellow", "wrong": "bold red"}
 ROOM_BYTES = 1_000_000_000  # the default model takes 0.7 GB while it is fetched and converted
 LOG_LINES = 300
 SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD")  # in the name of a variable
@@ -45,37 +45,53 @@ ASK_SECONDS = 60.0
 SLOW_TOKENS = 40.0  # a second, of a model of 12 M parameters: one old core does hundreds
 STORY, STORY_GOES_ON = "Once upon a time", ", there was"  # the greedy continuation on every device
 RUN_AGAIN = "run again; if it stays, report it with the file of --bundle"
+CHECK_HELP = "Load this model and check that batched = alone, cached = cold and so on; prints a report for an issue."
+EXACT_HELP = "With --check: as `weft serve --exact` computes."
 BUNDLE_HELP = "Write report, settings, versions and the end of the logs to this zip, without keys or prompts."
 
 
 class Finding(NamedTuple):
-    """The grade of one check (ok, slow or wrong), what was found, and advice; `str` gives its line of the report."""
+    """The grade of one check, what was found, and advice; `str` gives its line of the report."""
 
-    grade: Literal["ok", "slow", "wrong"]
+    grade: Literal["ok", "slow", "differs", "wrong"]  # differs: what is not promised
     what: str
     found: str
     advice: str = ""
 
     def __str__(self) -> str:
-        return f"{self.grade:<6} {self.what:<12} {self.found}{f'; {self.advice}' if self.advice else ''}"
+        return f"{self.grade:<7} {self.what:<12} {self.found}{f'; {self.advice}' if self.advice else ''}"
 
 
-def doctor_command(*, bundle: Annotated[Path | None, Parameter(help=BUNDLE_HELP)] = None) -> int:
+def doctor_command(
+    *,
+    check: Annotated[str | None, Parameter(help=CHECK_HELP)] = None,
+    exact: Annotated[Switch, Parameter(help=EXACT_HELP)] = False,
+    bundle: Annotated[Path | None, Parameter(help=BUNDLE_HELP)] = None,
+) -> int:
     """Look whether all is well here: versions, settings, disk, device, memory, and a small server tried out.
 
     Each line is ok, slow or wrong, and says what to do. Status 1 where something is
     wrong. Nothing is fetched; the model tried is the one that comes with weft.
 
+    With --check a model of yours is tried instead, in a minute or a few: whether its
+    answers are the same alone and in a batch, with cached prompts, with drafts and
+    after an interruption, token by token and bit by bit, and how fast each is.
+
     For example:
       weft doctor
+      weft doctor --check smollm2
       weft doctor --bundle report.zip
     """
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    if check is not None:
+        from weft.cli.doctor_check import check_model
+
+        return check_model(console, check, exact=exact)
     findings = []
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         for finding in examine(log):
-            console.print(Text.assemble((finding.grade, STYLES[finding.grade]), str(finding).removeprefix(finding.grade)))
+            print_finding(console, finding)
             findings.append(finding)
         if bundle is not None:
             write_bundle(bundle, findings, log)
@@ -83,9 +99,14 @@ def doctor_command(*, bundle: Annotated[Path | None, Parameter(help=BUNDLE_HELP)
     return 1 if any(finding.grade == "wrong" for finding in findings) else 0
 
 
+def print_finding(console: Console, finding: Finding) -> None:
+    """Print a finding as a line of the report, its grade in colour."""
+    console.print(Text.assemble((finding.grade, STYLES[finding.grade]), str(finding).removeprefix(finding.grade)))
+
+
 def examine(log: Path) -> Iterator[Finding]:
     """Run all checks, cheap ones first, and yield their findings; the log of the server started for them is written to `log`."""
-    yield _check_versions()
+    yield check_versions()
     yield _check_settings()
     yield _check_disk(cache_folder())
     yield _check_port()
@@ -93,7 +114,8 @@ def examine(log: Path) -> Iterator[Finding]:
     yield from check_server(log)
 
 
-def _check_versions() -> Finding:
+def check_versions() -> Finding:
+    """Compare the versions of the packages that weft needs with the ranges that it names."""
     installed = _installed_versions()
     found = [f"{name} {installed.get(name, 'missing')}" for name in ("mlx", "mlx-lm", "llguidance")]
     words = ", ".join([f"weft {__version__}, Python {platform.python_version()}", *found])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import mul
 
-from weft.engine.step_costs import StepCosts
+from weft.engine.step_costs import USUAL_COSTS, CostTable, StepCosts
 
 FORCED, HEAD = "forced", "mtp"  # sources: whose tokens are certain, and whose drafts take time to make
 START_RATES = {"lookup": 0.6, "prediction": 0.8, HEAD: 0.8}
@@ -51,10 +51,10 @@ class RowDrafts:
 class DraftPolicy:
     """Decides how many draft tokens to make and verify, from the rates of acceptance and the costs of steps."""
 
-    def __init__(self, *, by_clock: bool, max_tokens: int = 7) -> None:
+    def __init__(self, *, by_clock: bool, max_tokens: int = 7, table: CostTable = USUAL_COSTS) -> None:
         self.max_tokens = max_tokens
-        self._by_clock = by_clock
-        self._costs = StepCosts(max_tokens)
+        self.by_clock = by_clock
+        self._costs = StepCosts(max_tokens, table)
         self._rates: dict[str, list[float]] = {}  # of all rows, by source
         self._balance = MAX_BALANCE / 2
         self._num_rows = 1  # of the last decision
@@ -83,7 +83,7 @@ class DraftPolicy:
         if with_head:
             costs = [self._costs.of_unused_head(num_rows), *costs[1:]]
         lengths = self._lengths(drafts, num_rows, costs)
-        if not self._by_clock:
+        if not self.by_clock:
             self._balance -= costs[max(lengths, default=0)] - 1
         return lengths
 
@@ -107,7 +107,7 @@ class DraftPolicy:
 
     def measure(self, num_rows: int, tokens: int, seconds: float, with_head: bool = False) -> None:
         """Learn how long a step of `tokens` per row (1: without drafts) took, drafting with the head included."""
-        if self._by_clock and seconds > 0:
+        if self.by_clock and seconds > 0:
             self._balance -= self._costs.measure(num_rows, tokens - 1, seconds, with_head) - 1
 
     def cost(self, num_rows: int, tokens: int, with_head: bool = False) -> float:
@@ -115,7 +115,7 @@ class DraftPolicy:
         return self._costs.of(num_rows, with_head)[tokens - 1]
 
     def _needs_plain_step(self, num_rows: int) -> bool:
-        return self._by_clock and self._costs.needs_plain_step(num_rows)
+        return self.by_clock and self._costs.needs_plain_step(num_rows)
 
     def _receive(self, tokens: float) -> None:
         self._balance = min(MAX_BALANCE, self._balance + tokens / self._num_rows)
@@ -141,7 +141,7 @@ class DraftPolicy:
         """Return how many times a plain step's tokens for its time a step with drafts must promise."""
         if num_rows <= FEW_ROWS:
             return 1.0
-        return HEAD_GAIN_BY_CLOCK if with_head and self._by_clock else CROWD_GAIN
+        return HEAD_GAIN_BY_CLOCK if with_head and self.by_clock else CROWD_GAIN
 
     def _survival(self, row: RowDrafts, source: str, length: int, costs: list[float]) -> list[float]:
         """Return the probability that each token of a draft will be emitted; of the tokens that may be verified only."""

@@ -15,6 +15,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.faults import Faults
+from weft.engine.lockstep import AgreedMasks, AgreedRows, Lockstep
 from weft.engine.mask_prices import MaskPrices
 from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
@@ -51,10 +52,14 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         disk: DiskTier | None = None,
         faults: Faults | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
+        if adapter.grouping == "none" or (config.exact and adapter.grouping != "exact"):
+            config = replace(config, group_tokens=0)  # prompts would not have the numbers that each has alone
         self.adapter = adapter
         self.config = config
         self.clock = clock
+        self.lockstep = lockstep  # of a rank of a sharded engine, whose `clock` is the lockstep's
         self.faults = faults or Faults()
         self.bisection = Bisection()
         self.budget = MemoryBudget(adapter.row_bytes, adapter.weights_bytes, config.memory_bytes)
@@ -93,9 +98,10 @@ class Engine:
         last, is_quiet = self.order.pending, plan.chunk is None
         try:
             if plan.steps and plan.chunk is not None and plan.slice_seconds is None:  # so short that its row may join the step
-                plan = self._prefill_before_step(plan.chunk)
+                plan = self._prefill_before_step(plan.chunk, plan.beside)
             plan = self._with_drafts(plan)
             self.runner.allocate(plan)
+            self._keep_step(plan)
             self.order.run(plan)
             if self.bisection.groups:
                 self.order.flush()  # a failure of the next step or prompt must be its own
@@ -110,10 +116,10 @@ class Engine:
         for sequence in plan.steps:
             self.prefix.release_allocated(sequence)
         if plan.chunk is not None:
-            self.prefill(plan.chunk, plan.slice_seconds)
+            self.prefill(plan.chunk, plan.slice_seconds, plan.beside)
         elif is_quiet and plan.steps and (plan.step_tokens > 1 if last is None else self.order.pending is not None):
             seconds = self.clock() - started
-            self.scheduler.measure_step(seconds)
+            self.scheduler.measure_step(seconds, len(plan.steps), plan.step_tokens)
             self.speculation.measure(len(plan.steps), plan.step_tokens, seconds)
 
     def submit(
@@ -223,41 +229,84 @@ class Engine:
         for sequence in self.scheduler.drop_prefilled():
             self._report_prompt(sequence)
 
-    def _prefill_before_step(self, chunk: Row) -> Plan:
+    def _keep_step(self, plan: Plan) -> None:
+        """Make sure, before a sharded engine computes a turn, that all ranks are about to compute the same rows."""
+        if self.lockstep is not None:
+            chunks = () if plan.chunk is None else (plan.chunk, *plan.beside)
+            rows = [*plan.steps, *(one.sequence for one in chunks)]
+            self.lockstep.agree(AgreedRows([(one.id, one.num_computed, one.output[-1] if one.output else -1) for one in rows]))
+
+    def _prefill_before_step(self, chunk: Row, beside: tuple[Row, ...]) -> Plan:
         """Settle the pending step, compute a short prompt chunk, and return a new plan in which the chunk's row may decode."""
         self.order.flush()
-        self.prefill(chunk, None)
-        return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None)
+        self.prefill(chunk, None, beside)
+        return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None, beside=())
 
     def _with_drafts(self, plan: Plan) -> Plan:
         """Return the plan with draft tokens to verify, or known ones to replay; before that the pending step is settled."""
-        if not self.speculation.may_draft(plan.steps):
+        most = self.speculation.affordable_tokens(len(plan.steps), plan.room)
+        if most < 2 or not self.speculation.may_draft(plan.steps):
             return plan
         self.order.flush()
         steps = tuple(one for one in plan.steps if one.wants_token)
         self.runner.allocate(replace(plan, steps=steps))
-        drafts = self.speculation.drafts(steps)
+        drafts = self.speculation.drafts(steps, most - 1)
         tokens = max([1 + len(draft) for draft in drafts.values()], default=1)
         if any(one.is_replaying for one in steps):
-            most = REPLAYED_TOKENS if any(not one.is_replaying for one in steps) else MAX_STEP_TOKENS
+            most = min(most, REPLAYED_TOKENS if any(not one.is_replaying for one in steps) else MAX_STEP_TOKENS)
             tokens = max(tokens, min([most, *(one.num_known for one in steps if one.is_replaying)]))
         return replace(plan, steps=steps, step_tokens=min(tokens, self.adapter.step_tokens), drafts=drafts)
 
-    def prefill(self, row: Row, seconds: float | None) -> None:
-        """Compute a prompt chunk for about `seconds` (None: to its end); a finished chunk is added to the prefix tree."""
-        if row.sequence.is_abandoned:
+    def prefill(self, row: Row, seconds: float | None, beside: tuple[Row, ...] = ()) -> None:
+        """Compute a prompt chunk for about `seconds` (None: to its end), if it begins now with those beside it in one forward."""
+        if row.sequence.is_abandoned or not self._begin_chunk(row):
             return
+        others = tuple(one for one in beside if self._begin_chunk(one))
+        try:
+            done = self.runner.prefill(row, seconds, others)
+        except Exception as error:  # a border: the failure is a prompt's own, or a step's
+            self._blame_prompts([row.sequence, *(one.sequence for one in others)], self.runner.together(row), error)
+            return
+        for one in done:
+            self._end_chunk(one)
+
+    def _begin_chunk(self, row: Row) -> bool:
+        """Prepare a sequence for its next chunk; returns False if that failed and the sequence with it."""
         try:
             self.faults.at("prefill", row.sequence)
             self.prefix.begin(row.sequence)
-            if not self.runner.prefill(row, seconds):
-                return
+        except Exception as error:  # a border: this is one prompt's own
+            self._blame(row.sequence, "computing its prompt", error)
+            return False
+        return True
+
+    def _end_chunk(self, row: Row) -> None:
+        """Add a computed chunk to the prefix tree and report its prompt's progress."""
+        try:
             self.prefix.enter(row)
-        except Exception as error:  # a border: one prompt at a time is computed, so the failure is its own, or a step's
+        except Exception as error:  # a border: a chunk is one prompt's own
             self._blame(row.sequence, "computing its prompt", error)
             return
         self.scheduler.finish_chunk(row)
         self._report_prompt(row.sequence)
+
+    def _blame_prompts(self, begun: list[Sequence], together: list[Sequence], error: Exception) -> None:
+        """After a failed forward of prompts end the one that it was of; several are each computed alone from now on."""
+        suspects = list(dict.fromkeys([*begun, *together]))
+        if len(suspects) == 1:
+            self._blame(suspects[0], "computing its prompt", error)
+            return
+        log.error("a forward of %d prompts failed, each is computed by itself", len(suspects), exc_info=error)
+        self.last_failure = error
+        self.scheduler.apart |= {*suspects}
+        if isinstance(error, RuntimeError):  # as MLX reports what failed on the device
+            if (step := self.order.pending) is not None:
+                self._undo([*step.sequences, *suspects], error)
+                return
+            self.runner.drain()
+        for sequence in suspects:
+            self.runner.release(sequence, poisoned=True)
+            self.prefix.reset(sequence)
 
     def _report_prompt(self, sequence: Sequence) -> None:
         """Emit a prompt's progress; once it is computed, queue its forks (further answers) and end requests for 0 tokens."""
@@ -277,10 +326,11 @@ class Engine:
             demands += self._demands(sequence, step.drafts.get(sequence, ())) if sequence in step.new else [None] * len(places)
         allowed, errors = self.masks.fill(demands)
         step.errors = {line: f"the grammar can not go on: {why}" for line, why in errors.items()}
+        taken = self.masks.seconds if self.lockstep is None else self.lockstep.agree(AgreedMasks(self.masks.seconds)).seconds
         for sequence, places in step.places():
             if (why := step.errors.get(places[0])) is not None:
                 self._finish(sequence, "error", why, is_refused=True)
-            if seconds := sum(self.masks.seconds.get(place, 0.0) for place in places):
+            if seconds := sum(taken.get(place, 0.0) for place in places):
                 self.mask_prices.charge(sequence, seconds)
         self.runner.sample(step, allowed)
 

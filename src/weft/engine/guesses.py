@@ -1,11 +1,15 @@
 """Guesses of a model's MTP head for the rows in the pool: it reads the tokens that the model computed, then guesses the next.
 
+Where the device can tell how many draft tokens of a step will be accepted, the next guesses are made behind the step, before its
+tokens are read (`guess_ahead`): the host builds them while the step runs. Else they are made when they are asked for (`guess`).
+
 The head reads when it guesses, not in every step: of each row's last tokens the hidden states are kept until then. When they
 become too many it reads all the same, or skips them if the batch is a crowd, where guesses seldom pay. To the head a skipped
 token has a key and a value of zeros. That makes later guesses worse, never an answer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -14,11 +18,24 @@ from weft.engine.row_memory import RowMemory
 from weft.engine.sampler import sample
 from weft.engine.sequence import Line, Sequence
 from weft.memory.slabs import Pool, RowState
+from weft.memory.spec import MAX_STEP_TOKENS
 from weft.memory.views import Batch, StepSpan, make_room
 from weft.model.adapter import HIDDEN_STATES, Adapter
 
 MAX_READING_ROWS = 4  # in larger batches tokens are skipped
 
+
+class VerifyingStep(Protocol):
+    """A step whose tokens are sampled and not read yet: its rows, of whose drafts some tokens will be accepted."""
+
+    sequences: list[Sequence]
+    drafts: Mapping[Sequence, tuple[int, ...]]
+
+    def sampled_tokens(self) -> mx.array:
+        """Return the tokens of all lines, (lines,)."""
+
+
+Ahead = tuple[list[tuple[Sequence, RowState]], mx.array]  # rows, and their guesses (rows, T)
 Batches = Callable[[tuple[Sequence, ...], StepSpan], Iterator[tuple[Batch, list[Sequence | None]]]]
 
 
@@ -31,6 +48,8 @@ class Guesses:
         self._batches = batches
         self._layer = len(adapter.specs) - 2  # the head's keys and values
         self._has_written = False  # keys and values, since the last step began
+        self._started: Ahead | None = None  # behind the step under way
+        self._ready: Ahead | None = None  # behind the last step
 
     def guess(self, sequences: tuple[Sequence, ...], count: int) -> dict[Sequence, tuple[int, ...]]:
         """Guess the next `count` tokens of each row in the pool, whose last token is known.
@@ -39,8 +58,7 @@ class Guesses:
         """
         states = _in_pool(sequences)
         unread = max((state.unread for state in states), default=0)
-        for state in states:  # so that no row moves between the batches
-            make_room(self.pool, state, max(count, unread + 2), seam=self.adapter.way == "seam")
+        self._make_room(sequences, max(count, unread + 2))  # so that no row moves between the batches
         spans = [StepSpan(unread + 1, is_unread=True), *(StepSpan(1, ahead) for ahead in range(1, count))]
         batches = {span: list(self._batches(sequences, span)) for span in spans}
         guesses = [self._guess([batches[span][part] for span in spans]) for part in range(len(batches[spans[0]]))]
@@ -50,8 +68,68 @@ class Guesses:
             found |= {row: tuple(guessed) for row, guessed in zip(rows, np.array(tokens).tolist(), strict=True)}
         return found
 
+    def guess_ahead(self, step: VerifyingStep, batch: Batch, count: int) -> bool:
+        """Start guessing the `count` tokens behind those that a step will emit, whose forward had this batch; False: it can not.
+
+        To be settled (`settle_ahead`) when the step's rows have kept their tokens.
+        """
+        count = min(count, MAX_STEP_TOKENS - 1)
+        self._ready = None
+        states = _in_pool(tuple(step.sequences))
+        is_whole = len(states) == len(step.sequences) and [*batch.rows] == states
+        if not self.adapter.guesses_ahead or not is_whole or not all(map(_has_read_next, states)):
+            return False
+        tokens = batch.tokens
+        if any(state.slab is None or state.slab.capacity < state.length + tokens + count + 1 for state in states):
+            return False
+        sampled, counts = _verified(step, tokens)
+        spans = [StepSpan(tokens, 1), *(StepSpan(1, 1 + place) for place in range(1, count))]
+        batches = [next(self._batches(tuple(step.sequences), span))[0] for span in spans]
+        hidden = self.adapter.read(sampled, [HIDDEN_STATES - tokens] * len(states), batches[0])
+        state = mx.take_along_axis(hidden, counts[:, None, None], axis=1)[:, 0]
+        guessed: list[mx.array] = []
+        for place, further in enumerate(batches):
+            if guessed:
+                further.move_ahead(counts)
+                state = self.adapter.guess(guessed[-1], state, further)
+            lines = [Line(row, (), 1 + place) for row in step.sequences]
+            uniform = _uniform(lines, counts, tokens)
+            guessed.append(sample(self.adapter.guessed_logits(state), lines, uniform=uniform).tokens)
+        self._has_written = True
+        found = mx.stack(guessed, axis=1)
+        mx.async_eval(found)  # type: ignore[no-untyped-call]
+        self._started = list(zip(step.sequences, states, strict=True)), found
+        return True
+
+    def settle_ahead(self) -> None:
+        """Note that the head has read the tokens of the step that was guessed behind; its rows have kept theirs by now."""
+        self._ready, self._started = self._started, None
+        for _, state in self._ready[0] if self._ready is not None else ():
+            state.unread = -1
+
+    def take_ahead(self, sequences: list[Sequence], count: int) -> dict[Sequence, tuple[int, ...]] | None:
+        """Return the guesses that were made behind the last step; None if they are not there, or too few, for these sequences.
+
+        Then the head will read these rows' last tokens again.
+        """
+        ready, self._ready = self._ready, None
+        if ready is None:
+            return None
+        rows, tokens = ready
+        live = {one: place for place, (one, state) in enumerate(rows) if _has_read_next(state) and state in _in_pool((one,))}
+        if tokens.shape[1] >= count and all(one in live for one in sequences):
+            mx.eval(tokens)  # sync: the next step is made of them
+            guesses = np.array(tokens).tolist()
+            return {one: tuple(guesses[place]) for one, place in live.items()}
+        for _, state in rows:
+            state.unread = max(state.unread, 0)
+        return None
+
     def catch_up(self, sequences: tuple[Sequence, ...], tokens: int) -> None:
         """Before a step of so many tokens per row: read or skip, if more would be unread then than hidden states are kept."""
+        self._started = None
+        if tokens > 1 and self.adapter.guesses_ahead:  # behind this step, whose rows can not move any more then
+            self._make_room(sequences, tokens + MAX_STEP_TOKENS)
         states = _in_pool(sequences)
         if self.adapter.head is None or max((state.unread for state in states), default=0) + tokens < HIDDEN_STATES:
             return
@@ -71,6 +149,10 @@ class Guesses:
             for state, count in zip(batch.rows, counts, strict=True):
                 if state is not None:
                     state.unread -= count
+
+    def _make_room(self, sequences: tuple[Sequence, ...], tokens: int) -> None:
+        for state in _in_pool(sequences):
+            make_room(self.pool, state, tokens, seam=self.adapter.way == "seam")
 
     def take_written(self) -> list[mx.array]:
         """Return the head's keys and values if they were written since the last call: they are on no logits' way."""
@@ -122,3 +204,29 @@ class Guesses:
 
 def _in_pool(sequences: tuple[Sequence, ...]) -> list[RowState]:
     return [memory.state for one in sequences if isinstance(memory := one.memory, RowMemory) and memory.own is None]
+
+
+def _has_read_next(state: RowState) -> bool:
+    return state.unread == -1
+
+
+def _verified(step: VerifyingStep, tokens: int) -> tuple[mx.array, mx.array]:
+    """Return the sampled tokens of a step of so many per row, (B, T), and how many of each row's draft they are, (B,)."""
+    starts, drafts, places = 0, [], []
+    for one in step.sequences:
+        draft = step.drafts.get(one, ())
+        drafts.append([*draft, *[-1] * (tokens - 1 - len(draft))])
+        places += [starts + min(place, len(draft)) for place in range(tokens)]
+        starts += 1 + len(draft)
+    lines = step.sampled_tokens()
+    sampled = (lines if places == list(range(starts)) else lines[mx.array(places)]).reshape(-1, tokens)
+    is_right = (sampled[:, :-1] == mx.array(drafts, mx.int32)).astype(mx.int32)
+    return sampled, mx.sum(mx.cumprod(is_right, axis=1), axis=1).astype(mx.int32)
+
+
+def _uniform(lines: list[Line], counts: mx.array, tokens: int) -> mx.array | None:
+    """Return the random number of each line, so many tokens further on; None if no line needs one."""
+    if all(line.sampling.temperature == 0.0 for line in lines):
+        return None
+    table = mx.array([[line.uniform(line.num_tokens + place) for place in range(tokens)] for line in lines], mx.float32)
+    return mx.take_along_axis(table, counts[:, None], axis=1)[:, 0]

@@ -14,12 +14,12 @@ import mlx.core as mx
 import msgspec
 
 from weft.engine.engine import Engine
+from weft.engine.lockstep import AgreedCompiled, CompileVerdict, MessageChannel
 from weft.engine.prefix import PrefixSharing
 from weft.engine.prefix_reports import PrefixReports
 from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RequestError, RowFailed
 from weft.grammar.compiler import Compiler
-from weft.ipc.channel import EngineEnd
 from weft.ipc.messages import (
     IMAGE_KEYS,
     AskPrefixes,
@@ -31,6 +31,7 @@ from weft.ipc.messages import (
     SubmitOutcome,
     TokenEvent,
 )
+from weft.memory.heap import HeapKeeper
 from weft.memory.prefix_tree import Node, PrefixTree
 from weft.model.saved_state import LayerCaches, SavedState, save_block, save_checkpoint
 
@@ -57,12 +58,26 @@ class Compiling:
         """Whether it is done or takes over 15 seconds; the replay of a long answer may take more."""
         return self.future.done() or (now - self.since > MAX_COMPILE_SECONDS and not self.submit.emitted)
 
+    @property
+    def verdict(self) -> CompileVerdict:
+        if not self.future.done():
+            return "late"
+        return "compiled" if self.future.exception() is None else "refused"
+
+    def result(self, verdict: CompileVerdict) -> list[Sequence]:
+        """Return the sequences if the verdict lets it, waiting for them; raise what compiling did, or TimeoutError."""
+        if verdict == "late":
+            raise TimeoutError
+        if verdict == "refused" and self.future.exception() is None:  # its trial is limited by time, and another rank's failed
+            raise GrammarRejected("another rank refuses it")
+        return self.future.result()
+
 
 class Host:
     """Connects an engine to the channel of the front process; `run` serves until the front sends Shutdown."""
 
     def __init__(
-        self, engine: Engine, compiler: Compiler, channel: EngineEnd, *, has_canary: bool, has_reports: bool = False
+        self, engine: Engine, compiler: Compiler, channel: MessageChannel, *, has_canary: bool, has_reports: bool = False
     ) -> None:
         self.engine = engine
         self.compiler = compiler
@@ -71,6 +86,7 @@ class Host:
         tree = engine.prefix.tree
         self.canary = Canary(engine.prefix, tree) if has_canary and tree is not None else None
         self.reports = PrefixReports(tree) if has_reports and tree is not None else None
+        self.heap = HeapKeeper()
         self.compiling: list[Compiling] = []
         self.outcomes: list[SubmitOutcome] = []
         self.failures: list[TokenEvent] = []  # the ends of sequences that the engine has not got
@@ -105,11 +121,10 @@ class Host:
 
     def take_compiled(self) -> None:
         """Queue requests whose constraint is ready; refuse or end those whose compilation or replay failed or takes too long."""
-        now = self.clock()
-        for waiting in [one for one in self.compiling if one.is_due(now)]:
+        for waiting, verdict in self._due():
             self.compiling.remove(waiting)
             try:
-                sequences = waiting.future.result(timeout=0)
+                sequences = waiting.result(verdict)
             except TimeoutError:
                 message = f"compiling the constraint takes longer than {MAX_COMPILE_SECONDS:g} seconds; make it smaller"
                 self._refuse(waiting.submit, GrammarRejected(message))
@@ -126,13 +141,21 @@ class Host:
                 self._queue(waiting.submit, sequences)
                 self.outcomes.append(SubmitOutcome(waiting.submit.numbers[0]))
 
+    def _due(self) -> list[tuple[Compiling, CompileVerdict]]:
+        """Return the requests to be taken now, and what became of their constraints; in a sharded engine at rank 0."""
+        now = self.clock()
+        due = [(place, one.verdict) for place, one in enumerate(self.compiling) if one.is_due(now)]
+        if self.engine.lockstep is not None and self.compiling:
+            due = self.engine.lockstep.agree(AgreedCompiled(due)).due
+        return [(self.compiling[place], verdict) for place, verdict in due]
+
     def send_events(self) -> None:
         """Send new tokens, prompt progress and submit outcomes to the front, with the status if it is due; nothing if empty."""
         tokens, prompts = self.engine.take_events(), self.engine.take_prompt_events()
         for event in [event for event in tokens if event.finish is not None]:
             ended = self.live.pop(event.sequence, None)
             if ended is not None and event.finish == "error" and ended.request.constraint is not None:
-                self.compiler.forget(ended.request.constraint)
+                self.compiler.forget(ended.request.constraint, ended.request.owner)
                 if ended.constraint is not None and ended.constraint.may_be_broken_by_others:
                     self._restart(ended)
                     tokens.remove(event)
@@ -149,7 +172,10 @@ class Host:
             return POLL_SECONDS if self.engine.is_waiting_for_disk else 0.0
         if self.compiling:
             return POLL_SECONDS
-        return 0.0 if self.canary is not None and self.canary.check() else IDLE_SECONDS
+        if self.canary is not None and self.canary.check():
+            return 0.0
+        self.heap.look()  # now nobody waits for it
+        return IDLE_SECONDS
 
     def _cancel(self, message: Cancel) -> None:
         for one in [one for one in self.compiling if one.submit.numbers[0] in message.numbers]:
@@ -168,7 +194,7 @@ class Host:
     def _compile(self, message: Submit, *, is_private: bool = False, broken: Sequence | None = None) -> None:
         assert message.constraint is not None, "there is something to compile"
         prepare, is_replay = partial(self.engine.prepare, message), bool(message.emitted)
-        future = self.compiler.start(message.constraint, prepare, is_replay=is_replay, is_private=is_private)
+        future = self.compiler.start(message.constraint, prepare, message.owner, is_replay=is_replay, is_private=is_private)
         self.compiling.append(Compiling(message, future, self.clock(), is_private, broken))
 
     def _restart(self, broken: Sequence) -> None:
@@ -186,7 +212,7 @@ class Host:
     def _fail_replay(self, failed: Compiling, error: RowFailed) -> None:
         """Replay a request's emitted tokens again, through a grammar of its own; if this has failed, end its sequences."""
         assert failed.submit.constraint is not None, "only constraints are replayed"
-        self.compiler.forget(failed.submit.constraint)
+        self.compiler.forget(failed.submit.constraint, failed.submit.owner)
         if failed.is_private:
             end = TokenEvent(0, None, finish="error", error=str(error), is_refused=True)
             self.failures += [msgspec.structs.replace(end, sequence=number) for number in failed.submit.numbers]
@@ -218,7 +244,7 @@ class Host:
         images = {} if (kept := self.engine.runner.images) is None else kept.counters
         return EngineStatus(
             *counts, *caches, prefilling, following, alone, drafts.counts, drafts.num_drafts, accepted_at, images,
-            seconds_per_token=self.engine.runner.seconds_per_token, queued_tokens=scheduler.num_queued_tokens,
+            seconds_per_token=self.engine.runner.prefill_rate.seconds_per_token, queued_tokens=scheduler.num_queued_tokens,
         )  # fmt: skip
 
     def _prefix_counters(self) -> dict[str, int]:

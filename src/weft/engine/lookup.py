@@ -29,6 +29,11 @@ class LookUp:
         # Where the draft comes from. An answer is expected to begin as its prediction does, without any match.
         self._source, self._place, self._matched = self._prediction, 0, SURE_MATCH
 
+    @property
+    def is_following(self) -> bool:
+        """Whether the answer went on as text that was there before, when it was last looked at."""
+        return self._matched > 0
+
     def draft(self, output: Sequence[int], count: int) -> tuple[list[int], bool]:
         """Return up to `count` tokens that may follow the output, and whether they come from the prediction."""
         num_known = len(self._own.tokens) - len(self._prompt)

@@ -31,6 +31,8 @@ class PlainOrder:
         if step is not None:
             self.engine.runner.start(step)
             self.engine.sample(step)
+            if plan.step_tokens > 1:
+                self.engine.speculation.guess_ahead(step)  # built while the step runs
             self.engine.settle(step)
             self.engine.on_events()
 

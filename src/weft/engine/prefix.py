@@ -217,7 +217,7 @@ class PrefixSharing:
         """Whether restoring the states at `found` is faster than computing up to there; True for a sequence without caches."""
         if not sequence.has_caches:
             return True
-        seconds = (found.length - sequence.num_computed) * self.runner.seconds_per_token
+        seconds = (found.length - sequence.num_computed) * self.runner.prefill_rate.seconds_per_token
         return seconds > sum(node.nbytes for node in found.path()) / COPY_BYTES_PER_SECOND
 
     def _pin(self, sequence: Sequence, node: Node) -> None:

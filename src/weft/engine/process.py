@@ -6,9 +6,11 @@ for this process and for `weft.LLM`. Nothing here imports mlx before weft's BLAS
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib.metadata
+import logging
 import os
 import shutil
 import signal
@@ -25,12 +27,15 @@ import msgspec
 
 from weft import log
 from weft.config import SAFE_SHARE, Device, EngineConfig, EngineSettings, available_memory_bytes
+from weft.engine.lockstep import AgreedChannel
+from weft.engine.ranks import Rank, leading
 from weft.errors import ModelError
 from weft.grammar.compiler import DEEP_STACK_BYTES, Compiler
 from weft.ipc.channel import FRONT_PID, EngineEnd
 from weft.ipc.messages import Beat, Failed, Loading, Ready
 from weft.kernels import blas
 from weft.kernels.blas import BlasReport
+from weft.model.load_phases import LoadPhases
 
 if TYPE_CHECKING:
     from weft.engine.engine import Engine
@@ -51,38 +56,57 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the front asks a hung engine for its stack before it kills it
     threading.stack_size(DEEP_STACK_BYTES)  # before the first thread: grammars are compiled recursively
-    _end_with_front(int(os.environ.get(FRONT_PID, os.getppid())), Path(address.removeprefix("ipc://")).parent)
+    folder = Path(address.removeprefix("ipc://")).parent
+    end_with_parent(int(os.environ.get(FRONT_PID, os.getppid())), folder)
     channel = EngineEnd(address)
     channel.send(Loading("starting"))
     try:
         with heartbeat(channel):
             settings = channel.receive_settings(SETTINGS_SECONDS)
             log.setup(settings.log_format)
-            _serve(channel, settings)
+            _serve(channel, settings, folder)
     except ModelError as error:
         channel.send(Failed(str(error)))
     finally:
         channel.close()
 
 
-def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
+def _serve(channel: EngineEnd, settings: EngineSettings, folder: Path) -> None:
+    if settings.shards > 1:  # they share the cores
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, blas.default_threads() // settings.shards)))
+    phases = LoadPhases()
+    phases.begin("imports")
     report = blas.bind()  # before anything imports mlx
     import_mlx_lm()
-
-    from weft.engine.host import Host, memory_in_use
 
     def progress(what: str, done: int, total: int | None) -> None:
         channel.send(Loading(what, done, total or 0))
 
     notices = [report.warning] if report.warning else []
     safe = safe_memory()
-    shared = None if safe is None else int(safe * settings.memory_share)
+    shared = None if safe is None else int(safe * settings.memory_share / settings.shards)
     settings = msgspec.structs.replace(settings, memory_bytes=settings.memory_bytes or shared)
-    engine, loaded, problem = bring_up_or_fallback(settings, report, progress)
+    if settings.shards > 1:
+        progress("starting the other ranks", 0, None)
+    with contextlib.nullcontext() if settings.shards == 1 else leading(settings, folder) as rank:
+        _serve_rank(channel, settings, report, rank, notices, phases)
+
+
+def _serve_rank(
+    channel: EngineEnd, settings: EngineSettings, report: BlasReport, rank: Rank | None, notices: list[str], phases: LoadPhases
+) -> None:
+    """Load the model, as a whole or as rank 0 of several, and serve it."""
+    from weft.engine.host import Host, memory_in_use
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        channel.send(Loading(what, done, total or 0))
+
+    engine, loaded, problem = bring_up_or_fallback(settings, report, progress, phases, rank)
     name = settings.model
     if problem is not None and settings.fallback:
         notices.append(f"{name} could not be had, so {settings.fallback} is served instead: {problem}")
         name = settings.fallback
+    phases.begin("vocabulary")
     compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
     channel.send(Loading("reading the vocabulary"))
     assert compiler.tokenizer  # built now: building it holds the interpreter, and streams would feel it
@@ -100,8 +124,11 @@ def _serve(channel: EngineEnd, settings: EngineSettings) -> None:
         has_vision=engine.adapter.vision is not None,
         no_vision=engine.adapter.no_vision,
     )
+    phases.end()
+    logging.getLogger("weft.engine").info("%s is ready after %s", name, phases, extra={"fields": {"phases": phases.seconds}})
     channel.send(ready)
-    Host(engine, compiler, channel, has_canary=settings.cache_canary, has_reports=settings.report_prefixes).run()
+    connected = channel if rank is None else AgreedChannel(rank.lockstep, channel)
+    Host(engine, compiler, connected, has_canary=settings.cache_canary, has_reports=settings.report_prefixes).run()
     if engine.prefix.disk is not None:
         engine.prefix.disk.close(CLOSE_SECONDS)
 
@@ -142,7 +169,7 @@ def heartbeat(channel: EngineEnd) -> Iterator[None]:
         thread.join()  # then the channel can be closed
 
 
-def _end_with_front(parent: int, folder: Path) -> None:
+def end_with_parent(parent: int, folder: Path) -> None:
     """Start a watcher thread that removes the channel's folder and exits this process once the parent process is gone."""
 
     def watch() -> None:
@@ -168,9 +195,17 @@ def missing_operations() -> str | None:
 
 
 def bring_up(
-    settings: EngineSettings, report: BlasReport, progress: Progress, config: EngineConfig | None = None
+    settings: EngineSettings,
+    report: BlasReport,
+    progress: Progress,
+    config: EngineConfig | None = None,
+    phases: LoadPhases | None = None,
+    rank: Rank | None = None,
 ) -> tuple[Engine, LoadedModel]:
-    """Resolve and load the model, open the disk cache and build an Engine; raises ModelError. Call `blas.bind` first."""
+    """Resolve and load the model, open the disk cache and build an Engine; raises ModelError. Call `blas.bind` first.
+
+    `rank`: this process's place among those that the engine is divided over.
+    """
     from weft.engine.engine import Engine
     from weft.engine.faults import Faults
     from weft.engine.warm_up import warm_up
@@ -180,27 +215,35 @@ def bring_up(
     from weft.model.loader import load
     from weft.model.resolve import resolve
 
+    phases = phases or LoadPhases()
+    phases.begin("files")
     device = device_in_use()
-    loaded = load(resolve(settings.model, quantized=keeps_packed(), progress=progress), progress=progress)
-    adapter = Adapter(loaded, with_head="mtp" in (settings if config is None else config).speculate)
+    group = None if rank is None else rank.group
+    source = resolve(settings.model, quantized=keeps_packed(), progress=progress)
+    loaded = load(source, progress=progress, phases=phases, group=group)
+    adapter = Adapter(loaded, with_head="mtp" in (settings if config is None else config).speculate, phases=phases)
     is_row_invariant = report.skinny or adapter.is_row_invariant
     config = config or EngineConfig.resolve(settings, device, is_row_invariant=is_row_invariant)
     if config.width is not None and adapter.head is not None:
-        adapter = Adapter(loaded, with_head=False)  # steps of constant width have no room for its guesses
+        adapter = Adapter(loaded, with_head=False, phases=phases)  # steps of constant width have no room for its guesses
     disk = None
     if settings.cache_folder is not None and config.cache_bytes:
         progress("reading cached prefixes on disk", 0, None)
+        phases.begin("prefixes on disk")
         versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
         shape = f"{len(adapter.specs)} {config.chunk_tokens} {config.width} {config.exact}"
         facts = (*versions, device, report.name, shape)
-        folder = Path(settings.cache_folder)
-        disk = DiskTier(folder, identity_of(loaded.folder, facts, folder / "weights.json"), settings.cache_folder_bytes)
+        place = Path(settings.cache_folder)
+        disk = DiskTier(place, identity_of(loaded.folder, facts, place / "weights.json"), settings.cache_folder_bytes)
         disk.open()
     if device == "cuda":
         progress("warming up", 0, None)
+        phases.begin("warm-up")
         warm_up(adapter, config)
-    engine = Engine(adapter, config, disk=disk, faults=Faults.of_environment())
+    clock, lockstep = (time.monotonic, None) if rank is None else (rank.lockstep.clock, rank.lockstep)
+    engine = Engine(adapter, config, clock, disk, Faults.of_environment(), lockstep)
     check_memory(engine.limits.memory_tokens, adapter.weights_bytes, config.memory_bytes)
+    phases.end()
     return engine, loaded
 
 
@@ -214,16 +257,20 @@ def check_memory(max_tokens: int | None, weights_bytes: int, budget_bytes: int |
 
 
 def bring_up_or_fallback(
-    settings: EngineSettings, report: BlasReport, progress: Progress
+    settings: EngineSettings,
+    report: BlasReport,
+    progress: Progress,
+    phases: LoadPhases | None = None,
+    rank: Rank | None = None,
 ) -> tuple[Engine, LoadedModel, str | None]:
     """Bring up the model, or the fallback if it can not be had; the third value says why not, and is None if it could.
 
     What the first attempt held is freed before the second begins: both models may not fit into memory.
     """
     try:
-        return *bring_up(settings, report, progress), None
+        return *bring_up(settings, report, progress, phases=phases, rank=rank), None
     except ModelError as error:
-        if not settings.fallback:
+        if not settings.fallback or rank is not None:
             raise
         problem = str(error)
         error.__traceback__ = None  # its frames hold the model that failed
@@ -232,7 +279,7 @@ def bring_up_or_fallback(
     gc.collect()  # half-built models have cycles
     mx.clear_cache()
     fallback = msgspec.structs.replace(settings, model=settings.fallback, fallback=None)
-    return *bring_up(fallback, report, progress), problem
+    return *bring_up(fallback, report, progress, phases=phases), problem
 
 
 def safe_memory() -> int | None:

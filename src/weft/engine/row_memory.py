@@ -6,6 +6,7 @@ from typing import Literal
 import mlx.core as mx
 
 from weft.engine.sampler import Logprobs
+from weft.engine.scheduler import Row
 from weft.memory.slabs import RowState
 from weft.model.adapter import Chunk
 from weft.model.saved_state import LayerCaches
@@ -24,7 +25,7 @@ class RowMemory:
     state: RowState = field(default_factory=RowState)
     retained: tuple[LayerCaches, int] | None = None  # its own caches once it has a slot, and how many tokens they hold
     chunk: Chunk | None = None
-    chunk_seconds: float = 0.0  # spent on the chunk so far
+    together: tuple[Row, ...] = ()  # the prompts' chunks that the chunk's forward computes, where it is not this one's alone
     alone: AloneCause | None = None  # why it last decoded on its own caches, if it did
     logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
     encoding: dict[tuple[str, str, bytes], mx.array] = field(default_factory=dict)  # features that the chunk under way encodes

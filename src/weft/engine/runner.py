@@ -19,6 +19,7 @@ from weft.config import EngineConfig
 from weft.engine.faults import Faults
 from weft.engine.guesses import Guesses
 from weft.engine.image_features import ImageFeatures
+from weft.engine.prefill_rate import PrefillRate
 from weft.engine.row_memory import AloneCause, RowMemory
 from weft.engine.sampler import SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
@@ -65,6 +66,11 @@ class Step:
         if sequence.begin_step(num_known):
             self.new.add(sequence)
 
+    def sampled_tokens(self) -> mx.array:
+        """Return the tokens of all lines, (lines,), sampled and perhaps not computed yet."""
+        assert self.sampled is not None
+        return self.sampled.tokens
+
     def places(self) -> Iterator[tuple[Sequence, range]]:
         """Iterate over the sequences and the places of their lines."""
         start = 0
@@ -90,7 +96,7 @@ class Runner:
         self.config = config
         self.clock = clock
         self.faults = faults
-        self.seconds_per_token = 0.0  # of prefill, a running mean
+        self.prefill_rate = PrefillRate()
         self.images = None if adapter.vision is None else ImageFeatures(adapter.vision)
         self.num_alone: dict[str, int] = dict.fromkeys(get_args(AloneCause), 0)  # rows that decoded alone, by cause
         self._refused_layers: set[int] = set()  # those in the log
@@ -179,6 +185,7 @@ class Runner:
                 if state is not None and state.slab is not None and not finite[index, count:].all():
                     state.slab.scrub_tokens(state.slot, state.length + count, state.length + forward.batch.tokens)
             forward.batch.keep(counts)
+        self.guesses.settle_ahead()
 
     def start(self, step: Step) -> None:
         """Start computing a built step; returns at once on a GPU, while on a CPU this may take nearly as long as the step."""
@@ -192,37 +199,76 @@ class Runner:
         step.sampled = sample(step.logits, step.lines, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
 
-    def prefill(self, row: Row, seconds: float | None) -> bool:
-        """Evaluate a prompt chunk layer by layer for about `seconds` (None: to its end); returns whether it is complete.
+    def prefill(self, row: Row, seconds: float | None, beside: tuple[Row, ...] = ()) -> list[Row]:
+        """Evaluate a prompt chunk layer by layer for about `seconds` (None: to its end); returns the chunks that are complete.
 
         The chunk is one lazy graph. Evaluating its layers' states in order divides the time finely without dividing the
-        tokens: the numbers do not depend on how often the work was interrupted.
+        tokens: the numbers do not depend on how often the work was interrupted. If it begins now, the chunks `beside` it are
+        computed in the same forward; whoever of them is still there is complete when it is.
         """
-        memory = _memory(row.sequence)
-        if memory.own is None:
-            memory.own = self._restored_caches(row.sequence)
-        started = self.clock()
-        chunk = memory.chunk = memory.chunk or self._start_chunk(row, memory)
+        memory, started = _memory(row.sequence), self.clock()
+        if memory.chunk is None:
+            self._begin((row, *beside))
+        chunk = memory.chunk
+        assert chunk is not None
         if memory.encoding:
             self.faults.at("encode", row.sequence)
         if seconds is None:
             chunk.finish()
-        else:
+        elif not chunk.is_done:  # else it was computed for others, and this is a successor of one of them
             self._slice(chunk, seconds)
-        memory.chunk_seconds += self.clock() - started
+        chunk.seconds += self.clock() - started
         if not chunk.is_done:
-            return False
+            return []
+        done = [row, *(one for one in memory.together if one.sequence is not row.sequence and self.is_amid(one.sequence, chunk))]
+        self._measure(chunk, memory, done)
+        for one in done:
+            self._end_chunk(one)
+        return done
+
+    def together(self, row: Row) -> list[Sequence]:
+        """Return the sequences whose chunks are computed in one forward with a row's, itself included."""
+        memory = _memory(row.sequence)
+        others = [
+            one.sequence for one in memory.together if memory.chunk is not None and self.is_amid(one.sequence, memory.chunk)
+        ]
+        return list(dict.fromkeys([row.sequence, *others]))
+
+    @staticmethod
+    def is_amid(sequence: Sequence, chunk: Chunk) -> bool:
+        """Whether a chunk is the one that a sequence is being computed in."""
+        return sequence.memory is not None and _memory(sequence).chunk is chunk
+
+    def _begin(self, rows: tuple[Row, ...]) -> None:
+        """Build the forward of the rows' chunks, on caches of their own."""
+        memories = [_memory(row.sequence) for row in rows]
+        for row, memory in zip(rows, memories, strict=True):
+            memory.own = memory.own or self._restored_caches(row.sequence)
+        if len(rows) == 1:
+            memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
+            return
+        tokens = [row.sequence.prefill_ids[row.start : row.start + row.count] for row in rows]
+        chunk = self.adapter.prefill_together(tokens, [memory.own or [] for memory in memories], [row.start for row in rows])
+        for memory in memories:
+            memory.chunk, memory.together = chunk, rows
+
+    def _measure(self, chunk: Chunk, memory: RowMemory, rows: list[Row]) -> None:
+        """Learn from a computed chunk how long prompt tokens, or images, take."""
+        num_tokens = sum(row.count for row in rows)
         if memory.encoding and self.images is not None:
             self.images.keep(memory.encoding)
-            self.images.encode_seconds += max(0.0, memory.chunk_seconds - row.count * self.seconds_per_token)
-        else:
-            self.seconds_per_token += 0.2 * (memory.chunk_seconds / row.count - self.seconds_per_token)
-        memory.encoding, memory.chunk_seconds = {}, 0.0
+            self.images.encode_seconds += max(0.0, chunk.seconds - num_tokens * self.prefill_rate.seconds_per_token)
+        elif chunk.seconds > 0:
+            self.prefill_rate.measure(num_tokens, chunk.seconds)
+
+    def _end_chunk(self, row: Row) -> None:
+        memory = _memory(row.sequence)
+        memory.encoding = {}
         if memory.logprobs is not None:
             row.sequence.prompt_logprobs += memory.logprobs.read(_next_tokens(row))
         memory.chunk = memory.logprobs = None
+        memory.together = ()
         row.sequence.num_computed += row.count
-        return True
 
     def save(self, row: Row) -> tuple[SavedState, SavedState]:
         """Copy a just computed chunk: its keys and values (block), and all other layers' states at its end (checkpoint)."""

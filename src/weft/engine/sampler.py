@@ -12,6 +12,8 @@ import numpy as np
 
 from weft.engine.sequence import Line, Sequence
 from weft.ipc.messages import TokenLogprob
+from weft.kernels import cpu
+from weft.kernels.primitives import ops
 
 NOT_FINITE = "the model's logits are not finite for this sequence"
 PROBLEMS = ("", "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens", NOT_FINITE)
@@ -68,41 +70,88 @@ def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
 
 
-def sample(logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None = None) -> SampledTokens:
-    """Sample one token per row of `logits` (B, V) by the row's own parameters, restricted to `allowed` (B, V) if given."""
+def sample(
+    logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None = None, uniform: mx.array | None = None
+) -> SampledTokens:
+    """Sample one token per row of `logits` (B, V) by the row's own parameters, restricted to `allowed` (B, V) if given.
+
+    `uniform` (B,): the rows' random numbers, where only the device knows which tokens are sampled; None: those of the rows.
+    """
     raw = logits.astype(mx.float32)
     adjusted = _adjust(raw, rows)
-    problems = mx.where(mx.isfinite(mx.max(raw, axis=-1)), 0, 2)
-    if allowed is not None:
-        adjusted = mx.where(allowed, adjusted, -mx.inf)
-        problems = mx.where(mx.max(adjusted, axis=-1) > -mx.inf, problems, mx.maximum(problems, 1))
-    greedy = mx.argmax(adjusted, axis=-1).astype(mx.int32)
-    tokens = _draw(adjusted, rows, greedy)
+    if cpu.is_bound(mx.float32):
+        tokens, problems = _choose(adjusted, rows, allowed, uniform)
+        problems = problems if adjusted is raw else _problems(raw, adjusted, allowed)
+    else:
+        masked = _masked(adjusted, allowed)
+        tokens, problems = mx.argmax(masked, axis=-1).astype(mx.int32), _problems(raw, adjusted, allowed)
+        tokens = _draw(masked, rows, tokens, uniform)
     wanted = ((i, row.sampling.logprobs) for i, row in enumerate(rows))
     logprobs = {i: logprobs_of(raw[i : i + 1], tokens[i : i + 1], count) for i, count in wanted if count is not None}
     return SampledTokens(tokens, problems, logprobs)
 
 
-def _draw(logits: mx.array, rows: Rows[Sequence | Line], greedy: mx.array) -> mx.array:
-    kinds: dict[str, list[int]] = {}
-    for index, row in enumerate(rows):
-        if row.sampling.temperature > 0.0:
-            is_ranked = row.sampling.top_p < 1.0 or row.sampling.top_k > 0
-            is_few = 0 < row.sampling.top_k <= CANDIDATES < logits.shape[-1]
-            kinds.setdefault("few" if is_few else "all" if is_ranked else "plain", []).append(index)
-    tokens = greedy
-    for kind, indices in kinds.items():
-        group = [rows[index] for index in indices]
-        taken = logits if len(indices) == len(rows) else logits[mx.array(indices)]
-        drawn = _pick(_weights(taken, group), group) if kind == "plain" else _draw_ranked(taken, group, few=kind == "few")
-        if len(indices) == len(rows):
+def _choose(
+    logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None, uniform: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """Sample tokens on a CPU in one operation, which also finds problems; rows with top_k or top_p are drawn behind it."""
+    temperatures = [row.sampling.temperature for row in rows]
+    if uniform is None and any(temperatures):
+        uniform = mx.array([row.uniform(row.num_tokens) if row.sampling.temperature else 0.0 for row in rows], mx.float32)
+    tokens, problems = ops.choose(logits, temperatures, [row.sampling.min_p for row in rows], allowed, uniform)
+    if any(_kind(row, logits.shape[-1]) in ("few", "all") for row in rows):
+        tokens = _draw(_masked(logits, allowed), rows, tokens, uniform, kinds=("few", "all"))
+    return tokens, problems
+
+
+def _masked(logits: mx.array, allowed: mx.array | None) -> mx.array:
+    return logits if allowed is None else mx.where(allowed, logits, -mx.inf)
+
+
+def _problems(raw: mx.array, adjusted: mx.array, allowed: mx.array | None) -> mx.array:
+    """Return by row an index into PROBLEMS: what is wrong with its logits, or with what is left of them."""
+    problems = mx.where(mx.isfinite(mx.max(raw, axis=-1)), 0, 2)
+    if allowed is None:
+        return problems
+    return mx.where(mx.max(_masked(adjusted, allowed), axis=-1) > -mx.inf, problems, mx.maximum(problems, 1))
+
+
+def _kind(row: Sequence | Line, vocab_size: int) -> str:
+    """Return how a row is sampled: the likeliest token, drawn of all, of candidates in their order, or of a few of these."""
+    if row.sampling.temperature == 0.0:
+        return "greedy"
+    if 0 < row.sampling.top_k <= CANDIDATES < vocab_size:
+        return "few"
+    return "all" if row.sampling.top_p < 1.0 or row.sampling.top_k > 0 else "plain"
+
+
+def _draw(
+    logits: mx.array,
+    rows: Rows[Sequence | Line],
+    tokens: mx.array,
+    uniform: mx.array | None,
+    kinds: tuple[str, ...] = ("plain", "few", "all"),
+) -> mx.array:
+    """Return `tokens` with those of rows of these kinds drawn."""
+    for kind in kinds:
+        indices = [index for index, row in enumerate(rows) if _kind(row, logits.shape[-1]) == kind]
+        if not indices:
+            continue
+        is_all, group = len(indices) == len(rows), [rows[index] for index in indices]
+        taken = logits if is_all else logits[mx.array(indices)]
+        if uniform is None:
+            own = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)
+        else:
+            own = uniform if is_all else uniform[mx.array(indices)]
+        drawn = _pick(_weights(taken, group), own) if kind == "plain" else _draw_ranked(taken, group, own, few=kind == "few")
+        if is_all:
             return drawn
-        tokens = mx.array(tokens)  # a new value; the greedy ones may still be read
+        tokens = mx.array(tokens)  # a new value; the others may still be read
         tokens[mx.array(indices)] = drawn
     return tokens
 
 
-def _draw_ranked(logits: mx.array, group: Rows[Sequence | Line], *, few: bool) -> mx.array:
+def _draw_ranked(logits: mx.array, group: Rows[Sequence | Line], uniform: mx.array, *, few: bool) -> mx.array:
     """Draw tokens for rows with top_k or top_p, from candidates ordered by falling logit, ties by token id."""
     if few:
         candidates = mx.argpartition(-logits, CANDIDATES, axis=-1)[:, :CANDIDATES]
@@ -119,7 +168,7 @@ def _draw_ranked(logits: mx.array, group: Rows[Sequence | Line], *, few: bool) -
     before = mx.cumsum(weights, axis=-1) - weights
     # The likeliest token always stays: nothing comes before it.
     weights = mx.where((before < top_p * mx.sum(weights, axis=-1, keepdims=True)) | (top_p >= 1.0), weights, 0.0)
-    picked = _pick(weights, group)
+    picked = _pick(weights, uniform)
     return mx.take_along_axis(order, picked[:, None], axis=-1)[:, 0].astype(mx.int32)
 
 
@@ -131,12 +180,11 @@ def _weights(logits: mx.array, group: Rows[Sequence | Line]) -> mx.array:
     return mx.where(weights >= min_p, weights, 0.0)  # the highest weighs 1, so this is the share of its probability
 
 
-def _pick(weights: mx.array, group: Rows[Sequence | Line]) -> mx.array:
+def _pick(weights: mx.array, uniform: mx.array) -> mx.array:
     """Return, per row, the first index at which the cumulative weights exceed the row's random number times their sum."""
-    uniform = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)[:, None]
     cumulative = mx.cumsum(weights, axis=-1)
     total = cumulative[:, -1:]
-    beyond = (cumulative > uniform * total) & (weights > 0.0)
+    beyond = (cumulative > uniform[:, None] * total) & (weights > 0.0)
     last = weights.shape[-1] - 1 - mx.argmax((weights > 0.0)[:, ::-1], axis=-1)
     # Rounding can leave nothing beyond the last cent of probability: then the last possible token has it.
     return mx.where(mx.any(beyond, axis=-1), mx.argmax(beyond, axis=-1), last).astype(mx.int32)

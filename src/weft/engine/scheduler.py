@@ -20,6 +20,7 @@ from weft.ipc.messages import IMAGE_KEYS
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
+MIN_SLICE = 0.1  # decode steps: a prompt always gets on beside other tenants' tokens
 FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
 
 BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
@@ -46,7 +47,9 @@ class Plan:
     steps: tuple[Sequence, ...]
     chunk: Row | None
     slice_seconds: float | None  # how long to work on the chunk; None: until it is done
+    beside: tuple[Row, ...] = ()  # chunks of other prompts that are begun in one forward with the chunk
     upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
+    room: float | None = None  # how many times the time of one token per row the step may take; None: any
     step_tokens: int = 1  # of every row in the decode step
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)  # tokens that the step verifies, by sequence
 
@@ -74,6 +77,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.prompts: list[Sequence] = []  # running, prompt not in memory yet
         self.following: list[Sequence] = []  # prompts that wait for the chunk planned last, which they need too
+        self.apart: set[Sequence] = set()  # prompts that are not computed together with others any more: that failed
         self.step_seconds = FIRST_STEP_SECONDS
         self.mask_prices: MaskPrices | None = None  # who sits out because its masks are slow; None: nobody does
         self._num_held_back = 0  # plans in a row whose steps were left out
@@ -151,6 +155,7 @@ class Scheduler:
     def drop_finished(self) -> list[Sequence]:
         """Remove finished sequences from all queues and return those that ran; an unfinished fork replaces its leader."""
         gone = [sequence for sequence in self.running if sequence.is_finished]
+        self.apart = {sequence for sequence in self.apart if not sequence.is_finished}
         leaders = [one for queue in (self.running, self.waiting) for one in queue if one.is_finished and not one.is_abandoned]
         successors = {id(leader): leader.hand_over_prompt() for leader in leaders}
 
@@ -172,34 +177,37 @@ class Scheduler:
         return forks
 
     def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
-        """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so short chunks go first."""
+        """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so a chunk goes first."""
         ready = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
-        steps = self.shares.choose(ready, self.running, None if chunk is None else chunk.sequence)
+        steps = self.shares.choose(ready, self.running)
         if self.mask_prices is not None:
             steps = self.mask_prices.choose(steps)
-        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens and not chunk.has_images
-        is_first = is_short and len(self.prompts) > 1
-        if chunk is not None and self.config.row_cost:
-            is_first = is_first or self._is_owed(chunk.sequence, ready)
+        room = self.shares.room(steps, self.running)
+        spare = None if chunk is None else self.shares.room(steps, self.running, chunk.sequence.tenant)
+        is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens and not chunk.has_images and spare is None
+        is_first = chunk is not None and ((is_short and len(self.prompts) > 1) or self._is_owed(chunk.sequence, ready))
         if steps and is_first and may_hold_back and self._num_held_back < MAX_HELD_BACK:
             self._num_held_back += 1
-            return Plan((), chunk, None, self._upcoming())
+            return Plan((), chunk, None, self._beside(chunk, ready, best_cut), self._upcoming())
         self._num_held_back = 0
-        slice_seconds = self._slice_seconds(chunk.sequence, steps) if chunk is not None and steps and not is_short else None
-        return Plan(steps, chunk, slice_seconds, self._upcoming())
+        beside = self._beside(chunk, ready, best_cut)
+        if chunk is None or is_short or not steps:
+            return Plan(steps, chunk, None, beside, self._upcoming(), room)
+        if spare is not None and room is not None:
+            spare, room = (1 + spare) / 2, (1 + room) / 2  # the other half is for drafts, and for the slice
+        return Plan(steps, chunk, self._slice_seconds(spare), beside, self._upcoming(), room)
 
     def _is_owed(self, sequence: Sequence, ready: Collection[Sequence]) -> bool:
-        """Whether a prompt's tenant waits for its first text, and was served less than all whose rows would step before."""
-        level = self.fairness.tenants.level(sequence.tenant)
-        return bool(ready) and all(level < self.fairness.tenants.level(one.tenant) for one in ready)
+        """Whether a prompt's tenant was served less than all whose rows would step, and these have more than is running."""
+        level, flooding = self.fairness.tenants.level(sequence.tenant), {one.tenant for one in self.waiting}
+        others = {one.tenant for one in ready}
+        return bool(others) and all(one in flooding and level < self.fairness.tenants.level(one) for one in others)
 
-    def _slice_seconds(self, sequence: Sequence, steps: Collection[Sequence]) -> float:
-        """Return how long to work on a prompt's chunk beside a step: less if that is another tenant's than those that step."""
-        seconds, added = self.config.gap_factor * self.step_seconds, self.shares.added_cost(self.running)
-        if added is None or all(one.tenant == sequence.tenant for one in steps):
-            return seconds
-        return min(seconds, added / 2 * self.step_seconds / self.shares.cost(len(steps)))
+    def _slice_seconds(self, spare: float | None) -> float:
+        """Return how long to work on a chunk beside a step that may take `spare` times its time; None: others do not mind."""
+        longest = self.config.gap_factor if spare is None else max(MIN_SLICE, min(self.config.gap_factor, spare - 1))
+        return longest * self.step_seconds
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Iterate over the ends of a prompt's remaining chunks: multiples of the chunk size, boundaries, the last but one token.
@@ -241,8 +249,11 @@ class Scheduler:
         if not row.sequence.is_prefilled:
             self.prompts.append(row.sequence)
 
-    def measure_step(self, seconds: float) -> None:
+    def measure_step(self, seconds: float, num_rows: int, num_tokens: int = 1) -> None:
+        """Learn how long a step of so many rows and tokens per row took, with nothing beside it."""
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
+        if num_tokens == 1:
+            self.shares.costs.measure(num_rows, seconds)
 
     def twin(self, sequence: Sequence) -> Sequence | None:
         """Return another prompt that needs the chunk this sequence is computing and can take it over; None if there is none."""
@@ -262,13 +273,59 @@ class Scheduler:
         first = self._first(ready)
         if not first.has_caches:
             first = next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
-        if best_cut is not None and not first.is_amid_chunk and first.num_computed != first.prefix.cut_at:  # once per place
-            beside = [one for one in self.prompts if one is not first and one.prefix.node is first.prefix.node]
-            if (position := best_cut(first, next(self._chunk_ends(first)), beside)) is not None:
-                first.cut(position)  # where other prompts diverge, so that what they share is computed once
+        if (position := self._find_cut(first, best_cut)) is not None:
+            first.cut(position)  # where other prompts diverge, so that what they share is computed once
         others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
         self.following = [one for one in others if self._shares_chunk(one, first)]
         return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
+
+    def _beside(self, chunk: Row | None, ready: Collection[Sequence], best_cut: BestCut | None) -> tuple[Row, ...]:
+        """Return chunks of other prompts to compute in one forward with a chunk that begins, as many as there is room for.
+
+        They are of the same tenant, as long as the chunk, and none of them has tokens in common with others to compute once.
+        Beside rows that decode they have no more tokens together than one chunk may have: those rows wait no longer.
+        """
+        if chunk is None or not self._can_group(chunk.sequence):
+            return ()
+        room, found = self._group_room(chunk, ready), [chunk]
+        for other in self.prompts:
+            if (len(found) + 1) * chunk.count > room:
+                break
+            row = Row(other, other.num_computed, next(self.chunk_ends(other)) - other.num_computed)
+            if other is not chunk.sequence and self._fits_group(row, found, best_cut):
+                found.append(row)
+        return tuple(found[1:])
+
+    def _group_room(self, chunk: Row, ready: Collection[Sequence]) -> int:
+        """Return how many tokens a forward with a chunk may have."""
+        if not ready:
+            return self.config.group_tokens
+        is_short = chunk.count <= self.config.unsliced_tokens
+        return min(self.config.group_tokens, self.config.unsliced_tokens if is_short else self.config.chunk_tokens)
+
+    def _can_group(self, sequence: Sequence) -> bool:
+        """Whether a prompt's next chunk may be computed together with others'."""
+        is_plain = not (sequence.must_read_prompt or sequence.request.images)
+        is_free = not (sequence.is_amid_chunk or sequence.prefix.is_loading or sequence in self.apart)
+        return self.config.group_tokens > 0 and is_plain and is_free and not self.bisection.is_suspect(sequence)
+
+    def _fits_group(self, row: Row, group: list[Row], best_cut: BestCut | None) -> bool:
+        """Whether a chunk may join those of a group."""
+        one, first = row.sequence, group[0]
+        if not self._can_group(one) or one.tenant != first.sequence.tenant:
+            return False
+        if row.count != first.count or (row.start == 0) != (first.start == 0):
+            return False
+        if any(self._shares_chunk(one, member.sequence) for member in group):
+            return False  # it goes on from there when that is computed
+        return self._find_cut(one, best_cut) is None  # else what it shares with another prompt is computed first, by itself
+
+    def _find_cut(self, one: Sequence, best_cut: BestCut | None) -> int | None:
+        """Return where to end a prompt's next chunk because other prompts diverge there; None for no such cut."""
+        if best_cut is None or one.is_amid_chunk or one.num_computed == one.prefix.cut_at:  # once per place
+            return None
+        beside = [other for other in self.prompts if other is not one and other.prefix.node is one.prefix.node]
+        return best_cut(one, next(self._chunk_ends(one)), beside)
 
     def _shares_chunk(self, one: Sequence, other: Sequence) -> bool:
         """Whether two prompts continue from one prefix node with the same next chunk (equal tokens and end)."""

@@ -14,14 +14,17 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from weft.config import EngineConfig
-from weft.engine.draft_policy import FORCED, HEAD, DraftPolicy
+from weft.engine.draft_policy import FEW_ROWS, FORCED, HEAD, DraftPolicy
 from weft.engine.lookup import LookUp
-from weft.engine.runner import Runner
+from weft.engine.runner import Runner, Step
 from weft.engine.sequence import Sequence
+from weft.engine.step_costs import CPU_COSTS, USUAL_COSTS
 from weft.ipc.messages import DraftCounts
+from weft.kernels import cpu
 
 log = logging.getLogger("weft.engine")
 
+LOOKED_AT_EVERY = 4  # tokens, in a crowd: searching the text of every row for every token costs more than it finds there
 SHORT_DRAFT = 4  # tokens: a copy of fewer is a worse guess than the MTP head's
 LOOKUP, PREDICTION = "lookup", "prediction"
 
@@ -79,7 +82,8 @@ class Speculation:
         has_head = adapter.head is not None  # a model without one is no reason to say anything
         self.names = tuple(name for name in config.speculate if name not in self.unused and (name != HEAD or has_head))
         self.max_draft = 0 if config.width is not None else adapter.step_tokens - 1
-        self.policy = DraftPolicy(by_clock=config.exact, max_tokens=max(1, self.max_draft))
+        table = CPU_COSTS if cpu.has_operations() else USUAL_COSTS
+        self.policy = DraftPolicy(by_clock=config.exact, max_tokens=max(1, self.max_draft), table=table)
         self.sources: list[Source] = [one for one in (ForcedTokens(), EarlierText()) if one.name in self.names]
         self.uses_head = HEAD in self.names
         self.drafted: Counter[str] = Counter()  # tokens verified so far, by source
@@ -101,6 +105,12 @@ class Speculation:
     def counts(self) -> DraftCounts:
         return DraftCounts(dict(self.drafted), dict(self.accepted))
 
+    def affordable_tokens(self, num_rows: int, room: float | None) -> int:
+        """Return how many tokens per row a step may have that takes no more than `room` times a plain one; None: any number."""
+        if room is None or not num_rows:
+            return self.max_draft + 1
+        return sum(self.policy.cost(num_rows, tokens, self.uses_head) <= room for tokens in range(1, self.max_draft + 2))
+
     def may_draft(self, sequences: tuple[Sequence, ...]) -> bool:
         """Whether a step of these sequences may have several tokens per row: drafts, or known ones that are replayed.
 
@@ -114,6 +124,8 @@ class Speculation:
         able = [one for one in sequences if one.may_have_drafts and self._room(one) > 0]
         if self.uses_head and any(self.policy.depths([one.drafting.record for one in able], HEAD, len(sequences))):
             return True
+        if len(sequences) > FEW_ROWS:
+            able = [one for one in able if _is_looked_at(one)]
         found = [(one, draft) for one in able if (draft := self._expected(one)) is not None]
         return self.policy.pays([(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in found], len(sequences))
 
@@ -125,11 +137,14 @@ class Speculation:
                 return Draft(draft.source, tokens)
         return None
 
-    def drafts(self, sequences: tuple[Sequence, ...]) -> dict[Sequence, tuple[int, ...]]:
-        """Return the drafts to verify in a step of these sequences, whose tokens are all known and whose rows are allocated."""
-        found = {one: draft for one in sequences if (draft := self._known_draft(one)) is not None}
+    def drafts(self, sequences: tuple[Sequence, ...], most: int) -> dict[Sequence, tuple[int, ...]]:
+        """Return the drafts to verify in a step of these sequences, whose tokens are all known and whose rows are allocated.
+
+        None is longer than `most` tokens.
+        """
+        found = {one: draft for one in sequences if (draft := self._known_draft(one, most)) is not None}
         if self.uses_head:
-            self._add_guesses(sequences, found)
+            self._add_guesses(sequences, found, most)
         rows = [(one, found[one]) for one in sequences if one in found]
         entries = [(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in rows]
         counts = self.policy.choose(entries, len(sequences)) if entries else []
@@ -157,7 +172,7 @@ class Speculation:
         """Learn how long a turn with a step of so many rows and tokens per row took."""
         self.policy.measure(num_rows, tokens, seconds, self._did_guess)
 
-    def _add_guesses(self, sequences: tuple[Sequence, ...], found: dict[Sequence, Draft]) -> None:
+    def _add_guesses(self, sequences: tuple[Sequence, ...], found: dict[Sequence, Draft], most: int) -> None:
         """Add the MTP head's guesses for the rows that have no better draft, as many as pay."""
 
         def has_better(one: Sequence) -> bool:
@@ -167,28 +182,41 @@ class Speculation:
         depths = self.policy.depths([one.drafting.record for one in rows], HEAD, len(sequences))
         if not any(depths):
             return
-        self._did_guess = True
-        guessed = self._guess(sequences, max(depths))
+        count = min(most, max(depths))
+        ready = self.runner.guesses.take_ahead([one for one, depth in zip(rows, depths, strict=True) if depth], count)
+        self._did_guess = ready is None
+        guess = partial(self.runner.guesses.guess, sequences, count)
+        guessed = ready or self._ask_head(sequences, guess) or {}
         for one, depth in zip(rows, depths, strict=True):
-            if depth and (tokens := self._usable(one, guessed.get(one, ())[: min(depth, self._room(one))])):
+            if depth and (tokens := self._usable(one, guessed.get(one, ())[: min(depth, most, self._room(one))])):
                 found[one] = Draft(HEAD, tokens)
 
-    def _guess(self, sequences: tuple[Sequence, ...], count: int) -> dict[Sequence, tuple[int, ...]]:
+    def guess_ahead(self, step: Step) -> None:
+        """Let the MTP head guess on behind a step whose tokens are sampled and not read, if its guesses will pay."""
+        if not self.uses_head or len(step.forwards) != 1 or any(one.is_replaying for one in step.sequences):
+            return
+        records = [one.drafting.record if one.may_have_drafts else None for one in step.sequences]
+        count = max(self.policy.depths(records, HEAD, len(records)), default=0)
+        if count:
+            ahead = partial(self.runner.guesses.guess_ahead, step, step.forwards[0].batch, count)
+            self._did_guess |= bool(self._ask_head(tuple(step.sequences), ahead))
+
+    def _ask_head(self, sequences: tuple[Sequence, ...], ask: Callable[[], Found]) -> Found | None:
         """Ask the MTP head; if it fails, these sequences go on without drafts, computed anew if it failed on the device."""
         try:
             self.runner.faults.at("guess", *sequences)
-            return self.runner.guesses.guess(sequences, count)
+            return ask()
         except Exception as error:  # a border: a draft is never worth an answer
             log.warning("%d sequences go on without drafts: the MTP head failed", len(sequences), exc_info=error)
             for sequence in sequences:
                 sequence.give_up_drafts()
             if isinstance(error, RuntimeError):  # as MLX reports what failed on the device
                 raise
-            return {}
+            return None
 
-    def _known_draft(self, sequence: Sequence) -> Draft | None:
+    def _known_draft(self, sequence: Sequence, most: int) -> Draft | None:
         """Return a draft of the first source that needs no model and has one."""
-        room = self._room(sequence)
+        room = min(most, self._room(sequence))
         if room <= 0 or not sequence.may_have_drafts:
             return None
         for source in self.sources:
@@ -218,3 +246,10 @@ class Speculation:
         if sequence.constraint is not None:
             end = sum(1 for _ in sequence.constraint.ahead(draft[:end]))
         return draft[:end]
+
+
+def _is_looked_at(sequence: Sequence) -> bool:
+    """Whether a row of a crowd is asked for drafts: under a constraint, amid a copy, and now and then."""
+    lookup = sequence.drafting.lookup
+    is_following = lookup is not None and lookup.is_following
+    return sequence.constraint is not None or is_following or (sequence.num_output + sequence.id) % LOOKED_AT_EVERY == 0

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median_low
 
-ROW_COST = 0.025  # of a draft token per row, in plain steps: B = 1: 0.1, 8: 0.28, 16: 0.48, as measured on two CPU cores
-BASE_COST = 0.075  # of a draft token, whatever the number of rows
-HEAD_COST = 0.2  # of a forward of the MTP head: one for each draft token
 MAX_SURPRISE = 3.0  # times the expected cost; a step that takes longer was disturbed
 WEIGHT = 0.2  # of a new measurement
 MAX_CHANGE = 0.25  # a measurement counts as at most so much above or below what was expected
@@ -20,17 +17,38 @@ NUM_PLAIN = 4  # plain steps measured before drafts are verified, and again afte
 PLAIN_EVERY = 256
 
 
+@dataclass(frozen=True)
+class CostTable:
+    """What drafts are expected to cost before any was measured, in plain steps of as many rows."""
+
+    start: float  # of a step with drafts, however many: nothing overlaps with it
+    base: float  # of a draft token, whatever the number of rows
+    row: float  # of a draft token for each row; with `base` 1 at most
+    head: float  # of a forward of the MTP head: one for each draft token
+
+    def of(self, num_rows: int, max_tokens: int, *, with_head: bool) -> list[float]:
+        """Return the costs of steps with 0, 1, … tokens in the longest draft."""
+        line, head = min(1.0, self.base + self.row * num_rows), self.head if with_head else 0.0
+        return [1 + self.start * (drafted > 0) + line * drafted + head * max(1, drafted) for drafted in range(max_tokens + 1)]
+
+
+USUAL_COSTS = CostTable(start=0.0, base=0.075, row=0.025, head=0.2)
+# With weft's own operations a plain step has little but products left, which cost the same for a draft token as for a row.
+CPU_COSTS = CostTable(start=0.3, base=0.13, row=0.115, head=0.18)
+
+
 class StepCosts:
     """Costs of steps with drafts by size class, in plain steps of as many rows; a plain step costs 1."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, table: CostTable = USUAL_COSTS) -> None:
         self.max_tokens = max_tokens
+        self.table = table
         self._classes: dict[int, _SizeClass] = {}
 
     def _class_of(self, num_rows: int) -> "_SizeClass":
         number = (num_rows - 1).bit_length()
         if number not in self._classes:
-            tables = (_table(1 << number, self.max_tokens, with_head) for with_head in (False, True))
+            tables = (self.table.of(1 << number, self.max_tokens, with_head=with_head) for with_head in (False, True))
             self._classes[number] = _SizeClass([_Curve(table) for table in tables])
         return self._classes[number]
 
@@ -97,12 +115,6 @@ class _Curve:
         pairs = zip(self.costs, self.table, strict=True)
         self.costs = [cost + weight * (factor * default - cost) for cost, default in pairs]
         self.rising = list(accumulate(self.costs[1:], max, initial=1.0))
-
-
-def _table(num_rows: int, max_tokens: int, with_head: bool) -> list[float]:
-    line = min(1.0, BASE_COST + ROW_COST * num_rows)
-    head = HEAD_COST if with_head else 0.0
-    return [1 + line * drafted + head * max(1, drafted) for drafted in range(max_tokens + 1)]
 
 
 def _moved(mean: float, sample: float) -> float:

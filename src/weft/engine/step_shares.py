@@ -1,69 +1,98 @@
 """How much a decode step may do for some tenants while another waits for its tokens in the same step. Imports no mlx.
 
-A step with more rows takes longer, and every row waits for all of it. So where rows have a price (on a CPU), a tenant with many
-rows lets some of them sit out in turn while others have few: what it adds to their steps is bounded by what they cost themselves.
+A step with more rows takes longer, and every row waits for all of it. So where rows have a price (on a CPU), the rows of a tenant
+that has many step by turns while others have few, if that leaves everybody's tokens less slowed than the worst off were before.
+Prompt slices and drafts beside the step have what is left.
 """
 
+import math
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 
+from weft.engine.row_costs import RowCosts
 from weft.engine.sequence import Sequence
 
-SHARE = 0.6  # of what would double the step of two tenants, the rest is for what can not be foreseen
-STEPS_IN_ROW = 8  # of the same rows before others have their turn: states of some models are copied when the rows change
+MAX_SHARE = 0.9  # of the time that equal tenants would have to wait for each other; the rest is for what can not be foreseen
 
 
 class StepShares:
-    """Chooses the rows of a decode step, and the time of a prompt slice beside it, so that no tenant slows others much."""
+    """Chooses the rows of a decode step, and how long it may take with all that runs beside it: no tenant slows others much."""
 
     def __init__(self, row_cost: float) -> None:
-        self.row_cost = row_cost  # of one more row, in steps of one row; 0: rows cost nothing
-        self._turn = 0
-        self._last_turn: dict[Sequence, int] = {}  # in which a row was last chosen
+        self.costs = RowCosts(row_cost)
         self._num_steps = 0
+        self._last_steps: dict[Sequence, int] = {}  # the step in which a row was last chosen
 
-    def cost(self, num_rows: int) -> float:
-        return 1 + self.row_cost * (num_rows - 1)
-
-    def choose(self, ready: Rows[Sequence], running: Rows[Sequence], chunk: Sequence | None) -> tuple[Sequence, ...]:
+    def choose(self, ready: Rows[Sequence], running: Rows[Sequence]) -> tuple[Sequence, ...]:
         """Return those of the ready rows that step; all, unless several tenants run and one's rows would slow another's."""
-        added = self.added_cost(running)
-        if added is None:
+        rows = _count(ready)
+        places = self._places(rows, self._limit(running))
+        if places == rows:
             return tuple(ready)
-        rows = Counter(one.tenant for one in ready)
-        if chunk is not None and len({*rows, chunk.tenant}) > 1:
-            added /= 2  # the other half is for the slice
-        places = max(1 + int(added / self.row_cost + 1e-9), len(rows) * min(rows.values(), default=0))
-        return tuple(ready) if len(ready) <= places else self._take_turns(ready, _divide(rows, places))
-
-    def added_cost(self, running: Rows[Sequence]) -> float | None:
-        """Return what may be added to the smallest tenant's step, in steps of one row; None: whatever there is."""
-        rows = Counter(one.tenant for one in running)
-        if len(rows) < 2 or not self.row_cost:
-            return None
-        smallest = self.cost(min(rows.values()))
-        return smallest - 1 + SHARE * smallest * (len(rows) - 1)
-
-    def _take_turns(self, ready: Rows[Sequence], places: dict[str, int]) -> tuple[Sequence, ...]:
         self._num_steps += 1
-        if self._num_steps % STEPS_IN_ROW == 1:
-            self._turn += 1
-            self._last_turn = {one: self._last_turn[one] for one in ready if one in self._last_turn}
-        # Those of this turn stay; then come those whose turn is longest ago.
-        waiting = sorted(ready, key=lambda one: (last := self._last_turn.get(one, 0)) - self._turn * (last == self._turn))
+        self._last_steps = {one: self._last_steps[one] for one in ready if one in self._last_steps}
         chosen: set[Sequence] = set()
-        for one in waiting:
+        for one in sorted(ready, key=lambda one: self._last_steps.get(one, 0)):  # whose turn is longest ago
             if places[one.tenant]:
                 places[one.tenant] -= 1
-                self._last_turn[one] = self._turn
+                self._last_steps[one] = self._num_steps
                 chosen.add(one)
         return tuple(one for one in ready if one in chosen)
 
+    def room(self, steps: Rows[Sequence], running: Rows[Sequence], besides: str | None = None) -> float | None:
+        """Return how many times its own time a step may take with what runs beside it; None: any.
 
-def _divide(rows: Counter[str], places: int) -> dict[str, int]:
-    """Divide places among tenants equally; what one does not need goes to the others. Each has at least one."""
-    given: dict[str, int] = {}
-    for left, (tenant, count) in zip(range(len(rows), 0, -1), sorted(rows.items(), key=lambda item: item[1]), strict=True):
-        given[tenant] = min(count, max(1, places // left))
-        places = max(0, places - given[tenant])
-    return given
+        `besides` is the tenant for whom that runs: what its own rows wait for is its own affair.
+        """
+        limit, rows = self._limit(running), _count(one for one in running if one.is_prefilled)
+        stepping = _count(steps)
+        others = [tenant for tenant in stepping if tenant != besides]
+        if limit is None or not others:
+            return None
+        slowest = max(self._slowdown(tenant, rows, stepping) for tenant in others)
+        return max(1.0, limit / slowest)
+
+    def _limit(self, running: Iterable[Sequence]) -> float | None:
+        """Return by how much a tenant's tokens may be slowed by the others'; None if there are none, or rows cost nothing."""
+        tenants = len({one.tenant for one in running})
+        return MAX_SHARE * tenants if tenants > 1 and self.costs.assumed else None
+
+    def _places(self, rows: Counter[str], limit: float | None) -> dict[str, int]:
+        """Divide each tenant's rows into as few groups, which step by turns, as keep everybody's slowdown within the limit.
+
+        Where none do, the worst slowdown is as small as it gets. The result is how many rows of each tenant step together.
+        """
+        places, groups = dict(rows), dict.fromkeys(rows, 1)
+        if limit is None or not rows:
+            return places
+        while (worst := self._worst(rows, places)) > limit:
+            tenant = min(
+                (one for one in rows if places[one] > 1),
+                key=lambda one: self._slowdown(one, rows, places | {one: _group(rows[one], groups[one] + 1)}),
+                default=None,
+            )
+            if tenant is None:
+                break
+            groups[tenant] += 1
+            fewer = places | {tenant: _group(rows[tenant], groups[tenant])}
+            if self._worst(rows, fewer) >= worst:
+                break
+            places = fewer
+        return places
+
+    def _worst(self, rows: Mapping[str, int], places: Mapping[str, int]) -> float:
+        return max(self._slowdown(tenant, rows, places) for tenant in rows)
+
+    def _slowdown(self, tenant: str, rows: Mapping[str, int], places: Mapping[str, int]) -> float:
+        """Return how many times as long a tenant's rows wait for a token as they would alone."""
+        turns = math.ceil(max(1, rows[tenant]) / places[tenant])
+        return turns * self.costs.of(sum(places.values())) / self.costs.of(max(1, rows[tenant]))
+
+
+def _count(sequences: Iterable[Sequence]) -> Counter[str]:
+    return Counter(one.tenant for one in sequences)
+
+
+def _group(num_rows: int, num_groups: int) -> int:
+    return math.ceil(num_rows / num_groups)

@@ -1,4 +1,4 @@
-"""Compiles constraints (grammar and reasoning rules) in threads of their own, under limits, with an LRU cache of grammars.
+"""Compiles constraints (grammar and reasoning rules) in threads of their own, under limits; grammars are kept for later requests.
 
 llguidance compiles; a grammar that it can not enforce is refused with its message. A slow compile delays only its own request.
 """
@@ -9,9 +9,8 @@ import os
 import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -23,13 +22,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from weft.errors import GrammarRejected
+from weft.fair_pool import FairPool
 from weft.grammar.constraint import Constraint, Mask, Matcher
+from weft.grammar.grammar_cache import NOBODY, GrammarCache, Owner
 from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 Made = TypeVar("Made")
 
-MAX_CACHED = 64
 WORKERS = 4  # compiles at the same time, so that a slow one does not hold up the others
 QUICK_SECONDS = 0.004  # of a core: most compiles are over by then; a longer one yields to all other threads
 TICK_SECONDS = 0.002
@@ -45,7 +45,6 @@ TRIAL_SECONDS = 0.1  # of a core; after that a trial has no more than its fewest
 MAX_ITEMS = {"json_schema": 8_000, "regex": 1_000, "choice": 1_000, "lark": 1_000, "structural_tag": 1_000}
 # While a client's own grammar is tried, in bytes and items: one for each byte, as a list has that names itself last, is fewer.
 MAX_TRIAL_BYTES, MAX_TRIAL_ITEMS = 112, 150
-MAX_USES = 256  # forks share a lexer whose states only grow; after so many a grammar is compiled anew
 
 
 class Compiler:
@@ -55,11 +54,10 @@ class Compiler:
         self.path = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
-        self._cache: OrderedDict[GrammarSpec, tuple[Matcher | GrammarRejected, int]] = OrderedDict()  # and how often it was used
+        self.cache = GrammarCache()
         self._forbidden: dict[str, ForbiddenText] = {}
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(WORKERS, "compile")
-        self._replay_pool = ThreadPoolExecutor(WORKERS, "replay")  # so that new requests do not wait behind long replays
+        self._pool = FairPool(WORKERS, "compile")
+        self._replay_pool = FairPool(WORKERS, "replay")  # so that new requests do not wait behind long replays
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -74,15 +72,24 @@ class Compiler:
         return np.array([len(tokenizer.decode_bytes([token])) for token in range(tokenizer.vocab_size)], np.int32)
 
     def start(
-        self, spec: ConstraintSpec, make: Callable[[Constraint], Made], *, is_replay: bool = False, is_private: bool = False
+        self,
+        spec: ConstraintSpec,
+        make: Callable[[Constraint], Made],
+        owner: Owner = NOBODY,
+        *,
+        is_replay: bool = False,
+        is_private: bool = False,
     ) -> Future[Made]:
         """Compile a constraint and call `make` with it, in one thread; the future has what `make` returns, or the error."""
         pool = self._replay_pool if is_replay else self._pool
-        return pool.submit(_run_aside, lambda: make(self.constraint(spec, is_private=is_private)))
+        return pool.submit(owner[0], lambda: _run_aside(lambda: make(self.constraint(spec, owner, is_private=is_private))))
 
-    def constraint(self, spec: ConstraintSpec, *, is_private: bool = False) -> Constraint:
-        """Return a new constraint for one request; its grammar is cached and shared unless private. Raises GrammarRejected."""
-        matcher = None if spec.grammar is None else self.compile(spec.grammar, is_private=is_private)
+    def constraint(self, spec: ConstraintSpec, owner: Owner = NOBODY, *, is_private: bool = False) -> Constraint:
+        """Return a new constraint for one request; its grammar is kept for its owner's next ones unless it is private.
+
+        Raises GrammarRejected.
+        """
+        matcher = None if spec.grammar is None else self.compile(spec.grammar, owner, is_private=is_private)
         if spec.reasoning is None:
             return Constraint(matcher, None)
         text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
@@ -91,28 +98,23 @@ class Compiler:
         before = matcher is not None
         return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, self._forbidden[text], before_grammar=before))
 
-    def forget(self, spec: ConstraintSpec) -> None:
+    def forget(self, spec: ConstraintSpec, owner: Owner = NOBODY) -> None:
         """Drop a constraint's grammar from the cache: forks share its lexer, so one's error would be met by all later ones."""
         if spec.grammar is not None:
-            with self._lock:
-                self._cache.pop(spec.grammar, None)
+            self.cache.forget(owner, spec.grammar)
 
-    def compile(self, spec: GrammarSpec, *, is_private: bool = False) -> Matcher:
+    def compile(self, spec: GrammarSpec, owner: Owner = NOBODY, *, is_private: bool = False) -> Matcher:
         """Return a new matcher for a grammar, forked from the cached one unless private. Raises GrammarRejected, also cached."""
-        found = self._compile(spec, is_private=True) if is_private else self._cached(spec)
+        found = self._compile(spec, is_private=True) if is_private else self._cached(spec, owner)
         if isinstance(found, GrammarRejected):
             raise found
         return found.fork()
 
-    def _cached(self, spec: GrammarSpec) -> Matcher | GrammarRejected:
-        with self._lock:
-            found, uses = self._cache.pop(spec, (None, 0))
-        if found is None or uses >= MAX_USES:
-            found, uses = self._compile(spec), 0
-        with self._lock:
-            self._cache[spec] = found, uses + 1
-            if len(self._cache) > MAX_CACHED:
-                self._cache.popitem(last=False)
+    def _cached(self, spec: GrammarSpec, owner: Owner) -> Matcher | GrammarRejected:
+        found = self.cache.take(owner, spec)
+        if found is None:
+            found = self._compile(spec)
+            self.cache.keep(owner, spec, found)
         return found
 
     def _compile(self, spec: GrammarSpec, *, is_private: bool = False) -> Matcher | GrammarRejected:

@@ -210,7 +210,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     samplings: tuple[Sampling, ...]
     constraint: ConstraintSpec | None = None
     boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one: chunks end there too
-    salt: str = ""  # prefixes are shared only under the same salt
+    salt: str = ""  # prefixes and compiled grammars are shared only under the same salt
     scope: str = ""  # and only within the same scope, which is a tenant's
     tenant: str = ""  # whose it is: tenants take turns
     client: str = ""  # which session of the tenant's, or which client: these take turns within its turns
@@ -222,6 +222,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     speculate: bool = True  # whether draft tokens may be verified for it
     images: tuple[Image, ...] = ()  # in the prompt's order; their places hold the model's image token
     served: tuple[float, float] = (0.0, 0.0)  # what its tenant and its client have had from all replicas, as fairness weighs it
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """For whom what is computed may be kept: a scope and a salt in it."""
+        return self.scope, self.salt
 
     @property
     def keyed_prompt(self) -> list[int]:
@@ -390,6 +395,7 @@ class SessionEnded(msgspec.Struct, frozen=True, tag=True):
     """Gate → front: this session has no sequences here any more, because the engine has ended, or the front was silent."""
 
     why: str
+    is_crash: bool = False  # the engine crashed or hung, which may have been a sequence's doing
 
 
 ToEngine = EngineSettings | Submit | Cancel | AskPrefixes | Shutdown

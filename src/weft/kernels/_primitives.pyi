@@ -44,6 +44,14 @@ class Heads:
         of_neighbours: bool,
         q_norm: Norm | None = None,
         k_norm: Norm | None = None,
+        is_gated: bool = False,
+    ) -> None: ...
+
+class DeltaLayer:
+    """What a gated delta layer has beside its two products; the convolution is (channels, taps, 1)."""
+
+    def __init__(
+        self, convolution: mx.array, rate: mx.array, bias: mx.array, query_norm: Norm, key_norm: Norm, norm: Norm
     ) -> None: ...
 
 def linear(x: mx.array, weights: list[Weights], norm: Norm | None = None, residual: mx.array | None = None) -> mx.array: ...
@@ -53,13 +61,35 @@ def experts(x: mx.array, indices: mx.array, gate: Weights, up: Weights, down: We
 def embed(tokens: mx.array, weights: Weights) -> mx.array: ...
 def norm(x: mx.array, norm: Norm) -> mx.array: ...
 def silu(x: mx.array) -> mx.array: ...
+def choose(
+    logits: mx.array,
+    temperature: list[float],
+    min_p: list[float],
+    allowed: mx.array | None = None,
+    uniform: mx.array | None = None,
+) -> list[mx.array]: ...
+def angles(places: mx.array, rates: mx.array, scale: float) -> mx.array: ...
+def angles_from(offsets: mx.array, tokens: int, rates: mx.array, scale: float) -> mx.array: ...
 def rotate(x: mx.array, angles: mx.array, of_neighbours: bool) -> mx.array: ...
 def attention_weights(queries: mx.array, keys: mx.array, bias: mx.array | None, tokens: int) -> mx.array: ...
 def append(
-    slab: mx.array, lines: mx.array, angles: mx.array | None, rows: StepRows, heads: Heads, which: int, is_values: bool
+    slab: mx.array,
+    lines: mx.array,
+    angles: mx.array | None,
+    rows: StepRows,
+    heads: Heads,
+    which: int,
+    is_values: bool,
+    ahead: mx.array | None = None,  # by row: how many tokens further on its new ones are
 ) -> mx.array: ...
 def attend(
-    lines: mx.array, keys: list[mx.array], values: list[mx.array], angles: mx.array | None, rows: StepRows, heads: Heads
+    lines: mx.array,
+    keys: list[mx.array],
+    values: list[mx.array],
+    angles: mx.array | None,
+    rows: StepRows,
+    heads: Heads,
+    ahead: mx.array | None = None,
 ) -> mx.array: ...
 def recur(
     state: mx.array,
@@ -70,3 +100,5 @@ def recur(
     beta: mx.array | None,
     keeps: bool,
 ) -> list[mx.array]: ...
+def delta(lines: mx.array, columns: mx.array, state: mx.array, layer: DeltaLayer, keeps: bool) -> list[mx.array]: ...
+def window(x: mx.array, starts: list[int], count: int | None = None) -> mx.array: ...

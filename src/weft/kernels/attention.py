@@ -12,19 +12,30 @@ import mlx.core as mx
 
 from weft.errors import InternalError
 from weft.kernels import cpu, cuda
+from weft.memory.grouped import RowArrays, attend_each
+from weft.memory.transfer import ON_CUDA
 from weft.memory.views import FORBIDDEN, KeyValueView, Reach, SlabHandle, StepMask, as_bias
 
 ON_CPU = mx.default_device() != mx.gpu
 
 
 def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """Wrap a model's attention function: slab handles attend over slabs, CPU float32 prefill is grouped, else `original`."""
+    """Wrap a model's attention function: slab handles attend over slabs, prompts together each over their own keys.
+
+    Else CPU float32 prefill is grouped by key heads, and everything else goes to `original`.
+    """
 
     def scaled_dot_product_attention(
         queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: mx.array | None = None
     ) -> mx.array:
         if isinstance(keys, SlabHandle):
             return attend(queries, keys.view, scale, mask, sinks)
+        if isinstance(keys, RowArrays):
+
+            def attend_row(own: mx.array, its_keys: mx.array, its_values: mx.array, its_cache: Any, its_mask: Any) -> mx.array:
+                return scaled_dot_product_attention(own, its_keys, its_values, its_cache, scale, its_mask, sinks)
+
+            return attend_each(attend_row, queries, keys, values, mask, cache.rows)
         if ON_CPU and sinks is None and queries.dtype == mx.float32 and not hasattr(cache, "bits"):
             return grouped_attention(queries, keys, values, scale, mask if isinstance(mask, str) else as_bias(mask))
         return original(queries, keys, values, cache, scale, mask, sinks)
@@ -47,7 +58,7 @@ def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks
 def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: float, sinks: mx.array | None) -> mx.array:
     part = reach.part
     own = view.rows_of(part, queries)
-    if cuda.ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
+    if ON_CUDA and reach.bounds is not None and cuda.can_attend(own, *view.planes(part)):
         return cuda.attend_ragged(own, *view.planes(part), reach, scale, sinks)
     if part.spread is not None:
         own = own[part.spread]

@@ -1,23 +1,26 @@
 """Decoder layers for CPUs as a handful of operations: norms, products, RoPE, attention over slabs, residuals, MLPs, experts.
 
 A layer is replaced at load if it is built as the common ones are and gives the same bits when tried (`bind`); forwards it can not
-take (other caches, other masks) go through the layer's own code.
+take (other caches, other masks) go through the layer's own code. Gated delta layers (`delta_blocks.py`) take every forward.
 """
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import switch_layers
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 
 from weft.kernels.cpu import FusedRMSNorm, FusedRotation, is_bound, norm_of
+from weft.kernels.delta_blocks import delta_mixer
 from weft.kernels.packed import KeptLinear, weights_of
 from weft.kernels.primitives import ops
+from weft.memory.grouped import GroupedKeyValues, RowMasks
 from weft.memory.spec import FullAttention, KeyValues
 from weft.memory.views import KeyValueView
 
@@ -29,42 +32,66 @@ TRIAL_ERRORS = (AttributeError, TypeError, ValueError, KeyError, RuntimeError)
 TRIAL_TOKENS = (5, 1, 3)  # of the forwards in a row by which a layer is compared with its own code
 
 
+MLPWeights = tuple["ops.Weights", "ops.Weights", "list[ops.Weights]"]  # gate, up, down
+
+
+class Mixer(Protocol):
+    """What mixes a decoder layer's tokens: attention, or a recurrence."""
+
+    def mix(self, x: mx.array, norm: "ops.Norm", mask: Any, cache: Any) -> mx.array | None:
+        """Norm x and return what the output product takes; None if only the layer's own code can take this forward."""
+
+
 @dataclass(frozen=True)
 class BlockPlan:
-    """What a decoder layer's operations take: weights, norms, the layout of its heads."""
+    """What a decoder layer's operations take; `mlp` is None where the layer's own code computes it."""
 
     input_norm: "ops.Norm"
+    mixer: Mixer
+    output: "list[ops.Weights]"
+    mlp_norm: "ops.Norm"
+    mlp: MLPWeights | None
+
+
+class FusedBlock:
+    """Mixin of decoder layers of norm, mixer, norm and MLP, the latter two with residuals: five to seven operations."""
+
+    weft_plan: BlockPlan
+
+    def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        plan: BlockPlan = self.weft_plan
+        mixed = plan.mixer.mix(x, plan.input_norm, mask, cache) if x.dtype == mx.float32 else None
+        if mixed is None:
+            return super().__call__(x, mask, cache)  # type: ignore[misc,no-any-return]
+        middle = ops.linear(mixed, plan.output, None, x)
+        if plan.mlp is None:
+            return middle + self.mlp(self.post_attention_layernorm(middle))  # type: ignore[no-any-return]
+        gate, up, down = plan.mlp
+        return ops.linear(ops.gated(middle, gate, up, plan.mlp_norm), down, None, middle)
+
+
+@dataclass(frozen=True)
+class AttentionMixer:
+    """Attention: its weights, norms, and the layout of its heads."""
+
     joint: "list[ops.Weights]"  # of queries, keys and values
     heads: "ops.Heads"
     num_kv_heads: int
     dim: int
     rope: FusedRotation
-    output: "list[ops.Weights]"
-    mlp_norm: "ops.Norm"
-    gate: "ops.Weights"
-    up: "ops.Weights"
-    down: "list[ops.Weights]"
 
-
-class FusedBlock:
-    """Mixin of decoder layers of norm, attention, norm and gated MLP, each with a residual: seven operations."""
-
-    weft_plan: BlockPlan
-
-    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        plan = self.weft_plan
-        if x.dtype != mx.float32 or (target := _target(x, mask, cache)) is None:
-            return super().__call__(x, mask, cache)  # type: ignore[misc,no-any-return]
-        angles = plan.rope.angles_for(cache.offset, x.shape[1])
-        attended = target.attend(ops.linear(x, plan.joint, plan.input_norm), angles, plan)
-        middle = ops.linear(attended, plan.output, None, x)
-        return ops.linear(ops.gated(middle, plan.gate, plan.up, plan.mlp_norm), plan.down, None, middle)
+    def mix(self, x: mx.array, norm: "ops.Norm", mask: Any, cache: Any) -> mx.array | None:
+        """Attend over the cache, or the slabs of a step's rows."""
+        if (target := _target(x, mask, cache)) is None:
+            return None
+        angles = self.rope.angles_for(cache.offset, x.shape[1])
+        return target.attend(ops.linear(x, self.joint, norm), angles, self)
 
 
 class KeptMLP:
     """Mixin of gated MLPs: two operations."""
 
-    weft_plan: "tuple[ops.Weights, ops.Weights, list[ops.Weights]]"
+    weft_plan: MLPWeights
 
     def __call__(self, x: mx.array) -> mx.array:
         if x.dtype != mx.float32:
@@ -93,10 +120,10 @@ class CacheTarget:
 
     cache: Any
 
-    def attend(self, lines: mx.array, angles: mx.array, plan: BlockPlan) -> mx.array:
+    def attend(self, lines: mx.array, angles: mx.array, plan: AttentionMixer) -> mx.array:
         """Append keys and values to the cache, then attend: lines of the joint product → lines of heads."""
         cache, (num_rows, tokens, _) = self.cache, lines.shape
-        self._make_room((num_rows, plan.num_kv_heads, tokens, plan.dim))
+        self.make_room((num_rows, plan.num_kv_heads, tokens, plan.dim))
         if num_rows > 1:
             angles = mx.broadcast_to(angles, (num_rows, *angles.shape[1:]))
         rows = ops.StepRows([(0, row, cache.offset, tokens, row * tokens) for row in range(num_rows)])
@@ -105,7 +132,7 @@ class CacheTarget:
         cache.offset += tokens
         return ops.attend(lines, [cache.keys], [cache.values], angles, rows, plan.heads)
 
-    def _make_room(self, shape: tuple[int, int, int, int]) -> None:
+    def make_room(self, shape: tuple[int, int, int, int]) -> None:
         """Let the cache grow as its own `update_and_fetch` does."""
         cache, (rows, heads, tokens, dim) = self.cache, shape
         if cache.keys is not None and cache.offset + tokens <= cache.keys.shape[2]:
@@ -124,7 +151,7 @@ class SlabTarget:
 
     view: KeyValueView
 
-    def attend(self, lines: mx.array, angles: mx.array, plan: BlockPlan) -> mx.array:
+    def attend(self, lines: mx.array, angles: mx.array, plan: AttentionMixer) -> mx.array:
         """Append keys and values to the rows' slabs, then attend over all of them in one operation."""
         batch, layer = self.view.batch, self.view.layer
         rows = batch.once(("step rows",), self._rows)
@@ -133,10 +160,10 @@ class SlabTarget:
         keys, values = [], []
         for index, part in enumerate(batch.parts):
             held = part.slab.layers[layer]
-            keys.append(ops.append(held.keys, lines, angles, rows, plan.heads, index, False))
-            values.append(ops.append(held.values, lines, None, rows, plan.heads, index, True))
+            keys.append(ops.append(held.keys, lines, angles, rows, plan.heads, index, False, batch.ahead))
+            values.append(ops.append(held.values, lines, None, rows, plan.heads, index, True, batch.ahead))
             part.slab.layers[layer] = KeyValues(keys[-1], values[-1])
-        return ops.attend(lines, keys, values, angles, rows, plan.heads)
+        return ops.attend(lines, keys, values, angles, rows, plan.heads, batch.ahead)
 
     def _rows(self) -> "ops.StepRows":
         batch = self.view.batch
@@ -145,17 +172,48 @@ class SlabTarget:
         return ops.StepRows([(*place, batch.tokens, line * batch.tokens) for line, place in enumerate(places)])
 
 
-def _target(x: mx.array, mask: Any, cache: Any) -> CacheTarget | SlabTarget | None:
+@dataclass(frozen=True)
+class GroupTarget:
+    """mlx-lm's caches of several prompts, whose chunks are computed together."""
+
+    caches: tuple[Any, ...]
+
+    def attend(self, lines: mx.array, angles: mx.array, plan: AttentionMixer) -> mx.array:
+        """Append keys and values to each prompt's cache, then attend over all of them in one operation."""
+        num_rows, tokens, _ = lines.shape
+        if angles.shape[0] != num_rows:
+            angles = mx.broadcast_to(angles, (num_rows, *angles.shape[1:]))
+        for cache in self.caches:
+            CacheTarget(cache).make_room((1, plan.num_kv_heads, tokens, plan.dim))
+        rows = ops.StepRows([(at, 0, cache.offset, tokens, at * tokens) for at, cache in enumerate(self.caches)])
+        for at, cache in enumerate(self.caches):
+            cache.keys = ops.append(cache.keys, lines, angles, rows, plan.heads, at, False)
+            cache.values = ops.append(cache.values, lines, None, rows, plan.heads, at, True)
+            cache.offset += tokens
+        keys, values = [cache.keys for cache in self.caches], [cache.values for cache in self.caches]
+        return ops.attend(lines, keys, values, angles, rows, plan.heads)
+
+
+def _target(x: mx.array, mask: Any, cache: Any) -> CacheTarget | SlabTarget | GroupTarget | None:
     """Return where this forward's keys and values are; None if only the layer's own code can take it."""
     if type(cache) is KVCache:
-        is_float = cache.keys is None or cache.keys.dtype == mx.float32
-        is_causal = mask is None if x.shape[1] == 1 else isinstance(mask, str)
-        return CacheTarget(cache) if is_float and is_causal else None
+        return CacheTarget(cache) if _is_plain_prompt(x, mask, cache) else None
+    if type(cache) is GroupedKeyValues:
+        masks = mask.masks if isinstance(mask, RowMasks) else [mask] * len(cache.rows)
+        rows = zip(masks, cache.rows, strict=True)
+        is_plain = all(type(row) is KVCache and _is_plain_prompt(x, its_mask, row) for its_mask, row in rows)
+        return GroupTarget(tuple(cache.rows)) if is_plain else None
     if type(cache) is not KeyValueView or mask is not None or not cache.batch.seam:
         return None
     spec = cache.spec
     is_plain = type(spec) is FullAttention and spec.keys.dtype == spec.values.dtype == mx.float32
     return SlabTarget(cache) if is_plain and None not in cache.batch.rows else None
+
+
+def _is_plain_prompt(x: mx.array, mask: Any, cache: KVCache) -> bool:
+    """Whether a prompt's cache has numbers that weft's operations take, and its mask is nothing but causal."""
+    is_causal = mask is None if x.shape[1] == 1 else isinstance(mask, str)
+    return is_causal and (cache.keys is None or cache.keys.dtype == mx.float32)
 
 
 # ---- which layers are replaced
@@ -169,27 +227,43 @@ def bind(model: nn.Module) -> list[str]:
     if not is_bound(mx.float32):
         return []
     kinds = (
-        (FusedBlock, _block_plan, _trial_block),
-        (KeptMLP, _mlp_plan, _trial_mlp),
-        (FusedExperts, _experts_plan, _trial_experts),
+        LayerKind(FusedBlock, _attention_plan, _trial_attention),
+        LayerKind(FusedBlock, _delta_plan, _trial_delta, is_exact=False),
+        LayerKind(KeptMLP, _mlp_plan, _trial_mlp),
+        LayerKind(FusedExperts, _experts_plan, _trial_experts),
     )
-    return [type(layer).__name__ for layer in model.modules() if any(_replace(layer, *kind) for kind in kinds)]
+    return [type(layer).__name__ for layer in model.modules() if any(_replace(layer, kind) for kind in kinds)]
 
 
-def _replace(layer: nn.Module, mixin: type, plan_of: Any, trial: Any) -> bool:
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of layer that is replaced: what its operations take, and the trial in which it must give the same numbers."""
+
+    mixin: type
+    plan_of: Callable[[Any], Any]  # None: the layer is of another kind
+    trial: Callable[[Any], list[mx.array]]
+    is_exact: bool = True  # to the bit; else closely, for layers that take every forward of a model from then on
+
+    def agrees(self, found: list[mx.array], right: list[mx.array]) -> bool:
+        """Whether a layer's numbers are those of its own code."""
+        is_same = mx.array_equal if self.is_exact else functools.partial(mx.allclose, rtol=1e-4, atol=1e-5)
+        return all(is_same(one, other) for one, other in zip(found, right, strict=True))
+
+
+def _replace(layer: nn.Module, kind: LayerKind) -> bool:
     own = type(layer)
-    if issubclass(own, mixin):
+    if issubclass(own, kind.mixin):
         return True  # bound before, by another adapter over the same model
     try:
-        plan = plan_of(layer)
+        plan = kind.plan_of(layer)
         if plan is None:
             return False
-        right = trial(layer)
+        right = kind.trial(layer)
         layer.__dict__["weft_plan"] = plan
-        layer.__class__ = _with(mixin, own)  # type: ignore[arg-type]
-        if all(mx.array_equal(one, other) for one, other in zip(trial(layer), right, strict=True)):
+        layer.__class__ = _with(kind.mixin, own)  # type: ignore[arg-type]
+        if kind.agrees(kind.trial(layer), right):
             return True
-        reason = "its bits differ"
+        reason = "its bits differ" if kind.is_exact else "its numbers differ"
     except TRIAL_ERRORS as error:
         reason = f"{type(error).__name__}: {error}"
     log.debug("%s is computed by its own code: %s", own.__name__, reason)
@@ -203,33 +277,53 @@ def _with(mixin: type, own: type) -> type:
     return type(f"Fused{own.__name__}", (mixin, own), {})
 
 
-def _block_plan(block: Any) -> BlockPlan | None:
-    if not all(name in block for name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")):
+def _attention_plan(block: Any) -> BlockPlan | None:
+    if "self_attn" not in block or (mixer := _attention_mixer(block.self_attn)) is None:
         return None
-    attention, mlp = block.self_attn, _mlp_plan(block.mlp)
-    projections = [attention.get(f"{name}_proj") for name in "qkvo"]
+    attention = block.self_attn
+    parts = [attention.get(name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    return _plan_around(block, mixer, attention.o_proj, [part for part in parts if part is not None])
+
+
+def _delta_plan(block: Any) -> BlockPlan | None:
+    if "linear_attn" not in block or (mixer := delta_mixer(block.linear_attn)) is None:
+        return None
+    return _plan_around(block, mixer, block.linear_attn.out_proj, [block.linear_attn])
+
+
+def _plan_around(block: Any, mixer: Mixer, output: Any, parts: list[Any]) -> BlockPlan | None:
+    """Return the plan of a decoder layer with this mixer, whose parameters are those of `parts`; None for other layers."""
+    if not all(name in block for name in ("input_layernorm", "post_attention_layernorm", "mlp")):
+        return None
     norms = [block.input_layernorm, block.post_attention_layernorm]
-    head_norms = [attention.get("q_norm"), attention.get("k_norm")]
-    known = [*projections, *norms, *(norm for norm in head_norms if norm is not None), block.mlp]
-    if mlp is None or not all(isinstance(one, KeptLinear) for one in projections) or not _is_all(block, known):
+    is_known = all(isinstance(norm, FusedRMSNorm) for norm in norms) and isinstance(output, KeptLinear)
+    if not is_known or not _is_all(block, [*parts, *norms, block.mlp]):
         return None
-    if not all(isinstance(norm, FusedRMSNorm) for norm in (*norms, *filter(None, head_norms))):
+    return BlockPlan(norm_of(norms[0]), mixer, [weights_of(output)], norm_of(norms[1]), _mlp_plan(block.mlp))
+
+
+def _attention_mixer(attention: Any) -> AttentionMixer | None:
+    projections = [attention.get(f"{name}_proj") for name in "qkvo"]
+    head_norms = [attention.get("q_norm"), attention.get("k_norm")]
+    if not all(isinstance(one, KeptLinear) for one in projections):
+        return None
+    if not all(isinstance(norm, FusedRMSNorm) for norm in head_norms if norm is not None):
+        return None
+    if not isinstance(rope := attention.get("rope"), FusedRotation):
         return None
     num_heads, num_kv_heads = (
         next(getattr(attention, name) for name in names if hasattr(attention, name)) for names in (HEADS, KV_HEADS)
     )
-    if not isinstance(rope := attention.get("rope"), FusedRotation):
-        return None
     joint = [weights_of(projection) for projection in projections[:3]]
-    dim = joint[0].num_outputs // num_heads
-    of_heads = [None if norm is None else norm_of(norm) for norm in head_norms]
-    heads = ops.Heads(num_heads, num_kv_heads, dim, attention.scale, rope.traditional, *of_heads)  # type: ignore[attr-defined]
-    gate, up, down = mlp
-    output = [weights_of(projections[3])]
-    return BlockPlan(norm_of(norms[0]), joint, heads, num_kv_heads, dim, rope, output, norm_of(norms[1]), gate, up, down)
+    dim = weights_of(projections[3]).num_inputs // num_heads
+    is_gated = joint[0].num_outputs == 2 * num_heads * dim
+    q_norm, k_norm = (None if norm is None else norm_of(norm) for norm in head_norms)
+    layout = (num_heads, num_kv_heads, dim, attention.scale, rope.traditional)  # type: ignore[attr-defined]
+    heads = ops.Heads(*layout, q_norm=q_norm, k_norm=k_norm, is_gated=is_gated)
+    return AttentionMixer(joint, heads, num_kv_heads, dim, rope)
 
 
-def _mlp_plan(mlp: Any) -> "tuple[ops.Weights, ops.Weights, list[ops.Weights]] | None":
+def _mlp_plan(mlp: Any) -> MLPWeights | None:
     projections = [mlp.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(isinstance(one, KeptLinear) for one in projections) or not _is_all(mlp, projections):
         return None
@@ -256,13 +350,21 @@ def _noise(shape: tuple[int, ...]) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(7))
 
 
-def _trial_block(block: Any) -> list[mx.array]:
+def _trial_attention(block: Any) -> list[mx.array]:
     cache, found = KVCache(), []
     for tokens in TRIAL_TOKENS:
         x = _noise((1, tokens, block.input_layernorm.weight.shape[0]))
         found.append(block(x, "causal" if tokens > 1 else None, cache))
     mx.eval(found, cache.keys, cache.values)  # sync: at load
     return [*found, *cache.keys_and_values()]
+
+
+def _trial_delta(block: Any) -> list[mx.array]:
+    cache, found = ArraysCache(2), []
+    for tokens in TRIAL_TOKENS:
+        found.append(block(_noise((1, tokens, block.input_layernorm.weight.shape[0])), None, cache))
+    mx.eval(found, *cache.cache)  # sync: at load
+    return [*found, *cache.cache]
 
 
 def _trial_mlp(mlp: Any) -> list[mx.array]:

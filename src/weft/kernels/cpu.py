@@ -72,6 +72,7 @@ class RotaryAngles:
 
     def __init__(self) -> None:  # a model has one or two kinds of positions, asked for by every layer of a step
         self._known: deque[tuple[int | mx.array, mx.array | None, tuple[object, ...], mx.array]] = deque(maxlen=4)
+        self._rates: dict[tuple[object, ...], tuple[mx.array, mx.array | None]] = {}
 
     def at(
         self, offset: int | mx.array, tokens: int, dims: int, base: float | None, scale: float, freqs: mx.array | None
@@ -82,10 +83,24 @@ class RotaryAngles:
             is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
             if is_here and its_freqs is freqs and its_kind == kind:
                 return angles
-        rates = rotary_rates(dims, base or 1.0) if freqs is None else 1.0 / freqs
-        found = angles_at(mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1), scale, rates)
+        found = self._compute(offset, tokens, scale, self._rates_of(dims, base, freqs))
         self._known.appendleft((offset, freqs, kind, found))
         return found
+
+    def _rates_of(self, dims: int, base: float | None, freqs: mx.array | None) -> mx.array:
+        kind = (dims, base, None if freqs is None else id(freqs))
+        if kind not in self._rates:
+            rates = rotary_rates(dims, base or 1.0) if freqs is None else 1.0 / freqs.astype(mx.float32)
+            self._rates[kind] = rates, freqs  # held too, or another array might have its id
+            mx.eval(rates)  # sync: once for each kind of layer
+        return self._rates[kind][0]
+
+    @staticmethod
+    def _compute(offset: int | mx.array, tokens: int, scale: float, rates: mx.array) -> mx.array:
+        if not has_operations():
+            return angles_at(mx.array(offset).reshape(-1, 1, 1, 1) + mx.arange(tokens).reshape(-1, 1), scale, rates)
+        offsets = mx.array([offset], mx.int32) if isinstance(offset, int) else offset.reshape(-1).astype(mx.int32)
+        return ops.angles_from(offsets, tokens, rates, scale)
 
 
 def rotary_rates(dims: int, base: float) -> mx.array:
@@ -95,14 +110,21 @@ def rotary_rates(dims: int, base: float) -> mx.array:
 
 def angles_at(places: mx.array, scale: float, rates: mx.array) -> mx.array:
     """Return the cosines, then the sines, of RoPE at these positions."""
+    if has_operations():
+        return ops.angles(places, rates, scale)
     turns = places * scale * rates
     return mx.concatenate([mx.cos(turns), mx.sin(turns)], axis=-1)
+
+
+def has_operations() -> bool:
+    """Whether weft's own operations are there, and the device is theirs."""
+    return primitives.missing is None and mx.default_device() != mx.gpu
 
 
 @functools.cache
 def is_bound(dtype: mx.Dtype) -> bool:
     """Whether weft's own operations compute on this dtype here, found by trying them; cached."""
-    if dtype != mx.float32 or mx.default_device() == mx.gpu or primitives.missing is not None:
+    if dtype != mx.float32 or not has_operations():
         return False
     queries, keys = mx.arange(12).reshape(1, 3, 4) / 12, mx.arange(20).reshape(1, 5, 4) / 20
     causal = mx.where(mx.arange(5)[None] <= mx.arange(2, 5)[:, None], 0.0, -1e30)

@@ -7,19 +7,19 @@ a row depend on that row alone, whoever shares the batch.
 """
 
 import itertools
-import math
 import re
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from weft.kernels.cuda_cache import CudaKernel
+from weft.memory.transfer import to_device
 from weft.memory.views import Reach
 
-ON_CUDA = mx.default_device() == mx.gpu and not mx.metal.is_available()
-SPAN = 256  # keys one block works through; a row's cuts are multiples of it
+SPAN = 128  # keys one block works through; a row's cuts are multiples of it
 THREADS = 128
 COLUMNS = 8  # values one thread loads at once
 MAX_GROUP = 8  # query heads per key head: bounds the shared memory
@@ -38,14 +38,22 @@ __device__ inline void load_columns(const T* from, float* to) {{
     for (int i = 0; i < COLUMNS; i++) to[i] = static_cast<float>(raw[i]);
 }}
 
+template <typename T>
+__device__ inline void store_columns(const float* from, T* to) {{
+    alignas(16) T raw[COLUMNS];
+    for (int i = 0; i < COLUMNS; i++) raw[i] = static_cast<T>(from[i]);
+    uint4* target = reinterpret_cast<uint4*>(to);
+    for (int i = 0; i < int(COLUMNS * sizeof(T) / 16); i++) target[i] = reinterpret_cast<const uint4*>(raw)[i];
+}}
+
 template <int COUNT, typename T>
 __device__ inline void copy_numbers(const T* from, T* to) {{
-    if constexpr (COUNT * sizeof(T) % 16 == 0) {{
-        for (int i = 0; i < int(COUNT * sizeof(T) / 16); i++)
-            reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
-    }} else {{
+    if constexpr (COUNT * sizeof(T) == 16)
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+    else if constexpr (COUNT * sizeof(T) == 8)
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+    else
         for (int i = 0; i < COUNT; i++) to[i] = from[i];
-    }}
 }}
 """
 
@@ -77,20 +85,17 @@ def attend_ragged(
     group = num_heads // heads
     spans = -(-min(part.longest, keys.shape[2]) // SPAN)
     template = [("T", keys.dtype), ("HEADS", heads), ("GROUP", group), ("VALUE_DIM", value_dim)]
-    if sinks is None:  # a sink of −∞ is none
-        sinks = _constant(-math.inf, mx.float32, num_heads)
-    places, factor = _constant(keys.shape[2], mx.int32), _constant(scale, mx.float32)
-    sums = _kernel("attend_partial", "queries keys values slots bounds places scale", "partial")(
-        inputs=[_lines(queries), keys, values, reach.slots, bounds, places, factor],
+    sums = _kernel("attend_partial", "queries keys values slots bounds", "partial", SCALE=scale)(
+        inputs=[_lines(queries), keys, values, reach.slots, bounds],
         template=[*template, ("KEY_DIM", key_dim)],
         grid=(spans * THREADS, heads, n),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(n, heads, spans, group, value_dim + 2)],
         output_dtypes=[mx.float32],
     )[0]
-    found: mx.array = _kernel("attend_union", "partial bounds num_spans sinks", "out")(
-        inputs=[sums, bounds, _constant(spans, mx.int32), sinks.astype(mx.float32)],
-        template=template,
+    found: mx.array = _kernel("attend_union", "partial bounds sinks", "out")(
+        inputs=[sums, bounds, sums if sinks is None else sinks.astype(mx.float32)],  # without sinks any array stands for them
+        template=[*template, ("HAS_SINKS", sinks is not None)],
         grid=(value_dim, num_heads, n),
         threadgroup=(value_dim, 1, 1),
         output_shapes=[(n, num_heads, 1, value_dim)],
@@ -108,7 +113,7 @@ def _lines(queries: mx.array) -> mx.array:
 def can_step(query: mx.array, value: mx.array, fading: mx.array, state: mx.array | None) -> bool:
     """Whether the kernel of the gated delta rule supports arrays of these dtypes and shapes: one gate per head."""
     is_float = state is None or state.dtype == mx.float32
-    return fading.ndim == 3 and query.shape[-1] % 8 == 0 and value.shape[-1] % (THREADS // 8) == 0 and is_float
+    return fading.ndim == 3 and query.shape[-1] % 32 == 0 and value.shape[-1] % (THREADS // 8) == 0 and is_float
 
 
 class LineSpans(NamedTuple):
@@ -121,7 +126,7 @@ class LineSpans(NamedTuple):
     def of(cls, counts: tuple[int, ...]) -> Self:
         """Return the spans of rows with so many lines each, one after the other."""
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
-        return cls(mx.array(rows, mx.int32), mx.array([0, *itertools.accumulate(counts)], mx.int32))
+        return cls(*to_device(rows, [0, *itertools.accumulate(counts)]))
 
 
 @lru_cache(256)
@@ -228,8 +233,8 @@ def delta_inputs(
 def gated_norm(x: mx.array, gates: mx.array, gate_at: int, weight: mx.array, eps: float) -> mx.array:
     """RMSNorm of each head of x (lines, heads, dim), times the weight and SiLU of its gate, in `gates` from `gate_at` on."""
     lines, heads, dim = x.shape
-    found: mx.array = _kernel("gated_norm", "x gates weight eps", "out")(
-        inputs=[x, gates, weight, _constant(eps, mx.float32)],
+    found: mx.array = _kernel("gated_norm", "x gates weight", "out", EPS=eps)(
+        inputs=[x, gates, weight],
         template=[("T", x.dtype), ("HEADS", heads), ("DIM", dim), ("GATE_AT", gate_at)],
         grid=(-(-heads // (THREADS // 32)) * THREADS, lines, 1),
         threadgroup=(THREADS, 1, 1),
@@ -241,11 +246,13 @@ def gated_norm(x: mx.array, gates: mx.array, gate_at: int, weight: mx.array, eps
 
 def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Return x + y, both (lines, width), and its RMSNorm times the weight."""
-    added, normed = _kernel("add_norm", "x y weight eps", "sum normed")(
-        inputs=[x, y, weight, _constant(eps, mx.float32)],
-        template=[("T", x.dtype)],
-        grid=(x.shape[0] * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
+    vectors = x.shape[1] // COLUMNS
+    threads = min(1024, -(-vectors // 32) * 32)
+    added, normed = _kernel("add_norm", "x y weight", "sum normed", EPS=eps)(
+        inputs=[x, y, weight],
+        template=[("T", x.dtype), ("VECTORS", -(-vectors // threads))],
+        grid=(x.shape[0] * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[x.shape, x.shape],
         output_dtypes=[x.dtype, x.dtype],
     )
@@ -277,13 +284,10 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
 
 
 @cache
-def _constant(number: float, dtype: mx.Dtype, size: int = 1) -> mx.array:
-    return mx.array([number] * size, dtype)
-
-
-@cache
-def _kernel(name: str, inputs: str, outputs: str) -> Any:
-    return mx.fast.cuda_kernel(f"weft_{name}", inputs.split(), outputs.split(), source=read_source(f"{name}.cu"), header=HEADER)
+def _kernel(name: str, inputs: str, outputs: str, **constants: float) -> CudaKernel:
+    # Constants are part of the text: an array made by the host would be read from the host's memory at every launch.
+    header = HEADER + "".join(f"constexpr float {key} = {float(number)!r}f;\n" for key, number in constants.items())
+    return CudaKernel(f"weft_{name}", inputs.split(), outputs.split(), (header, read_source(f"{name}.cu")))
 
 
 def read_source(name: str) -> str:

@@ -1,21 +1,23 @@
 """Matrix products on CUDA in which the numbers of a line depend on that line alone, however many lines there are.
 
 cuBLAS chooses a kernel, and with it the order of additions, by the number of lines; MLX's quantised product does too. Here the
-order depends on K alone, so a row of a decode step has the same bits in any crowd; sizes of blocks are chosen by speed. A chunk
-of a prompt is computed alone and goes to MLX's own products, which are faster for many lines.
+order depends on K alone, so a row of a decode step has the same bits in any crowd. There are two kernels, for few lines and for
+many, which add in the same order; sizes of blocks are chosen by speed. Chunks of prompts go to MLX's own products, which are
+faster for many lines.
 """
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from weft.kernels.cuda import read_source
+from weft.kernels.cuda_cache import CudaKernel
 
 log = logging.getLogger("weft.kernels")
 
@@ -26,7 +28,7 @@ ENOUGH_BLOCKS = 100  # fill the device
 
 
 class BlockSizes(NamedTuple):
-    """The sizes of a block of the kernel: tiles of 16 rows and 8 lines, warps side by side in rows, and stages of K."""
+    """The sizes of a block for many lines: tiles of 16 rows and 8 lines, warps side by side in rows, and stages of K."""
 
     row_tiles: int
     line_tiles: int
@@ -34,22 +36,33 @@ class BlockSizes(NamedTuple):
     blocks: int  # of 32 numbers, in a stage
     stages: int
 
+    @property
+    def kernel(self) -> str:
+        return "product"
+
     def shared_bytes(self, bits: int) -> int:
         return self.stages * self.blocks * 32 * (self.row_tiles * 16 * bits + self.line_tiles * 8 * 16) // 8
 
-    def grid(self, lines: int, rows: int) -> tuple[int, int]:
-        return -(-lines // (8 * self.line_tiles)), -(-rows // (16 * self.row_tiles))
+
+class FewSizes(NamedTuple):
+    """The sizes of a block for few lines: tiles of 16 rows and 8 lines, and how many blocks of K are read ahead."""
+
+    row_tiles: int
+    line_tiles: int
+    ahead: int
+
+    @property
+    def kernel(self) -> str:
+        return "product_few"
+
+    def shared_bytes(self, _: int) -> int:
+        return 0  # what it shares is declared by the kernel
 
 
-# By the number of lines that a block has at most: for many, some and few rows of the weight.
-FEW = {
-    8: (BlockSizes(4, 1, 4, 4, 6), BlockSizes(2, 1, 2, 4, 8), BlockSizes(1, 1, 1, 4, 8)),
-    16: (BlockSizes(4, 2, 4, 4, 5), BlockSizes(2, 2, 2, 4, 8), BlockSizes(1, 2, 1, 4, 8)),
-    32: (BlockSizes(4, 4, 4, 4, 4), BlockSizes(2, 4, 2, 4, 6), BlockSizes(2, 4, 2, 4, 6)),
-    64: (BlockSizes(4, 8, 4, 4, 3), BlockSizes(2, 8, 1, 4, 4), BlockSizes(2, 8, 1, 4, 4)),
-}
-MANY_ROWS, SOME_ROWS = 16_000, 6_000
-MANY = BlockSizes(8, 16, 2, 2, 4)
+SEGMENTS = 8  # of K, one per warp, as in product.h
+MOST_FEW_LINES = 32
+SOME = BlockSizes(4, 8, 4, 4, 3)
+MANY = BlockSizes(8, 16, 2, 4, 2)
 TRIED_LINES = (3, 70)
 MOST_APART = 0.1  # of the spread of a product's numbers, in 16 bits; a wrong number is off by several times the spread
 MAX_STEP_TOKENS = 8  # of a row; more of one row are a prompt, whose numbers of lines depend on its request alone
@@ -99,20 +112,26 @@ def can_multiply(dtype: mx.Dtype, width: int) -> bool:
 def product(x: mx.array, weight: Weight) -> mx.array:
     """Multiply lines (…, K) by the rows of a weight (N, K): (…, N)."""
     lines, rows = x.reshape(-1, x.shape[-1]), weight.array.shape[0]
-    blocks = choose_blocks(lines.shape[0], rows)
-    across, down = blocks.grid(lines.shape[0], rows)
-    scales, biases = (lines, lines) if weight.scales is None else (weight.scales, weight.biases)
+    packed = weight.arrays[1:] or [lines, lines]
     group = 32 if weight.scales is None else x.shape[-1] // weight.scales.shape[-1]
-    sizes = zip(("ROW_TILES", "LINE_TILES", "WARP_ROWS", "BLOCKS", "STAGES"), blocks, strict=True)
-    found = _kernel(blocks.shared_bytes(weight.bits))(
-        inputs=[lines, weight.array, scales, biases],
-        template=[("T", x.dtype), *sizes, ("BITS", weight.bits), ("GROUP", group)],
+    together = numbers_together(weight.bits, x.shape[-1])
+    sizes = choose_sizes(lines.shape[0], rows, x.shape[-1] // (32 * together), weight.bits)
+    kind = {"BITS": weight.bits, "GROUP": group, "TOGETHER": together}
+    across, down = grid_of(sizes, lines.shape[0], rows)
+    output = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
+        inputs=[lines, weight.array, *packed],
+        template=[("T", x.dtype), *((name.upper(), size) for name, size in sizes._asdict().items()), *kind.items()],
         grid=(across * THREADS, down, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines.shape[0], rows)],
         output_dtypes=[x.dtype],
     )[0]
-    return found.reshape(*x.shape[:-1], rows)  # type: ignore[no-any-return]
+    return output.reshape(*x.shape[:-1], rows)
+
+
+def numbers_together(bits: int, width: int) -> int:
+    """Return how many times eight numbers of a row a thread reads at once: 16 bytes where the width allows it."""
+    return next(count for count in (4, 2, 1) if count <= 16 // bits and width % (32 * count) == 0)
 
 
 def is_right(weight: Weight, multiply: Product = product) -> bool:
@@ -133,22 +152,31 @@ def is_right(weight: Weight, multiply: Product = product) -> bool:
     return True
 
 
-def choose_blocks(lines: int, rows: int) -> BlockSizes:
-    """Return the sizes of blocks for a product: large ones where they fill the device, else those for few lines."""
-    across, down = MANY.grid(lines, rows)
-    if lines > 64 and across * down >= ENOUGH_BLOCKS:
-        return MANY
-    choices = next((sizes for limit, sizes in FEW.items() if lines <= limit), FEW[64])
-    return choices[0 if rows >= MANY_ROWS else 1 if rows >= SOME_ROWS else 2]
+def choose_sizes(lines: int, rows: int, blocks: int, bits: int) -> FewSizes | BlockSizes:
+    """Return the sizes of a product's blocks; `blocks` are those of its K. They change its speed, not its numbers."""
+    if lines <= MOST_FEW_LINES:
+        line_tiles = 1 if lines <= 8 else 2 if lines <= 16 else 4
+        row_tiles = 2 if line_tiles == 4 and rows >= ENOUGH_BLOCKS * 32 else 1
+        most = 4 if bits < 16 or line_tiles == 4 else 8
+        each = -(-blocks // SEGMENTS)
+        ahead = min(range(min(most, 2), most + 1), key=lambda count: (-(-each // count) * count - each, -count))
+        return FewSizes(row_tiles, line_tiles, ahead)
+    across, down = grid_of(MANY, lines, rows)
+    return MANY if lines > 64 and across * down >= ENOUGH_BLOCKS else SOME
+
+
+def grid_of(sizes: FewSizes | BlockSizes, lines: int, rows: int) -> tuple[int, int]:
+    """Return how many blocks cover all lines, and how many all rows."""
+    return -(-lines // (8 * sizes.line_tiles)), -(-rows // (16 * sizes.row_tiles))
 
 
 def is_prompt(x: mx.array) -> bool:
-    """Whether these lines (B, T, K) are a chunk of one prompt: other products are faster then, and no less its own."""
-    return x.ndim == 3 and x.shape[0] == 1 and x.shape[1] > MAX_STEP_TOKENS
+    """Whether these lines (B, T, K) are chunks of prompts: other products are faster then, and of one alone no less its own."""
+    return x.ndim == 3 and x.shape[1] > MAX_STEP_TOKENS
 
 
 def prompt_product(x: mx.array, weight: Weight) -> mx.array:
-    """Multiply lines (…, K) of one prompt by the rows of a weight (N, K), as MLX does."""
+    """Multiply lines (…, K) of prompts by the rows of a weight (N, K), as MLX does."""
     if weight.scales is None:
         return x @ weight.array.T
     group = x.shape[-1] // weight.scales.shape[-1]
@@ -219,7 +247,6 @@ def bind(model: nn.Module, multiply: Product = product) -> list[str]:
 
 
 @cache
-def _kernel(shared_bytes: int) -> Any:
-    source, header = read_source("product.cu"), read_source("product.h")
-    names = ["x", "w", "scales", "biases"]
-    return mx.fast.cuda_kernel("weft_product", names, ["out"], source=source, header=header, shared_memory=shared_bytes)
+def _kernel(name: str, shared_bytes: int) -> CudaKernel:
+    texts = read_source("product.h"), read_source(f"{name}.cu")
+    return CudaKernel(f"weft_{name}", ["x", "w", "scales", "biases"], ["out"], texts, shared_bytes)

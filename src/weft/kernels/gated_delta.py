@@ -27,6 +27,7 @@ from mlx_lm.models import gated_delta as stock
 
 from weft.kernels import cpu, cuda, modules_behind
 from weft.memory.positions import current_notes, note_states
+from weft.memory.transfer import ON_CUDA
 
 # Up to so many tokens single steps cost less than a chunk's fifty operations (two EPYC cores; H200).
 MAX_STEPS_ON_CPU, MAX_STEPS_ON_GPU = 4, 8
@@ -58,7 +59,7 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Drop-in for mlx-lm's function: compute gates and betas from their projections, then apply the gated delta rule."""
     is_plain = mask is None and lower_bound is None and not allow_neg_eigval
-    if cuda.ON_CUDA and is_plain and cuda.can_step(query, value, fading, state):
+    if ON_CUDA and is_plain and cuda.can_step(query, value, fading, state):
         by_token, keeps_states = (query, key, value, fading, writing), current_notes() is not None
         output, last, states = cuda.gated_delta_steps(by_token, log_rate, bias, state, keeps_states=keeps_states)
         note_states(last, states)

@@ -13,6 +13,7 @@ from mlx_lm.models import ssm as stock
 
 from weft.kernels import cpu, cuda, modules_behind
 from weft.memory.positions import current_notes, note_states
+from weft.memory.transfer import ON_CUDA
 
 
 def bind(model: nn.Module) -> list[str]:
@@ -43,7 +44,7 @@ class NotingConv1d(nn.Conv1d):  # type: ignore[misc]
     def __call__(self, x: mx.array) -> mx.array:
         if (notes := current_notes()) is not None:
             notes.note_convolution(x)
-        if cuda.ON_CUDA and cuda.can_convolve(x, self):
+        if ON_CUDA and cuda.can_convolve(x, self):
             return cuda.convolve(x, self["weight"])
         return super().__call__(x)  # type: ignore[no-any-return]
 

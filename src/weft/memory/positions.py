@@ -9,8 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
+
+
+class Noted(Protocol):
+    """What a kernel has noted of one state of a step."""
+
+    def after(self, counts: list[int]) -> mx.array:
+        """Return each row's state (B, …) after its first `counts` tokens, copied, so that the others can be freed."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +27,13 @@ class StatesByToken:
 
     states: mx.array | list[mx.array]
 
-    def after(self, counts: mx.array) -> mx.array:
-        """Return each row's state (B, …) after its first `counts` tokens, copied, so that the others can be freed."""
+    def after(self, counts: list[int]) -> mx.array:
+        """Return each row's state (B, …) after its first `counts` tokens, copied."""
         if isinstance(self.states, mx.array):
-            return self.states[mx.arange(counts.shape[0]), counts - 1]
-        found, counts = self.states[0], counts.reshape(-1, *[1] * (self.states[0].ndim - 1))
+            return self.states[mx.arange(len(counts)), mx.array([count - 1 for count in counts])]
+        found, chosen = self.states[0], mx.array(counts).reshape(-1, *[1] * (self.states[0].ndim - 1))
         for token, state in enumerate(self.states[1:], 1):
-            found = mx.where(counts > token, state, found)
+            found = mx.where(chosen > token, state, found)
         return found
 
 
@@ -36,12 +44,10 @@ class ConvolutionInput:
     columns: mx.array
     kept: int  # K − 1
 
-    def after(self, counts: mx.array) -> mx.array:
-        places = counts[:, None] + mx.arange(self.kept)
-        return self.columns[mx.arange(counts.shape[0])[:, None], places]
-
-
-Noted = StatesByToken | ConvolutionInput
+    def after(self, counts: list[int]) -> mx.array:
+        """Return each row's state (B, …) after its first `counts` tokens, copied."""
+        places = mx.array(counts)[:, None] + mx.arange(self.kept)
+        return self.columns[mx.arange(len(counts))[:, None], places]
 
 
 @dataclass
@@ -49,12 +55,16 @@ class Notes:
     """What the kernels of one forward have noted: states by token, and inputs of convolutions."""
 
     tokens: int
-    _states: dict[int, tuple[mx.array, StatesByToken]] = field(default_factory=dict)  # by id of the last state, which is held too
+    _states: dict[int, tuple[mx.array, Noted]] = field(default_factory=dict)  # by id of the last state, which is held too
     _columns: list[mx.array] = field(default_factory=list)
 
     def note_states(self, last: mx.array, states: mx.array | list[mx.array]) -> None:
         """Note the states after each token, of which the model will be handed `last`, the one after the last token."""
-        self._states[id(last)] = last, StatesByToken(states)
+        self.note(last, StatesByToken(states))
+
+    def note(self, last: mx.array, noted: Noted) -> None:
+        """Note how the states before `last`, which the model is handed, can be had."""
+        self._states[id(last)] = last, noted
 
     def note_convolution(self, columns: mx.array) -> None:
         self._columns.append(columns)

@@ -18,6 +18,7 @@ from weft.errors import InternalError
 from weft.memory.positions import Noted, taking_notes
 from weft.memory.slabs import Pool, RowState, Slab
 from weft.memory.spec import FullAttention, Recurrent, SlidingWindow, difference, part_mismatch
+from weft.memory.transfer import to_device
 
 FORBIDDEN = -1e30  # added to a score; finite, so that even a row that may look nowhere stays a number
 
@@ -49,8 +50,9 @@ class Part:
         self.low, self.high = (0, len(slab.rows)) if is_whole else (rows[0].slot, rows[-1].slot + 1)
         self.longest = max(self.first) + tokens  # tokens of its longest row, the new ones included
         self.span = slab.capacity if is_whole else self.longest  # token places that are read
-        self.slots = mx.array([row.slot for row in rows], mx.int32)  # (n,) slot of each row
-        self.lengths = mx.array(self.first, mx.int32)  # (n,) tokens each row holds before this step
+        ends = [end for first in self.first for token in range(1, tokens + 1) for end in (0, first + token)]
+        # (n,) slot of each row; (n,) tokens each row holds before this step; (2nT,) places from and to which each token reads
+        self.slots, self.lengths, self.bounds = to_device([row.slot for row in rows], self.first, ends)
         self.spread: mx.array | None = None  # slot of the range → row of the part, when slots lie empty between
         self.gather: mx.array | None = None  # row of the part → slot of the range
         if self.high - self.low != len(rows):
@@ -72,13 +74,25 @@ class Batch:
         self.tokens = parts[0].tokens
         self.rows = rows  # None: an idle row that fills the width
         self.seam = seam
-        offsets = {row: first + row.shift for part in parts for row, first in zip(part.rows, part.first, strict=True)}
-        self.offsets = mx.array([0 if row is None else offsets[row] for row in rows], mx.int32)  # (B,) of first new tokens
+        self.offsets = self._offsets()  # (B,) positions of first new tokens
+        self.ahead: mx.array | None = None  # (B,) see `move_ahead`
         self.table = pool.table_for(None if seam else parts[0].slab)
         self.table.arrange(rows)
         self._memo: dict[tuple[Any, ...], Any] = {}
         self._replaced: list[tuple[int, int, mx.array]] = []  # states that the forward wrote, in order: layer, part, value
         self._by_token: list[tuple[int, int, Noted | None]] = []  # the same with what was noted of them
+
+    def _offsets(self) -> mx.array:
+        held = [(row, first) for part in self.parts for row, first in zip(part.rows, part.first, strict=True)]
+        if self.rows == [row for row, _ in held] and len(self.parts) == 1 and not any(row.shift for row, _ in held):
+            return self.parts[0].lengths
+        offsets = {row: first + row.shift for row, first in held}
+        return to_device([0 if row is None else offsets[row] for row in self.rows])[0]
+
+    def move_ahead(self, counts: mx.array) -> None:
+        """Move each row's new tokens on by so many (B,) as only the device knows; for layers that are fused blocks."""
+        self.ahead = counts
+        self.offsets = self.offsets + counts
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -108,11 +122,10 @@ class Batch:
                 row.unread += count
         if self.tokens == 1 or all(count == self.tokens for count in counts):
             return
-        chosen = mx.array(counts, mx.int32)
         for layer, part, noted in self._by_token:
             if noted is None:
                 raise InternalError(f"layer {layer}: of state {part} only the one after the last token is known")
-            self.table.states[layer][part] = noted.after(chosen)
+            self.table.states[layer][part] = noted.after(counts)
 
     @property
     def last_only(self) -> list[int]:
@@ -168,10 +181,12 @@ class Reach:
         """Each token's half-open range of places it may attend to, flattened to (2nT,); None if they are not contiguous."""
         if self.ring is not None and (self.window is not None or self.part.tokens > 1):
             return None
+        if self.ring is None and self.window is None:
+            return self.part.bounds
         ends = [first + 1 + token for first in self.part.first for token in range(self.part.tokens)]
         stops = [end if self.ring is None else min(end, self.ring) for end in ends]
         starts = [0 if self.window is None else max(0, stop - self.window) for stop in stops]
-        return mx.array([bound for pair in zip(starts, stops, strict=True) for bound in pair], mx.int32)
+        return to_device([bound for pair in zip(starts, stops, strict=True) for bound in pair])[0]
 
 
 def make_room(pool: Pool, row: RowState, tokens: int, *, seam: bool) -> None:

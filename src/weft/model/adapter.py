@@ -4,20 +4,22 @@ import functools
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from weft.errors import UnsupportedModel
-from weft.kernels import cpu, cuda
+from weft.kernels import cpu
 from weft.kernels.attention import seam_over
+from weft.kernels.blocks import FusedBlock
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_layers import bind as bind_cuda
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.recurrent import bind as bind_recurrent
+from weft.memory.grouped import GroupedKeyValues, GroupedStates
 from weft.memory.positions import current_notes
 from weft.memory.spec import (
     MAX_STEP_TOKENS,
@@ -29,7 +31,9 @@ from weft.memory.spec import (
     Recurrent,
     SlidingWindow,
 )
+from weft.memory.transfer import ON_CUDA
 from weft.memory.views import Batch, KeyValueView, StateView
+from weft.model.load_phases import LoadPhases
 from weft.model.loader import LoadedModel
 from weft.model.mtp import load_head
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
@@ -50,11 +54,16 @@ class RecurrentView(StateView, ArraysCache):  # type: ignore[misc]
     """A StateView that passes mlx-lm's `isinstance(cache, ArraysCache)`."""
 
 
+class RecurrentRows(GroupedStates, ArraysCache):  # type: ignore[misc]
+    """GroupedStates that pass mlx-lm's `isinstance(cache, ArraysCache)`."""
+
+
 class Chunk:
-    """The forward of a prompt chunk as a lazy graph: each layer's states, to be evaluated layer by layer in order."""
+    """The forward of one or several prompts' chunks as a lazy graph: each layer's states, to be evaluated in order."""
 
     def __init__(self, layers: list[list[mx.array]]) -> None:
         self._left = deque(layers)
+        self.seconds = 0.0  # that were spent on it
 
     def before(self, states: list[mx.array]) -> None:
         """Evaluate these states first, one after the other."""
@@ -81,30 +90,44 @@ class Chunk:
 class Adapter:
     """Wraps a loaded model for the runner: makes caches, builds forwards, and knows the memory layout of its layers."""
 
-    def __init__(self, loaded: LoadedModel, *, way: Way | None = None, with_head: bool = True, with_vision: bool = True) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        way: Way | None = None,
+        with_head: bool = True,
+        with_vision: bool = True,
+        phases: LoadPhases | None = None,
+    ) -> None:
+        phases = phases or LoadPhases()
         self.model: Callable[..., mx.array] = loaded.model
         self.name = loaded.folder.name
         self.vocab_size = loaded.vocab_size
         self.context_length = loaded.context_length or DEFAULT_CONTEXT
         self.eos_token_ids = frozenset(loaded.eos_token_ids)
         self.weights_bytes = loaded.weights_bytes
+        phases.begin("kernels")
         self.gated_delta_modules = bind_gated_delta(loaded.model)
         bind_recurrent(loaded.model)
         bind_layers(loaded.model)
         # Whether the numbers of a row are the same in a batch of any size.
-        self.is_row_invariant = bind_cuda(loaded.model) if cuda.ON_CUDA else cpu.is_bound(mx.float32)
+        self.is_row_invariant = bind_cuda(loaded.model) if ON_CUDA else cpu.is_bound(mx.float32)
         _bind_seam(loaded.model)
-        self.fused_layers = bind_blocks(loaded.model)
+        self.fused_layers = bind_blocks(loaded.model) if loaded.num_shards == 1 else []  # a block would not add up its slices
+        phases.begin("MTP head")
         self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
+        phases.begin("trying rows")
         self._examine(way)
         if self.head is not None and self.step_tokens == 1:
             self.head, self.no_head = None, f"its guesses can not be verified: {self.unverified}"
             self._examine(way)
         if self.head is not None:
             self.weights_bytes += self.head.weights_bytes
+        phases.begin("vision")
         self.vision, self.no_vision = (
             load_vision(loaded, self.head) if with_vision else (None, None)
         )  # what it sees with, or why not
+        phases.end()
         if self.vision is not None:
             self.weights_bytes += self.vision.weights_bytes
         if self.refused and self.way == "alone":
@@ -123,7 +146,8 @@ class Adapter:
         found = Findings(way, {}) if way else examine(self)
         self.way, self.refused = found.way, found.refused
         self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
-        if cuda.ON_CUDA:  # what a model does beside its linear layers is not known
+        self.grouping = found.grouping  # of prompts in one forward
+        if ON_CUDA:  # what a model does beside its linear layers is not known
             self.is_row_invariant = found.is_alone_in_a_crowd
         self.step_tokens = found.step_tokens  # most that a row may have in a step
         self.unverified = found.unverified  # why several tokens of a row in one step are not what one after the other are
@@ -156,6 +180,16 @@ class Adapter:
         tokens = tokens if seen is None or seen.tokens is None else seen.tokens
         logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
+
+    def prefill_together(self, chunks: list[list[int]], rows: list[LayerCaches], starts: list[int]) -> Chunk:
+        """Return the lazy forward of chunks of several prompts, equally long, each on its row's own caches.
+
+        `starts`: how many tokens each row has; all of them none, or all of them some.
+        """
+        offset = starts[0] if len({*starts}) == 1 else mx.array(starts, mx.int32)
+        self._forward(mx.array(chunks, mx.int32), [_grouped(layer, offset) for layer in zip(*rows, strict=True)])
+        by_layer = zip(*(leaves(caches) for caches in rows), strict=True)
+        return Chunk([[array for cache in layer for array in arrays_of(cache)] for layer in by_layer])
 
     def prefilled_caches(self, prompt: list[int], chunk_tokens: int | None = None) -> LayerCaches:
         """Prefill a prompt into fresh caches, in chunks of `chunk_tokens` (None: in one forward), and return them; blocks."""
@@ -225,6 +259,11 @@ class Adapter:
         assert self.head is not None
         return self.head.read(tokens[:, None], before[:, None], self._view(batch, self.layout[-2]))[:, -1]
 
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether the MTP head can read tokens whose places in their rows only the device knows."""
+        return self.head is not None and self.way == "seam" and isinstance(self.head.layer, FusedBlock)
+
     def guessed_logits(self, states: mx.array) -> mx.array:
         """Return the logits (B, V) of the tokens that the MTP head's states (B, H) guess."""
         assert self.head is not None
@@ -267,6 +306,13 @@ def _bind_seam(model: Any) -> None:
         original = getattr(module, "scaled_dot_product_attention", None)
         if original is not None and not hasattr(original, "weft_seam"):
             module.scaled_dot_product_attention = seam_over(original)  # type: ignore[attr-defined]
+
+
+def _grouped(rows: Sequence[Any], offset: int | mx.array) -> Any:
+    """Return one layer's cache for a forward of several rows, over the rows' own caches."""
+    if type(rows[0]) is CacheList:
+        return tuple(_grouped(inner, offset) for inner in zip(*(row.caches for row in rows), strict=True))
+    return RecurrentRows(rows) if type(rows[0]) is ArraysCache else GroupedKeyValues(rows, offset)
 
 
 def _spec(cache: Any) -> LayerSpec | None:

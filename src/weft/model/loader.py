@@ -20,6 +20,8 @@ from weft.kernels import packed
 from weft.memory.safetensors import DTYPE_BYTES, read_header
 from weft.model.architectures import find_classes
 from weft.model.download import Progress
+from weft.model.load_phases import LoadPhases
+from weft.model.sharding import Group, shard_model
 
 log = logging.getLogger("weft.model")
 
@@ -44,19 +46,30 @@ class LoadedModel:
     vocab_size: int
     weights_bytes: int
     head_error: str | None = None  # why the files of an MTP head beside it can not be read
+    num_shards: int = 1  # ranks that the layers are divided over
 
 
-def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
+def load(
+    folder: Path, *, progress: Progress | None = None, phases: LoadPhases | None = None, group: Group | None = None
+) -> LoadedModel:
     """Load the model in `folder` and evaluate its weights; on a CPU weights become float32 unless weft's product expands them.
 
-    Everything is evaluated in the calling thread before this returns. Raises BadModel or UnsupportedModel.
+    Everything is evaluated in the calling thread before this returns. With a group, only this rank's slices of the layers are.
+    Raises BadModel or UnsupportedModel.
     """
+    phases = phases or LoadPhases()
+    phases.begin("building")
     written = _read_config(folder)
     generation = _read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     files = _find_tensors(folder)
     head_files, head_error = _find_head_tensors(folder)
-    model, config, extra = _LoadObserver(folder, written).build()
+    observer = _LoadObserver(folder, written)
+    model, config, extra = observer.build()
+    if group is not None:
+        shard_model(model, _text_config(config), observer.name, group)
+    phases.begin("weights")
     _evaluate(folder, model, progress or (lambda *_: None))
+    phases.begin("building")
     text_config = _text_config(config)
     vocab_size = _vocab_size(folder, model, text_config)
     return LoadedModel(
@@ -68,6 +81,7 @@ def load(folder: Path, *, progress: Progress | None = None) -> LoadedModel:
         eos_token_ids=_eos_token_ids(folder, vocab_size, generation, written, _text_config(written)),
         context_length=next((text_config[key] for key in CONTEXT_KEYS if isinstance(text_config.get(key), int)), None),
         vocab_size=vocab_size,
+        num_shards=1 if group is None else group.size(),
         weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
     )
 

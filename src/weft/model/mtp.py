@@ -14,6 +14,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from weft.errors import ModelError, UnsupportedModel
+from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.model.loader import LoadedModel
 from weft.model.mtp_tensors import BuiltHead, HeadModule, find_stack, read_head
@@ -118,6 +119,7 @@ def load_head(loaded: LoadedModel) -> tuple[MTPHead | None, str | None]:
         bind_layers(built.module)
         head = MTPHead(built, Trunk(loaded.model))
         reason = choose_reading(head, built, loaded)
+        bind_blocks(built.module)  # last: the weights of its norms are known now
     except ModelError as error:
         return None, str(error)
     except (*PROBE_ERRORS, LookupError) as error:  # whatever a layer or a config stumbles over

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
-from weft.kernels import cpu, cuda
+from weft.kernels import cpu
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import MAX_STEP_TOKENS, RowContents, SlidingWindow
+from weft.memory.transfer import ON_CUDA
 from weft.memory.views import Batch, StepSpan, make_batches
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ PROBE_ROUNDS = 2  # of turns
 PROBE_CHUNK = 7  # no power of two: kernels that work in blocks would hide there that they do
 PROBE_CHUNKS = ((2, 5), (3, PROBE_CHUNK))  # rows that are also prefilled in chunks, and of how many tokens
 PROBE_KEPT = (1, 3, 2, 1)  # by row: tokens of a step of several that count; the others are given up
+PROBE_GROUPS = ((0, 2), (1, 3))  # rows prefilled together: equally long from the start, then going on from different lengths
+PROBE_TOGETHER = 3  # tokens of each
 PREFILLED_ROWS = (1, 3)  # whose decoded tokens are prefilled too, to be compared bit for bit
 # A way is refused when its logits differ from the row's own by more than this share of their spread, or by more than NOISE
 # times what the mere width of a batch does to them; numbers of another row are off by several times the spread.
@@ -34,6 +37,8 @@ PROBE_LIMIT = 1.0
 # In 16 bits another kernel rounds otherwise: tiny-hybrid on an H200 moves by 0.08 of its spread from chunks alone. What is
 # looked for are the numbers of another row, or a prompt of which something is forgotten: several times the spread.
 PROBE_ROUNDING = 0.3
+# How prompts may be computed together: bit for bit as alone, rounded otherwise, or not at all.
+Grouping = Literal["exact", "rounded", "none"]
 PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, RuntimeError)
 
 
@@ -46,6 +51,7 @@ class Findings(NamedTuple):
     decodes_like_prefill: bool = False  # a token has the same logits in a decode step as in a prompt, bit for bit
     step_tokens: int = 1  # of a row in one step, with the logits of as many steps, and any number of them may be given up
     unverified: str | None = None  # why no more than one
+    grouping: Grouping = "none"
     is_alone_in_a_crowd: bool = False  # a row that decodes has the same bits beside others as without them
 
 
@@ -61,6 +67,7 @@ def examine(adapter: Adapter) -> Findings:
         reason = f"it fails when rows take turns or a prompt comes in chunks ({type(error).__name__}: {error})"
     if reason is not None:
         raise UnsupportedModel(f"{adapter.name}: {reason}; its answers would depend on who else is served")
+    grouping = probe.find_grouping()
     refused: dict[Way, str] = {}
     for way in ("seam", "plain"):
         try:
@@ -70,10 +77,11 @@ def examine(adapter: Adapter) -> Findings:
         if reason is None:
             unverified = probe.try_step_tokens(way)
             tokens = MAX_STEP_TOKENS if unverified is None else 1
-            is_alone = adapter.is_row_invariant and (not cuda.ON_CUDA or probe.is_alone_in_a_crowd(way))  # CPU: by construction
-            return Findings(way, refused, probe.cuts_freely, probe.decodes_like_prefill, tokens, unverified, is_alone)
+            is_alone = adapter.is_row_invariant and (not ON_CUDA or probe.is_alone_in_a_crowd(way))  # CPU: by construction
+            bits = (probe.cuts_freely, probe.decodes_like_prefill)
+            return Findings(way, refused, *bits, tokens, unverified, grouping, is_alone)
         refused[way] = reason
-    return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone")
+    return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone", grouping=grouping)
 
 
 class Probe:
@@ -113,6 +121,33 @@ class Probe:
             if reason := self._compare(logits[0], row, 0):
                 return f"a prompt in chunks is not the prompt as a whole ({reason})"
         return None
+
+    def find_grouping(self) -> Grouping:
+        """Return whether prompts computed in one forward have the logits that each has alone, and whether bit for bit."""
+        if self.adapter.unreadable is not None:
+            return "none"
+        try:
+            found = [logits for pair in PROBE_GROUPS for logits in self._prefill_together(pair)]
+        except PROBE_ERRORS:
+            return "none"
+        if any(self._compare(logits, row, 0) for row, logits in found):
+            return "none"
+        is_equal = all(mx.array_equal(logits, self.alone[row][0]) for row, logits in found)
+        return "exact" if is_equal and self.is_invariant and self.cuts_freely else "rounded"
+
+    def _prefill_together(self, pair: tuple[int, int]) -> list[tuple[int, mx.array]]:
+        """Return the first decoded logits of two rows whose prompts end in chunks computed together, the rest before alone."""
+        prompts = [self.prompts[row] for row in pair]
+        count = min(map(len, prompts)) if len({*map(len, prompts)}) == 1 else PROBE_TOGETHER
+        starts = [len(prompt) - count for prompt in prompts]
+        caches = [
+            self.adapter.prefilled_caches(prompt[:start]) if start else self.adapter.new_caches(count)
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+        ends = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        self.adapter.prefill_together(ends, caches, starts).finish()
+        fed = [mx.array([[self.fed[row][0]]]) for row in pair]
+        return [(row, self.adapter.decode_alone(token, own)[0]) for row, token, own in zip(pair, fed, caches, strict=True)]
 
     def find_difference(self, way: Way) -> str | None:
         """Return how rows decoded together in this way differ from rows decoded alone; None if they do not.

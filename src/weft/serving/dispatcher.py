@@ -1,7 +1,8 @@
 """One model's requests over its replicas: which waits, which replica gets it, and where it goes on when that one is gone.
 
 A replica gets as many sequences as it has rows and a few more; the others wait here, so that each can still go where it is
-cheapest. With a single replica nothing waits here: its engine has the whole queue, as the fairest place for it.
+cheapest. A client that has nothing in any replica does not wait for a place: engines take a row from others for it. With a
+single replica nothing waits here: its engine has the whole queue, as the fairest place for it.
 """
 
 import itertools
@@ -113,7 +114,7 @@ class Dispatcher:
                 seconds, mean = self.clock() - one.sent_at, replica.answer_seconds
                 replica.answer_seconds = seconds if not mean else mean + ANSWER_SHARE * (seconds - mean)
 
-        replica.client.on_end = end
+        replica.client.on_end, replica.client.is_lone = end, self.is_lone
 
     def __len__(self) -> int:
         return sum(len(one.client.live) for one in self.replicas) + self.num_queued
@@ -164,15 +165,30 @@ class Dispatcher:
         if not self.is_lone:
             for replica in self.replicas:
                 self._evacuate(replica)
-        if not self.queue or not any(map(self._has_place, self.replicas)):
+        if not self.queue or not (any(map(self._has_place, self.replicas)) or self._newcomers()):
             return
         served = self.served.now(self._live())
         self.queue.sort(key=lambda group: _order(group, served))
         while self.queue and (open_ones := [one for one in self.replicas if self._has_place(one)]):
-            group = self.queue.pop(0)
-            if not self.is_lone:
-                open_ones = [self._route(group, open_ones, served)]
-            open_ones[0].client.take_over(group)
+            self._send(self.queue.pop(0), open_ones, served)
+        for group in self._newcomers():
+            self.queue.remove(group)
+            self._send(group, [one for one in self.replicas if self._is_open(one)], served)
+
+    def _newcomers(self) -> list[Group]:
+        """Return the first waiting prompt of each client that has nothing in a replica: engines preempt others for it."""
+        if not any(map(self._is_open, self.replicas)):
+            return []
+        inside = {parties_of(one.submit)[1] for replica in self.replicas for one in replica.client.live.inside.values()}
+        first: dict[Party, Group] = {}
+        for group in self.queue:
+            if (client := parties_of(group[0].submit)[1]) not in inside:
+                first.setdefault(client, group)
+        return list(first.values())
+
+    def _send(self, group: Group, open_ones: Sequence[DispatchTarget], served: dict[Party, float]) -> None:
+        chosen = open_ones[0] if self.is_lone else self._route(group, open_ones, served)
+        chosen.client.take_over(group)
 
     def fail_all(self, error: Callable[[], WeftError]) -> None:
         """End every request of the model with an error, because no engine will continue them."""
@@ -192,17 +208,17 @@ class Dispatcher:
             moved = replica.client.give_up_free()
             self.router.index.forget(replica.name)
         else:
-            moved = replica.client.give_up_proved()
+            moved = replica.client.give_up_silenced()
         for one, number in zip(moved, self.new_numbers(len(moved)), strict=True):
             one.renumber(number)
         self.num_moved += len(moved)
         self.queue += _groups(moved)
 
+    def _is_open(self, replica: DispatchTarget) -> bool:
+        return self.is_lone or (replica.is_open and not replica.client.live.is_confined)
+
     def _has_place(self, replica: DispatchTarget) -> bool:
-        if self.is_lone:
-            return True
-        live = replica.client.live
-        return replica.is_open and len(live) < replica.max_rows + SPARE_PLACES and not live.is_confined
+        return self.is_lone or (self._is_open(replica) and len(replica.client.live) < replica.max_rows + SPARE_PLACES)
 
     def _route(self, group: Group, open_ones: Sequence[DispatchTarget], served: dict[Party, float]) -> DispatchTarget:
         """Choose the replica of a prompt among those with a place, and note where and why."""

@@ -263,7 +263,7 @@ class Gate:
             self._reported.clear()
             self.owners.clear()
             for identity in list(self.sessions):
-                self._end_session(identity, "its engine has ended")
+                self._end_session(identity, "its engine has ended", is_crash=self.lifeline.last_exit.is_crash)
         elif condition.ready is not None and self._ready is None:
             self._start(self._make_ready())
 
@@ -293,10 +293,10 @@ class Gate:
             log.warning("a front is silent for %g s; its requests are cancelled", LEASE_SECONDS)
             self._end_session(identity, "it was silent for too long")
 
-    def _end_session(self, identity: bytes, why: str) -> None:
+    def _end_session(self, identity: bytes, why: str, *, is_crash: bool = False) -> None:
         if (session := self.sessions.pop(identity, None)) is not None:
             self._cancel([number for number in session.numbers.values() if number in self.owners])
-            self.send(identity, SessionEnded(why))
+            self.send(identity, SessionEnded(why, is_crash))
 
     def _broadcast(self, message: FromGate) -> None:
         for identity in list(self.sessions):

@@ -3,6 +3,8 @@
 import asyncio
 import signal
 import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import uvloop
 import zmq
@@ -16,8 +18,25 @@ from weft.serving.starters.given import parse_address
 from weft.serving.starters.here import Here
 
 
-def serve_engine(config: GateConfig) -> int:
-    """Run an engine and its gate until a signal ends them; return the exit status, 1 if the model can not be served."""
+async def _for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+@dataclass(frozen=True)
+class GateKeeping:
+    """Who hears of a gate's address and of its failure, and what ends it beside signals; by default a terminal and nothing."""
+
+    announce: Callable[[str, str], object] = lambda address, words: _write(f"weft engine listens at {address} ({words})")
+    on_failure: Callable[[str], object] = lambda why: _write(f"weft: {why}")
+    until: Callable[[], Awaitable[None]] = _for_ever
+
+
+def serve_engine(config: GateConfig, keeping: GateKeeping | None = None) -> int:
+    """Run an engine and its gate until they are ended; return the exit status, 1 if the model can not be served."""
     settings, (host, port) = config.engine_settings(), parse_address(config.listen)
     path = find_engine_key(config.engine_key)
     key = EngineKey.read(path) if path is not None else None
@@ -28,24 +47,23 @@ def serve_engine(config: GateConfig) -> int:
         raise WeftError(message)
     log.setup(config.log_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(
-            _run(Gate(Here(settings), config.hang_seconds), f"tcp://{host or '*'}:{port}", key, config.drain_seconds)
-        )
+        gate, address = Gate(Here(settings), config.hang_seconds), f"tcp://{host or '*'}:{port}"
+        return runner.run(_run(gate, address, key, config.drain_seconds, keeping or GateKeeping()))
 
 
-async def _run(gate: Gate, address: str, key: EngineKey | None, drain_seconds: float) -> int:
+async def _run(gate: Gate, address: str, key: EngineKey | None, drain_seconds: float, keeping: GateKeeping) -> int:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     try:
         async with gate.listen(address, key) as bound:
-            sys.stderr.write(f"weft engine listens at {bound} ({'with a key' if key is not None else 'without a key'})\n")
-            waiting = [asyncio.create_task(ended.wait()), asyncio.create_task(_failed(gate))]
+            keeping.announce(bound, "with a key" if key is not None else "without a key")
+            waiting = [asyncio.ensure_future(one) for one in (ended.wait(), _failed(gate), keeping.until())]
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
                 task.cancel()
             if (why := gate.lifeline.condition.failed) is not None:
-                sys.stderr.write(f"weft: {why}\n")
+                keeping.on_failure(why)
                 return 1
             await gate.leave(drain_seconds)
     except zmq.ZMQError as error:

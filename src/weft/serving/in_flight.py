@@ -2,12 +2,15 @@
 
 When an engine dies, the next one is sent its unfinished sequences with the tokens emitted so far, and continues them.
 Every subscription ends: with the last event of each sequence, or with an error. There is a table for each replica of a model;
-sequences that have proved themselves may move to another replica's (`serving/dispatcher.py`), the others are confined to theirs.
+sequences may move to another replica's (`serving/dispatcher.py`), but for those that are confined to theirs.
 
 A single request may be the cause that engines die, and would make every further engine die with all requests in it. So a
 sequence that was in two engines that died, without `PROOF_TOKENS` new tokens in either, is a suspect. Suspects enter the next
 engine before all other sequences and one at a time: each is on trial until it has emitted that many tokens or has ended.
+Suspects are confined to the replica where they became such. Where a model has several replicas, whoever had not proved itself
+in an engine that crashed, and was not killed from outside, is a suspect at once.
 A suspect with three such engines, alone in two of them, is the culprit, and it alone fails: something else may kill engines too.
+Among several replicas, an engine that was killed from outside counts half: there a restart costs the others nothing.
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from weft.text.types import Placement
 
 SUSPECT_DEATHS = 2
 DEATHS_ALONE = 2  # of engines that had nothing but the suspect, to blame it
+KILLED_SHARE = 0.5  # of such a death, where the engine was one of several and others may have killed it
 PROOF_TOKENS = 16  # what kills an engine does so at its first step, or soon; a trial holds all others up
 ANSWER_SECONDS = 5.0  # for an engine to list its prefixes; a long step may be under way
 
@@ -101,9 +105,9 @@ class InFlightSequence:
     emitted: list[int] = field(default_factory=list)
     num_before: int = 0  # tokens emitted by engines before the last one that had it
     deaths: int = 0  # of engines that had it, since it last proved itself
-    deaths_alone: int = 0  # those of engines that had nothing else
+    deaths_alone: float = 0  # those of engines that had nothing else
     timings: Timings | None = None  # from the first engine that emitted a token
-    is_confined: bool = False  # its last engine died before it had proved itself: it may be the cause, and stays where it is
+    is_confined: bool = False  # it may be the cause of its last engine's death, and stays where it is
     num_uncached: int = 0  # prompt tokens that its replica had to compute, as it was thought when it was sent there
     num_computed: int = 0  # prompt tokens that its replica has
     sent_at: float = 0.0  # to its replica
@@ -144,6 +148,23 @@ class InFlightSequence:
             samplings = tuple(msgspec.structs.replace(sampling, prompt_logprobs=None) for sampling in submit.samplings)
             self.subscription.submits[self.prompt_index] = msgspec.structs.replace(submit, samplings=samplings)
         return not self.emitted
+
+    @property
+    def is_almost_suspect(self) -> bool:
+        """Whether it becomes a suspect if its engine dies now."""
+        return not self.has_proved and self.deaths + 1 >= SUSPECT_DEATHS
+
+    @property
+    def suspicion(self) -> tuple[float, int, int, int]:
+        """How much speaks for its being the cause: deaths alone, deaths, how few tokens it has emitted, how new it is."""
+        return self.deaths_alone, self.deaths, -len(self.emitted), self.number
+
+    def note_death(self, *, is_crash: bool, is_alone: bool, confines: bool) -> None:
+        """Note that its engine died. Where that `confines`, it stays if it may be the cause: after a crash, or a second time."""
+        self.is_confined = confines and (self.is_almost_suspect or (is_crash and not self.has_proved))
+        alone = is_alone * (1 if is_crash else KILLED_SHARE)
+        self.deaths, self.deaths_alone = (1, 0) if self.has_proved else (self.deaths + 1, self.deaths_alone + alone)
+        self.leave_engine()
 
     def leave_engine(self) -> None:
         """Note that its engine does not have it any more, and that the next one begins with its prompt."""
@@ -191,8 +212,8 @@ class InFlight:
         """Move all waiting sequences, or one crash suspect alone, to the engine; return their Submits; [] during a trial."""
         if not self.waiting or self._is_trial_open:
             return []
-        suspects = [one for one in self.waiting.values() if one.deaths >= SUSPECT_DEATHS]
-        suspect = max(suspects, key=lambda one: (one.deaths_alone, one.deaths), default=None)  # the first one is alone in there
+        suspects = [one for one in self.waiting.values() if one.is_confined or one.deaths >= SUSPECT_DEATHS]
+        suspect = max(suspects, key=lambda one: one.suspicion, default=None)  # the first one is alone in there
         if suspect is not None and len(self.inside) >= max_rows:
             return []  # it would wait in there, and be blamed for what it had no part in
         self.suspect, due = suspect, list(self.waiting.values()) if suspect is None else [suspect]
@@ -201,15 +222,13 @@ class InFlight:
         groups = itertools.groupby(due, lambda one: (id(one.subscription), one.prompt_index))
         return [_submit_of(list(group)) for _, group in groups]
 
-    def take_dead(self) -> InFlightSequence | None:
+    def take_dead(self, *, is_crash: bool = True, confines: bool = False) -> InFlightSequence | None:
         """After an engine died, make its sequences wait for the next one; remove and return the one to blame, or None."""
         self.suspect, is_alone = None, len(self.inside) == 1
         for subscription in {one.subscription for one in self.inside.values()}:
             subscription.num_resumed += 1
         for one in self.inside.values():
-            one.is_confined = not one.has_proved
-            one.deaths, one.deaths_alone = (1, 0) if one.has_proved else (one.deaths + 1, one.deaths_alone + is_alone)
-            one.leave_engine()
+            one.note_death(is_crash=is_crash, is_alone=is_alone, confines=confines)
         blamed = (one for one in self.inside.values() if is_alone and one.deaths_alone >= DEATHS_ALONE)
         culprit = next((one for one in blamed if one.deaths > SUSPECT_DEATHS), None)
         self.waiting, self.inside = dict(sorted((self.inside | self.waiting).items())), {}
@@ -223,13 +242,13 @@ class InFlight:
         self.waiting = {one.number: one for one in self.waiting.values() if one.is_confined}
         return free
 
-    def take_proved(self) -> list[InFlightSequence]:
-        """Remove and return the sequences that have proved themselves in an engine that has become silent."""
-        proved = [one for one in self.inside.values() if one.has_proved]
-        for one in proved:
+    def take_silenced(self) -> list[InFlightSequence]:
+        """Remove and return the sequences of an engine that has become silent, but those that would be suspects then."""
+        moved = [one for one in self.inside.values() if not one.is_almost_suspect]
+        for one in moved:
             del self.inside[one.number]
-            one.deaths, one.deaths_alone = 1, 0
-        return proved
+            one.note_death(is_crash=False, is_alone=False, confines=True)
+        return moved
 
     def take_all(self) -> list[InFlightSequence]:
         """Remove and return all sequences, because the replica leaves."""
@@ -269,6 +288,7 @@ class EngineClient:
 
     def __init__(self) -> None:
         self.live = InFlight()
+        self.is_lone = True  # there is no other replica
         self.send: Callable[[ToEngine], None] | None = None  # none while no engine is ready
         self.on_end: Callable[[InFlightSequence], None] = lambda _: None  # called with each sequence that has ended
         self._max_rows = 0
@@ -294,9 +314,9 @@ class EngineClient:
         """Remove and return what waits for the next engine and may go elsewhere: all but suspects of the last one's death."""
         return self.live.take_free()
 
-    def give_up_proved(self) -> list[InFlightSequence]:
-        """Remove and return the sequences of a silent engine that have proved themselves, and cancel them in it."""
-        return self._give_up(self.live.take_proved())
+    def give_up_silenced(self) -> list[InFlightSequence]:
+        """Remove and return the sequences of a silent engine, but for suspects, and cancel them in it."""
+        return self._give_up(self.live.take_silenced())
 
     def give_up_all(self) -> list[InFlightSequence]:
         """Remove and return all sequences, and cancel them in the engine if there is one: the replica leaves or is given up."""
@@ -317,14 +337,15 @@ class EngineClient:
         self.send, self._max_rows = send, max_rows
         self._send_due()
 
-    def detach(self) -> bool:
+    def detach(self, *, is_crash: bool = True) -> bool:
         """Disconnect a dead engine after its last message: its sequences wait for the next one; one found to blame fails.
 
+        With several replicas, whoever had not proved itself in an engine that crashed is a suspect, too, and stays here.
         Returns whether the engine was of use: a sequence ended or emitted PROOF_TOKENS tokens in it, or it tried one suspect.
         """
         was_of_use = self._num_ended > 0 or any(one.has_proved for one in self.live.inside.values()) or self.live.is_trial_of_one
         self.send, self._num_ended = None, 0
-        culprit = self.live.take_dead()
+        culprit = self.live.take_dead(is_crash=is_crash or self.is_lone, confines=not self.is_lone)
         self._fail_asked(lambda: EngineDied("the engine's process ended before it said what it keeps; try again in a moment"))
         if culprit is not None:
             message = f"the engine died {culprit.deaths} times with this request in it; it is not tried again"

@@ -1,13 +1,14 @@
 """Threads in which prompts are encoded: a few for short ones and one for long ones, so that no chat waits behind a book.
 
-A job whose client has left is not begun; one that has begun looks now and then whether it is still wanted.
+Tenants take turns in them: nobody's book waits behind all of another's. A job whose client has left is not begun; one that has
+begun looks now and then whether it is still wanted.
 """
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from weft.fair_pool import FairPool
 from weft.text.types import Conversation, GenerationRequest
 
 Result = TypeVar("Result")
@@ -21,18 +22,18 @@ class EncodingLanes:
     """Two small pools of threads, by the length of what is to be encoded."""
 
     def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(SHORT_THREADS, "encode")
-        self._long = ThreadPoolExecutor(LONG_THREADS, "encode-long")
+        self._short = FairPool(SHORT_THREADS, "encode")
+        self._long = FairPool(LONG_THREADS, "encode-long")
 
-    async def run(self, num_characters: int, work: Callable[[], Result]) -> Result:
-        """Do the work in a thread of its lane; cancelled before it has begun, it is dropped."""
+    async def run(self, tenant: str, num_characters: int, work: Callable[[], Result]) -> Result:
+        """Do a tenant's work in a thread of its lane; cancelled before it has begun, it is dropped."""
         pool = self._long if num_characters > LONG_CHARACTERS else self._short
-        return await asyncio.get_running_loop().run_in_executor(pool, work)
+        return await asyncio.wrap_future(pool.submit(tenant, work))
 
     def close(self) -> None:
         """Drop what has not begun. Threads that are at work end with their work."""
         for pool in (self._short, self._long):
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.close()
 
 
 def num_characters(generation: GenerationRequest) -> int:

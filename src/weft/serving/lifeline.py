@@ -17,7 +17,7 @@ import zmq
 from weft.errors import EngineDied, EngineRefused
 from weft.ipc.messages import Beat, DraftCounts, EngineEvents, EngineStatus, Failed, Loading, Prefixes, Ready, ToFront
 from weft.serving.in_flight import EngineClient
-from weft.serving.starters import EngineChannel, Starter
+from weft.serving.starters import EngineChannel, EngineExit, StartedEngine, Starter
 
 log = logging.getLogger("weft.serving")
 
@@ -114,6 +114,7 @@ class Lifeline:
         self.status = EngineStatus()
         self.restarts = 0
         self.pid: int | None = None
+        self.last_exit = EngineExit("was not started")  # of the last engine
         self.on_change: Callable[[], None] = lambda: None  # called after every change of condition
         self.on_message: Callable[[ToFront], None] = lambda _: None  # called with every message, after it was handled
         self.why_not: Callable[[Ready], str | None] = lambda _: None  # why an engine that is ready may not serve this model
@@ -157,7 +158,7 @@ class Lifeline:
         failures = 0  # engines in a row that were of no use
         while True:
             why = await self._run_once()
-            was_of_use = self.client.detach()
+            was_of_use = self.client.detach(is_crash=self.last_exit.is_crash)
             self._gone_at = self._gone_at or asyncio.get_running_loop().time()
             failures = failures + 1 if why and not was_of_use else 0
             if failures >= MAX_FAILURES and not self.starter.may_be_away:
@@ -176,7 +177,7 @@ class Lifeline:
 
     async def _run_once(self) -> str | None:
         """Run one engine to its end; return why it was of no use if it ended before or soon after `ready`, else None."""
-        self._ready_at = None
+        self._ready_at, self.last_exit = None, EngineExit("was given up")
         self._is_renewed.clear()
         try:
             await self._run_engine()
@@ -205,20 +206,28 @@ class Lifeline:
                 await asyncio.wait({ended, receiving, watching, renewed}, return_when=asyncio.FIRST_COMPLETED)
                 self.client.send = None  # new requests wait for the next engine
                 if renewed.done():
+                    engine.retire()
+                    self.last_exit = EngineExit("was renewed", is_crash=False)
                     return
                 if receiving.done():  # a message of this engine could not be decoded, or it may not serve this model
                     log.error("engine %s is given up", engine.pid, exc_info=receiving.exception())
                     return
-                if watching.done():
-                    log.error("engine %s %s: it is killed", engine.pid, watching.result())
-                    await engine.kill()
+                self.last_exit = await self._end_of(engine, ended, watching)
                 await _drain(receiving, watchdog)
-                log.warning("engine %s %s", engine.pid, await ended)
+                log.warning("engine %s %s", engine.pid, self.last_exit.words)
             finally:
                 for task in (receiving, watching, ended, renewed):
                     task.cancel()
                 self._earlier_drafts = self.drafts
                 self.pid, self.status = None, EngineStatus()
+
+    async def _end_of(self, engine: StartedEngine, ended: asyncio.Task[EngineExit], watching: asyncio.Task[str]) -> EngineExit:
+        """Return how an engine ended; one that hangs is killed, and that is a crash."""
+        if not watching.done():
+            return await ended
+        log.error("engine %s %s: it is killed", engine.pid, watching.result())
+        await engine.kill()
+        return replace(await ended, is_crash=True)
 
     async def _receive(self, channel: EngineChannel, watchdog: Watchdog) -> None:
         """Handle the engine's messages; returns only if the engine is refused."""

@@ -12,7 +12,7 @@ from weft.errors import EngineDied, InvalidRequest
 from weft.ipc.messages import DraftCounts, EngineEvents, EngineStatus, Leaving, Prefixes, Ready, ToFront
 from weft.serving.dispatcher import Dispatcher
 from weft.serving.lifeline import DraftTotals, EngineCondition, Lifeline
-from weft.serving.starters import Starter
+from weft.serving.starters import EnginePlacement, Starter
 
 log = logging.getLogger("weft.serving")
 
@@ -59,7 +59,8 @@ class Replica(Lifeline):
 class EnginePool:
     """Runs a model's replicas and gives requests to them; with one replica it is as if there were only that."""
 
-    def __init__(self, starters: Sequence[Starter], hang_seconds: float) -> None:
+    def __init__(self, starters: Sequence[Starter], hang_seconds: float, placement: EnginePlacement | None = None) -> None:
+        self.placement = placement  # None: engines are started here, or by others
         self.replicas = [Replica(starter, hang_seconds) for starter in starters]
         self.dispatcher = Dispatcher(self.replicas)
         self.condition = self._condition()
@@ -70,11 +71,15 @@ class EnginePool:
             replica.why_not = partial(self._why_not, replica)
 
     def start(self) -> None:
+        if self.placement is not None:
+            self.placement.start()
         for replica in self.replicas:
             replica.start()
 
     async def stop(self) -> None:
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
+        if self.placement is not None:
+            await self.placement.stop()
         why = self.condition.failed or "the server is being stopped"
         self._fail_all(why)
 

@@ -1,8 +1,10 @@
 """Chooses the replica for a prompt: the one with the least cost of its first token, in seconds.
 
-cost = wait + weight · uncached tokens · seconds per token. The wait is for prompts that the replica has not computed yet and for
-a free row; both are counted by the front, which knows what it has just sent, and engines add what other fronts have sent.
-Computing is weighed more than waiting, because it also delays those behind and evicts what is cached.
+cost = wait + uncached tokens · seconds per token + copied tokens · seconds per token · weight. The wait is for prompts that the
+replica has not computed yet and for a free row; both are counted by the front, which knows what it has just sent, and engines add
+what other fronts have sent. Beside answers computing takes longer, since their steps go on meanwhile. Copied tokens are those
+that another replica has cached: computing them again delays those behind and evicts what is cached, for nothing new. They
+weigh less the more prompts under way share them.
 """
 
 import hashlib
@@ -10,14 +12,17 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from weft.config import EngineConfig
 from weft.ipc.messages import EngineEvents, EngineStatus, Submit
 from weft.serving.in_flight import EngineClient, InFlightSequence
 from weft.serving.prefix_index import PrefixIndex, num_common
 from weft.text.types import Placement
 
-IDLE_WEIGHT, BUSY_WEIGHT = 1.25, 3.0  # of computing against waiting: while no replica has a queue, and when all have one
+IDLE_WEIGHT, BUSY_WEIGHT = 0.25, 6.0  # of tokens computed again, in waiting: while no replica has a queue, and when all have one
+BESIDE_ANSWERS = 1 + 1 / EngineConfig.gap_factor  # times as long a prompt takes where rows decode: a step after each slice
 UNKNOWN_SECONDS_PER_TOKEN = 1e-3  # until an engine has computed a prompt
 NEAR = 1.1  # replicas with up to so many times the least cost are equally good for a prompt that nobody knows
+SMALL_SECONDS = 0.005  # where the choice costs no more, a prompt goes where fewer rows are: their steps are shorter
 HEAD_TOKENS = 128  # prompts with these first tokens in common go to one replica, as long as nobody knows them
 MIN_COMING = 32  # tokens in common with a prompt under way that make it worth to follow it
 FIRST_ANSWER_SECONDS = 1.0  # a guess at how long an answer holds its row
@@ -56,19 +61,25 @@ class Router:
         """Return the replica with the least cost, with how much it has cached and the most that any of `everywhere` has."""
         prompt = submit.keyed_prompt
         cached = self.index.matches(prompt, submit.salt, submit.scope)
-        matched = {one.name: max(cached.get(one.name, 0), _coming(submit, prompt, one)) for one in everywhere}
+        coming = {one.name: _coming(submit, prompt, one) for one in everywhere}
+        matched = {one.name: max(cached.get(one.name, 0), *coming[one.name], 0) for one in everywhere}
         waits = {one.name: wait_seconds(one, everywhere) for one in replicas}
-        share = sum(_has_queue(one) for one in everywhere) / len(everywhere)
-        weight = IDLE_WEIGHT + (BUSY_WEIGHT - IDLE_WEIGHT) * share
+        best = max(matched.values())
+        weight = _copy_weight(everywhere, sum(common >= best for found in coming.values() for common in found))
 
         def cost(one: RoutedReplica) -> float:
-            return waits[one.name] + weight * (len(prompt) - matched[one.name]) * seconds_per_token(one, everywhere)
+            is_beside = one.client.live.inside or one.status.running  # what is before it answers by then
+            uncached = (len(prompt) - matched[one.name]) * (BESIDE_ANSWERS if is_beside else 1.0)
+            return waits[one.name] + (uncached + weight * (best - matched[one.name])) * seconds_per_token(one, everywhere)
 
         costs = {one.name: cost(one) for one in replicas}
-        best = max(matched.values())
-        least = min(costs.values()) * (1.0 if best else NEAR)  # several fronts agree on a prompt's replica without talking
-        near = [one for one in replicas if costs[one.name] <= least]
-        chosen = max(near, key=lambda one: _rank(one.name, prompt[:HEAD_TOKENS]))
+        least = min(costs.values())
+        if best:
+            near = [one for one in replicas if costs[one.name] <= least + SMALL_SECONDS]
+            chosen = min(near, key=lambda one: (_num_rows(one), costs[one.name]))
+        else:  # several fronts agree on a prompt's replica without talking
+            near = [one for one in replicas if costs[one.name] <= least * NEAR]
+            chosen = max(near, key=lambda one: _rank(one.name, prompt[:HEAD_TOKENS]))
         return chosen, Placement(chosen.name, matched[chosen.name], best)
 
 
@@ -78,7 +89,9 @@ def wait_seconds(replica: RoutedReplica, everywhere: Iterable[RoutedReplica]) ->
     own = sum(remaining_tokens(one) for one in inside)
     num_over = len(inside) + 1 - replica.max_rows
     rows = max(0, num_over) / max(1, replica.max_rows) * (replica.answer_seconds or FIRST_ANSWER_SECONDS)
-    return max(own, replica.status.queued_tokens) * seconds_per_token(replica, everywhere) + rows
+    is_beside = any(one.has_begun for one in inside) or replica.status.running > len(inside)  # or answers of other fronts
+    slowdown = BESIDE_ANSWERS if is_beside else 1.0
+    return max(own, replica.status.queued_tokens) * slowdown * seconds_per_token(replica, everywhere) + rows
 
 
 def remaining_tokens(one: InFlightSequence) -> int:
@@ -96,18 +109,27 @@ def seconds_per_token(replica: RoutedReplica, everywhere: Iterable[RoutedReplica
     return sum(known) / len(known) if known else UNKNOWN_SECONDS_PER_TOKEN
 
 
+def _copy_weight(everywhere: Collection[RoutedReplica], num_sharing: int) -> float:
+    """Return what a token that is computed again costs beside its time; little where many under way will use the copy."""
+    share = sum(_has_queue(one) for one in everywhere) / len(everywhere)
+    return (IDLE_WEIGHT + (BUSY_WEIGHT - IDLE_WEIGHT) * share) / (1 + num_sharing)
+
+
 def _has_queue(replica: RoutedReplica) -> bool:
     """Whether a prompt waits behind another; one that is being computed is no queue."""
     return sum(remaining_tokens(one) > 0 for one in replica.client.live.inside.values()) > 1
 
 
-def _coming(submit: Submit, prompt: Sequence[int], replica: RoutedReplica) -> int:
-    """Return how much of a prompt a replica will have cached once it has computed the prompts under way there."""
+def _num_rows(replica: RoutedReplica) -> int:
+    return max(len(replica.client.live.inside), replica.status.running)
+
+
+def _coming(submit: Submit, prompt: Sequence[int], replica: RoutedReplica) -> list[int]:
+    """Return how much of a prompt a replica will have cached once it has computed each of the prompts under way there."""
     whose = submit.scope, submit.salt
     under_way = (one.submit for one in replica.client.live.inside.values() if not one.has_begun and not one.sampling_index)
     common = (num_common(prompt, other.keyed_prompt) for other in under_way if (other.scope, other.salt) == whose)
-    most = min(max(common, default=0), len(prompt) - 1)
-    return most if most >= MIN_COMING else 0
+    return [min(one, len(prompt) - 1) for one in common if one >= MIN_COMING]
 
 
 def _rank(replica: str, head: Sequence[int]) -> bytes:

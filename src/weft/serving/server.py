@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import uvloop
 from starlette.types import ASGIApp
@@ -16,22 +16,25 @@ from starlette.types import ASGIApp
 from weft import log
 from weft.config import ServerConfig, find_engine_key
 from weft.errors import UnknownModel, WeftError
+from weft.memory.heap import HeapKeeper, bound_heap
 from weft.metrics import Metrics
 from weft.serving.connections import make_http_server
 from weft.serving.engine_key import EngineKey
-from weft.serving.heap import keep_heap_small
 from weft.serving.loop_watch import watch_event_loop
 from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.pool import EnginePool
 from weft.serving.replicas import Devices, check_replicas, starters_here
 from weft.serving.service import Service
 from weft.serving.starters.given import Given
+from weft.serving.starters.on_ray import OnRay, RayFleet, default_resources, look_at_cluster, parse_resources
+from weft.serving.starters.ray_driver import FleetOrder
 
 logger = logging.getLogger("weft.serving")
 
 DEFAULT_MODEL = "smollm2"
 FALLBACK_MODEL = "tiny-hybrid"
 DRAIN_TICK_SECONDS = 0.05
+HEAP_LOOK_SECONDS = 5.0
 LAST_SECONDS = 4.9  # after `drain_seconds`, for the last bytes, and for engines and threads to end
 FORCED_STATUS = 1
 SWITCH_SECONDS = 0.0005  # how long an encoding thread may keep the interpreter from the event loop; a tenth of Python's own
@@ -46,6 +49,7 @@ def serve(config: ServerConfig, screen: ServerScreen, make_app: Callable[[Servic
     log.setup(config.log_format)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_SECONDS)
+    bound_heap()
     service = make_service(config)
     listener = _listen(config)
     host, port = listener.getsockname()[:2]
@@ -91,6 +95,14 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
         await service.stop()
 
 
+async def keep_heap_small() -> None:
+    """Look now and then whether this process has grown, and give back what it does not use; until cancelled."""
+    keeper = HeapKeeper()
+    while True:
+        await asyncio.sleep(HEAP_LOOK_SECONDS)
+        await asyncio.to_thread(keeper.look)
+
+
 def reload_keys(service: Service) -> None:
     """Read the keys file again; if that fails, say why in the audit log and go on with the keys that were read before."""
     fields = {"action": "reload keys", "subject": "-", "tenant": "-", "client": "SIGHUP", "id": "-", "outcome": "done"}
@@ -124,6 +136,8 @@ def make_service(config: ServerConfig) -> Service:
     names = config.models or (DEFAULT_MODEL,)
     fallback = config.fallback or (None if config.models else FALLBACK_MODEL)
 
+    if config.ray is not None:
+        return _service_on_ray(config, names)
     devices = Devices.here()
     check_replicas(config.replicas, devices, force=config.force)
     if config.engines:
@@ -138,8 +152,7 @@ def make_service(config: ServerConfig) -> Service:
 
 def _service_of_engines(config: ServerConfig) -> Service:
     """Create the service of one model whose engines are given by address; more models can not be loaded there."""
-    path = find_engine_key(config.engine_key)
-    key = EngineKey.read(path) if path is not None else None
+    key = _engine_key(config)
     addresses = config.engine_addresses
     name = (config.models or addresses)[0]
     starters = [Given(config.engine_settings(name), address, key) for address in addresses]
@@ -149,6 +162,25 @@ def _service_of_engines(config: ServerConfig) -> Service:
 
     model = _served(name, EnginePool(starters, config.hang_seconds), config)
     return Service([model], Metrics(), config.max_queue, refuse)
+
+
+def _service_on_ray(config: ServerConfig, names: Sequence[str]) -> Service:
+    """Create the service of models whose replicas Ray places; raise WeftError if Ray can not be used."""
+    key, nodes = _engine_key(config), look_at_cluster(config.ray or "")
+    resources = default_resources(nodes) if config.ray_resources is None else parse_resources(config.ray_resources)
+
+    def make(name: str) -> ServedModel:
+        settings, replicas = config.engine_settings(name), tuple(map(str, range(config.replicas)))
+        fleet = RayFleet(FleetOrder(config.ray or "", config.gate_config(name), replicas, resources))
+        starters = [OnRay(settings, replica, fleet, key) for replica in replicas]
+        return _served(name, EnginePool(starters, config.hang_seconds, fleet), config)
+
+    return Service([make(name) for name in names], Metrics(), config.max_queue, make)
+
+
+def _engine_key(config: ServerConfig) -> EngineKey | None:
+    path = find_engine_key(config.engine_key)
+    return EngineKey.read(path) if path is not None else None
 
 
 def _served(name: str, pool: EnginePool, config: ServerConfig) -> ServedModel:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -130,7 +131,7 @@ class Service:
         def count() -> int:
             return sum(len(codec.encode(prompt, generation.effort, check).ids) for prompt in generation.prompts)
 
-        return await self.lanes.run(num_characters(generation), count)
+        return await self.lanes.run(generation.tenant, num_characters(generation), count)
 
     async def _encode(
         self, request: ActiveRequest, codec: Codec, limits: Limits
@@ -146,7 +147,7 @@ class Service:
         is_short = all(isinstance(prompt, str) and len(prompt) < LONG_TEXT for prompt in generation.prompts)
         if is_short and generation.tool_choice is None and len(generation.prediction or "") < LONG_TEXT:
             return encode()
-        return await request.while_wanted(self.lanes.run(num_characters(generation), encode))
+        return await request.while_wanted(self.lanes.run(generation.tenant, num_characters(generation), encode))
 
     async def _see(self, codec: Codec, ready: Ready, generation: GenerationRequest) -> GenerationRequest:
         """Return the request with its images decoded and resized for its model. Raises RequestError naming the image."""
@@ -264,7 +265,8 @@ async def _checked(request: ActiveRequest, processes: TextProcesses, news: Parts
     for index, deltas in news:
         choice = request.choices[index]
         if isinstance(deltas[-1], Finish) and (unchecked := choice.unchecked) is not None:
-            errors = await asyncio.to_thread(processes.find_schema_errors, *unchecked)
+            check = partial(processes.find_schema_errors, *unchecked)
+            errors = await asyncio.wrap_future(processes.check_threads.submit(request.generation.tenant, check))
             choice.finish = deltas[-1] = replace(deltas[-1], schema_errors=errors)
     return news
 

@@ -1,6 +1,7 @@
 """Runs one model's chat template, and checks answers by its clients' schemas, in child processes that can be killed.
 
 The front never runs either itself: a template that loops, or a pattern that backtracks for minutes, costs its own request.
+Checks have a child and a thread of their own, so that slow ones hold up neither templates nor what else the front's threads do.
 """
 
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import msgspec
 
 from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
+from weft.fair_pool import FairPool
 from weft.ipc.limits import MAX_RENDERED_CHARACTERS
 from weft.ipc.messages import GrammarSpec
 from weft.serving.child_pool import ChildLimits, ChildLost, ChildPool
@@ -27,31 +29,35 @@ class TextProcesses:
     """A `TemplateRunner` whose templates run in child processes, which also check answers against schemas."""
 
     def __init__(self, limits: ChildLimits = LIMITS) -> None:
-        self.pool = ChildPool(COMMAND, limits, NUM_CHILDREN, "run chat templates", start_seconds=START_SECONDS)
+        self.templates = ChildPool(COMMAND, limits, NUM_CHILDREN, "run chat templates", start_seconds=START_SECONDS)
+        self.checks = ChildPool(COMMAND, limits, 1, "check answers", start_seconds=START_SECONDS)
+        self.check_threads = FairPool(1, "check")
 
     def compile(self, source: str) -> None:
-        self._ask(CompileJob(source))
+        self._ask(self.templates, CompileJob(source))
 
     def render(self, source: str, values: Mapping[str, Any]) -> str:
-        return self._ask(RenderJob(source, dict(values))).decode()
+        return self._ask(self.templates, RenderJob(source, dict(values))).decode()
 
     def find_schema_errors(self, spec: GrammarSpec, text: str) -> tuple[str, ...]:
         """Validate an answer against a non-strict schema as `weft.text.schema` does; one message if it takes too long."""
         try:
-            return msgspec.json.decode(self._ask(CheckJob(spec.text, text)), type=tuple[str, ...])
+            return msgspec.json.decode(self._ask(self.checks, CheckJob(spec.text, text)), type=tuple[str, ...])
         except TemplateTooCostly:
-            return (UNCHECKED.format(limits=self.pool.limits),)
+            return (UNCHECKED.format(limits=self.checks.limits),)
 
     def close(self) -> None:
-        self.pool.close()
+        for pool in (self.templates, self.checks):
+            pool.close()
 
-    def _ask(self, job: TextJob) -> bytes:
+    @staticmethod
+    def _ask(pool: ChildPool, job: TextJob) -> bytes:
         """Let a child do a job and return its result. Raises BadModel, TemplateFailed or TemplateTooCostly."""
         data = msgspec.msgpack.encode(job)
         try:
-            kind, body = self.pool.ask(LENGTH.pack(len(data)) + data, _is_expected)
+            kind, body = pool.ask(LENGTH.pack(len(data)) + data, _is_expected)
         except ChildLost as lost:
-            message = f"the model's chat template takes more than {self.pool.limits} for these messages ({lost}); send fewer"
+            message = f"the model's chat template takes more than {pool.limits} for these messages ({lost}); send fewer"
             raise TemplateTooCostly(message, "messages") from None
         if kind == DONE:
             return body

@@ -12,8 +12,8 @@ import msgspec
 
 from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
 from weft.ipc.messages import GrammarSpec
+from weft.memory.heap import bound_heap, trim_heap
 from weft.serving.child_pool import READY
-from weft.serving.heap import trim_heap
 from weft.serving.image_worker import REPLY, limit_process, renew_cpu_seconds
 from weft.text.schema import find_schema_errors
 from weft.text.template import LocalTemplates
@@ -52,6 +52,7 @@ def main() -> None:
     max_bytes, cpu_seconds = map(int, sys.argv[1:])
     templates, decoder = LocalTemplates(), msgspec.msgpack.Decoder(TextJob)
     limit_process(max_bytes)
+    bound_heap()
     jobs, replies = sys.stdin.buffer, sys.stdout.buffer
     replies.write(REPLY.pack(READY, 0))
     replies.flush()

@@ -8,7 +8,6 @@ References out of the document, and numbers on which llguidance 1.9.1 errs, cras
 import math
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import combinations, islice
 from typing import Any
 from urllib.parse import unquote
@@ -124,7 +123,6 @@ def find_schema_errors(spec: GrammarSpec, text: str) -> tuple[str, ...]:
     return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
 
 
-@lru_cache(maxsize=32)
 def examine_schema(text: str, strict: bool) -> tuple[str, Problem | None]:
     """Return the schema rewritten for llguidance and None, or the given schema and the first problem that makes it unusable."""
     schema = _Schema(msgspec.json.decode(text))
@@ -151,7 +149,6 @@ def _values(value: Any) -> list[Any]:
     return [one for level in levels_of(value) for one in level]
 
 
-@lru_cache(maxsize=32)
 def _validator(text: str) -> jsonschema_rs.Validator:
     # Without `offline`, and always in jsonschema_rs.meta, references would be fetched.
     return jsonschema_rs.validator_for(msgspec.json.decode(text), validate_formats=True, offline=True)

@@ -82,7 +82,7 @@ class StopMachine:
             level = deeper
 
 
-@lru_cache(maxsize=8)  # the choices of a request come together
+@lru_cache(maxsize=1)  # the choices of a request come together; of no other request anything is kept for long
 def _machine_of(stops: tuple[str, ...]) -> StopMachine | None:
     """Return the automaton of these stop strings, shared by the choices of a request; None without any."""
     return StopMachine(stops) if stops else None

@@ -15,18 +15,19 @@ const int begin = max(bounds[2 * row], int(blockIdx.x) * SPAN);
 const int end = min(bounds[2 * row + 1], (int(blockIdx.x) + 1) * SPAN);
 if (begin >= end) return;
 const int count = end - begin;
-const size_t base = (size_t(slots[row]) * HEADS + head) * places[0];
+const size_t base = (size_t(slots[row]) * HEADS + head) * keys_shape[2];
 const T* key = keys + (base + begin) * KEY_DIM;
 const T* value = values + (base + begin) * VALUE_DIM;
 float* out = partial + ((size_t(row) * HEADS + head) * gridDim.x + blockIdx.x) * GROUP * (VALUE_DIM + 2);
 
 const T* asked = queries + (size_t(row) * HEADS + head) * GROUP * KEY_DIM;
-for (int i = thread; i < GROUP * KEY_DIM; i += THREADS) query[i] = static_cast<float>(asked[i]) * scale[0];
+for (int i = thread; i < GROUP * KEY_DIM; i += THREADS) query[i] = static_cast<float>(asked[i]) * SCALE;
 __syncthreads();
 
 for (int j = thread; j < count; j += THREADS) {
     float sum[GROUP];
     for (int g = 0; g < GROUP; g++) sum[g] = 0.0f;
+#pragma unroll 8
     for (int d = 0; d < KEY_DIM; d += COLUMNS) {
         float k[COLUMNS];
         load_columns(key + size_t(j) * KEY_DIM + d, k);
@@ -60,6 +61,7 @@ const int column = (thread % TEAM) * COLUMNS, team = thread / TEAM;
 float sum[GROUP][COLUMNS];
 for (int g = 0; g < GROUP; g++)
     for (int i = 0; i < COLUMNS; i++) sum[g][i] = 0.0f;
+#pragma unroll 8
 for (int j = team; j < count; j += TEAMS) {
     float v[COLUMNS];
     load_columns(value + size_t(j) * VALUE_DIM + column, v);

@@ -5,7 +5,8 @@
  */
 
 /* Memory of a thread that is kept from call to call; each use inside one call has its own. */
-enum scratch_use { ROWS_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, NUM_SCRATCHES };
+enum scratch_use { ROWS_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH,
+                   NUM_SCRATCHES };
 
 static void *scratch(enum scratch_use use, size_t bytes) {
     static _Thread_local struct {
@@ -34,18 +35,39 @@ static void share_sized(work_function *work, const void *subject, size_t total, 
 
 /* ---- products with weights of any kind */
 
-enum { EXPANDED_FLOATS = 1 << 12 }; /* weights that are expanded at a time: they should stay in the nearest cache */
+enum {
+    EXPANDED_FLOATS = 1 << 12,  /* weights that are expanded for a few rows at a time: they should stay in the nearest cache */
+    MAX_WIDENED_ROWS = 24,      /* up to here numbers of 16 bits are widened each time they are used: by few tiles of rows */
+    MANY_ROWS = 48,             /* from here on rows are packed and weights expanded once, for all pieces of the product: */
+    PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */
+    EXPANDED_BLOCK = 1 << 20,   /* and of the weights, at a time, */
+    PIECE_COLUMNS = 96          /* in pieces of a panel of rows and so many columns, a multiple of every tile */
+};
 
-/* Columns [begin, end) of a * weights^T into c, whose first column is `begin`. */
-static void linear_columns(const struct product *a, const struct weft_weights *w, size_t begin, size_t end, float *c, size_t ldc) {
-    struct product part = *a;
+struct panel {
+    struct product rows; /* packed as the dot kernels want them */
+    const struct weft_linear *linear;
+    const struct weft_gated *gated;
+    size_t first;                        /* row of the whole */
+    const float *expanded, *expanded_up; /* the weights from `column` on as float32, or NULL */
+    size_t column;
+};
+
+/* Columns [begin, end) of rows * weights^T into c, whose first column is `begin`. */
+static void linear_columns(const struct panel *panel, const struct weft_weights *w, const float *weights, size_t begin, size_t end, float *c, size_t ldc) {
+    struct product part = panel->rows;
     part.ldc = ldc;
-    if (w->kind == WEFT_F32) {
-        part.n = end - begin, part.b = (const float *)w->codes + begin * w->k, part.ldb = w->k, part.c = c;
+    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns;
+    part.is_half = w->kind == WEFT_BF16 && weights == NULL && part.m <= MAX_WIDENED_ROWS;
+    if (w->kind == WEFT_F32 || weights != NULL || part.is_half) {
+        const size_t bytes = part.is_half ? sizeof(uint16_t) : sizeof(float);
+        const char *own = (const char *)w->codes + begin * w->k * bytes;
+        part.ldb = weights != NULL ? width : w->k;
+        part.b = weights != NULL ? weights + (begin - panel->column) * width : (const float *)(const void *)own;
+        part.n = end - begin, part.c = c;
         bound.kernels->dot(&part, 0, part.n);
         return;
     }
-    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns;
     const size_t tiles = EXPANDED_FLOATS / (tile * width), most = tile * (tiles > 0 ? tiles : 1);
     float *expanded = scratch(WEIGHTS_SCRATCH, most * width * sizeof(float));
     for (size_t n = begin; n < end; n += most) {
@@ -56,18 +78,11 @@ static void linear_columns(const struct product *a, const struct weft_weights *w
     }
 }
 
-struct panel {
-    struct product rows; /* packed as the dot kernels want them */
-    const struct weft_linear *linear;
-    const struct weft_gated *gated;
-    size_t first; /* row of the whole */
-};
-
 static void panel_linear(const void *subject, size_t begin, size_t end) {
     const struct panel *panel = subject;
     const struct weft_linear *l = panel->linear;
     float *c = l->c + panel->first * l->ldc;
-    linear_columns(&panel->rows, l->weights, begin, end, c + begin, l->ldc);
+    linear_columns(panel, l->weights, panel->expanded, begin, end, c + begin, l->ldc);
     for (size_t m = 0; l->bias != NULL && m < panel->rows.m; m++)
         for (size_t n = begin; n < end; n++) c[m * l->ldc + n] += l->bias[n];
     for (size_t m = 0; l->residual != NULL && m < panel->rows.m; m++)
@@ -79,34 +94,133 @@ static void panel_gated(const void *subject, size_t begin, size_t end) {
     const struct weft_gated *g = panel->gated;
     const size_t n = g->gate->n, count = end - begin;
     float *c = g->c + panel->first * n + begin, *up = scratch(UP_SCRATCH, panel->rows.m * count * sizeof(float));
-    linear_columns(&panel->rows, g->gate, begin, end, c, n);
-    linear_columns(&panel->rows, g->up, begin, end, up, count);
+    linear_columns(panel, g->gate, panel->expanded, begin, end, c, n);
+    linear_columns(panel, g->up, panel->expanded_up, begin, end, up, count);
     for (size_t m = 0; m < panel->rows.m; m++) {
         bound.kernels->silu(c + m * n, c + m * n, count);
         for (size_t i = 0; i < count; i++) c[m * n + i] *= up[m * count + i];
     }
 }
 
-/* Runs work over the columns for each panel of rows of a. */
-static void over_panels(work_function *work, struct panel panel, size_t m, const float *a, size_t lda, const struct weft_weights *w) {
+/* A product as panel_linear or panel_gated computes it; `up` is NULL or the gated product's second weights. */
+struct shared_product {
+    work_function *work;
+    struct panel panel;
+    size_t m, lda;
+    const float *a;
+    const struct weft_weights *weights, *up;
+};
+
+/* Few rows: the pieces are columns, and whoever takes some expands their weights. */
+static void over_columns(const struct shared_product *s) {
+    const size_t k = s->weights->k, width = whole_lanes(k);
+    float *packed = scratch(ROWS_SCRATCH, s->m * width * sizeof(float));
+    const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1};
+    pack(&rows, packed, width);
+    struct panel panel = s->panel;
+    panel.rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
+    share_sized(s->work, &panel, s->weights->n, 12, s->weights->n * k * ((s->m + 7) / 8));
+}
+
+struct packing {
+    struct product rows;
+    float *to;
+    size_t width;
+};
+
+static void pack_rows(const void *subject, size_t begin, size_t end) {
+    const struct packing *p = subject;
+    const struct product part = rows_of(&p->rows, begin, end);
+    pack(&part, p->to + begin * p->width, p->width);
+}
+
+struct expansion {
+    const struct weft_weights *from;
+    float *to;
+    size_t first, width;
+};
+
+static void expand_columns(const void *subject, size_t begin, size_t end) {
+    const struct expansion *e = subject;
+    for (size_t i = begin; i < end; i++) bound.kernels->expand(e->from, e->first + i, e->to + i * e->width);
+}
+
+/* Weights of `count` columns as float32; NULL where they are already, or there are none. */
+static const float *expanded_block(const struct weft_weights *w, enum scratch_use use, size_t first, size_t count) {
+    if (w == NULL || w->kind == WEFT_F32) return NULL;
     const size_t width = whole_lanes(w->k);
-    const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
-    float *packed = scratch(ROWS_SCRATCH, (m < most ? m : most) * width * sizeof(float));
-    for (size_t first = 0; first < m; first += most) {
-        const struct product rows = {.m = m - first < most ? m - first : most, .k = w->k, .a = a + first * lda, .a_row = lda, .a_column = 1};
-        pack(&rows, packed, width);
-        panel.first = first;
-        panel.rows = (struct product){.m = rows.m, .k = w->k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
-        share_sized(work, &panel, w->n, 12, w->n * w->k * ((rows.m + 7) / 8));
+    const struct expansion e = {w, scratch(use, count * width * sizeof(float)), first, width};
+    share_sized(expand_columns, &e, count, 1, count * width);
+    return e.to;
+}
+
+struct grid { /* of pieces: panels of rows by blocks of columns */
+    const struct shared_product *product;
+    struct panel whole;
+    size_t panel_rows, begin, end;
+};
+
+static size_t pieces_of(size_t total, size_t size) { return (total + size - 1) / size; }
+
+static void grid_pieces(const void *subject, size_t begin, size_t end) {
+    const struct grid *g = subject;
+    const size_t across = pieces_of(g->end - g->begin, PIECE_COLUMNS);
+    for (size_t i = begin; i < end; i++) {
+        const size_t row = i / across * g->panel_rows, column = g->begin + i % across * PIECE_COLUMNS;
+        struct panel panel = g->whole;
+        panel.first += row;
+        panel.rows = rows_of(&g->whole.rows, row, row + g->panel_rows < g->whole.rows.m ? row + g->panel_rows : g->whole.rows.m);
+        g->product->work(&panel, column, column + PIECE_COLUMNS < g->end ? column + PIECE_COLUMNS : g->end);
     }
 }
 
+/* Rows of a panel: few enough to stay in the second cache level, and nearly as many as in the others. */
+static size_t panel_rows(size_t m, size_t width) {
+    const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
+    return pieces_of(pieces_of(m, pieces_of(m, most)), 12) * 12; /* a multiple of every tile */
+}
+
+/* Columns of a block whose weights are expanded together; all of them where there is nothing to expand. */
+static size_t block_columns(const struct shared_product *s) {
+    if (s->weights->kind == WEFT_F32 && (s->up == NULL || s->up->kind == WEFT_F32)) return s->weights->n;
+    const size_t pieces = EXPANDED_BLOCK / (whole_lanes(s->weights->k) * PIECE_COLUMNS);
+    return PIECE_COLUMNS * (pieces > 0 ? pieces : 1);
+}
+
+/* Many rows, `m` of them from `first` on. */
+static void over_pieces(const struct shared_product *s, size_t first, size_t m) {
+    const size_t n = s->weights->n, k = s->weights->k, width = whole_lanes(k), columns = block_columns(s);
+    const struct packing packing = {.rows = {.m = m, .k = k, .a = s->a + first * s->lda, .a_row = s->lda, .a_column = 1},
+                                    .to = scratch(ROWS_SCRATCH, m * width * sizeof(float)), .width = width};
+    share_sized(pack_rows, &packing, m, 4, m * width);
+    struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
+    grid.whole.first = first;
+    grid.whole.rows = (struct product){.m = m, .k = k, .alpha = 1.0f, .a = packing.to, .a_row = width, .a_column = 1};
+    for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {
+        grid.end = n - grid.begin < columns ? n : grid.begin + columns;
+        grid.whole.column = grid.begin;
+        grid.whole.expanded = expanded_block(s->weights, BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
+        grid.whole.expanded_up = expanded_block(s->up, UP_BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
+        pool_run(grid_pieces, &grid, pieces_of(m, grid.panel_rows) * pieces_of(grid.end - grid.begin, PIECE_COLUMNS), 1, 1);
+    }
+}
+
+static void compute_product(const struct shared_product *s) {
+    if (s->m < MANY_ROWS) {
+        over_columns(s);
+        return;
+    }
+    const size_t fit = PACKED_FLOATS / whole_lanes(s->weights->k), most = fit < MANY_ROWS ? MANY_ROWS : fit;
+    for (size_t first = 0; first < s->m; first += most) over_pieces(s, first, s->m - first < most ? s->m - first : most);
+}
+
 EXPORT void weft_linear(const struct weft_linear *l) {
-    over_panels(panel_linear, (struct panel){.linear = l}, l->m, l->a, l->lda, l->weights);
+    compute_product(&(struct shared_product){.work = panel_linear, .panel = {.linear = l}, .m = l->m, .lda = l->lda, .a = l->a, .weights = l->weights});
 }
 
 EXPORT void weft_gated(const struct weft_gated *g) {
-    over_panels(panel_gated, (struct panel){.gated = g}, g->m, g->a, g->gate->k, g->gate);
+    compute_product(&(struct shared_product){.work = panel_gated, .panel = {.gated = g}, .m = g->m, .lda = g->gate->k, .a = g->a,
+                                             .weights = g->gate, .up = g->up});
 }
 
 EXPORT void weft_expand(const struct weft_weights *w, size_t row, float *to) { bound.kernels->expand(w, row, to); }
@@ -157,6 +271,15 @@ static void rotate_rows(const void *subject, size_t begin, size_t end) {
 
 EXPORT void weft_rotate(const struct weft_rotation *r) { share_sized(rotate_rows, r, r->m, 1, 8 * r->m * r->n); }
 
+EXPORT void weft_turn(const struct weft_turns *t) {
+    for (size_t m = 0; m < t->m; m++)
+        for (size_t i = 0; i < t->half; i++) {
+            const float turn = t->places[t->is_shared ? m : m * t->half + i] * t->scale * t->rates[i];
+            float *to = t->angles + 2 * m * t->half + i;
+            to[0] = cosf(turn), to[t->half] = sinf(turn);
+        }
+}
+
 /* ---- attention */
 
 static void softmax_rows(const void *subject, size_t begin, size_t end) {
@@ -172,7 +295,12 @@ EXPORT void weft_scores(const struct weft_scores *s) {
     share_sized(softmax_rows, s, s->m, 1, 8 * s->m * s->span);
 }
 
-enum { ATTENTION_ROWS = 24, ATTENTION_FLOATS = 1 << 16 }; /* queries, and scores, that are computed together */
+enum {
+    ATTENTION_FLOATS = 1 << 16, /* scores that are computed together: they should stay in the second cache level */
+    MOST_QUERIES = 64,          /* of these at most so many, */
+    LEAST_QUERIES = 32,         /* and, of a prompt, at least so many: with fewer the keys come from memory too often */
+    MANY_QUERIES = 12           /* from here on queries fill vectors (scores.h), below their numbers do */
+};
 
 /* What a line's head is before attention: normed, turned, scaled. */
 struct preparation {
@@ -223,30 +351,75 @@ struct attention {
     const struct item *items;
 };
 
-static void attend_item(const struct weft_attention *a, const struct item *item) {
-    const struct weft_row *row = item->row;
-    const size_t repeat = a->heads / a->kv_heads, count = item->end - item->begin, m = repeat * count, dim = a->dim;
-    const size_t width = whole_lanes(dim), span = row->first + item->end;
-    float *q = scratch(QUERY_SCRATCH, m * width * sizeof(float)), *scores = scratch(SCORE_SCRATCH, m * span * sizeof(float));
-    float *found = scratch(OUTPUT_SCRATCH, m * dim * sizeof(float));
-    const struct preparation preparation = {a->norm, a->angles, a->eps, a->scale, dim, a->half, a->of_neighbours};
-    for (size_t i = 0; i < m; i++) { /* tokens one after the other, each with all its heads */
-        const size_t line = row->line + item->begin + i / repeat;
-        prepare(&preparation, a->q + line * a->q_stride + (item->head * repeat + i % repeat) * dim, line, q + i * width);
+/* Numbers from one head's query to the next: a gate may stand between. */
+static size_t query_stride(const struct weft_attention *a) { return a->is_gated ? 2 * a->dim : a->dim; }
+
+/* The queries of an item, each after the other: tokens, and of each token its heads. */
+static void prepare_query(const struct weft_attention *a, const struct item *item, size_t i, float *to) {
+    const struct preparation preparation = {a->norm, a->angles, a->eps, a->scale, a->dim, a->half, a->of_neighbours};
+    const size_t repeat = a->heads / a->kv_heads, line = item->row->line + item->begin + i / repeat;
+    prepare(&preparation, a->q + line * a->q_stride + (item->head * repeat + i % repeat) * query_stride(a), line, to);
+}
+
+/* How many keys query i of an item sees. */
+static size_t seen_by(const struct weft_attention *a, const struct item *item, size_t i) {
+    return item->row->first + item->begin + i / (a->heads / a->kv_heads) + 1;
+}
+
+/* Attention's weights of a few queries: `scores` (m, span). */
+static void weigh_few(const struct weft_attention *a, const struct item *item, size_t m, size_t span, float *scores) {
+    const size_t dim = a->dim, width = whole_lanes(dim);
+    float *q = scratch(QUERY_SCRATCH, m * width * sizeof(float));
+    for (size_t i = 0; i < m; i++) {
+        prepare_query(a, item, i, q + i * width);
         memset(q + i * width + dim, 0, (width - dim) * sizeof(float));
     }
-    const size_t start = item->head * row->places * dim;
-    const struct product dots = {.m = m, .n = span, .k = dim, .alpha = 1.0f, .a = q, .b = row->keys + start, .c = scores,
-                                 .a_row = width, .a_column = 1, .ldb = dim, .ldc = span};
+    const struct product dots = {.m = m, .n = span, .k = dim, .alpha = 1.0f, .a = q, .b = item->row->keys + item->head * item->row->places * dim,
+                                 .c = scores, .a_row = width, .a_column = 1, .ldb = dim, .ldc = span};
     bound.kernels->dot(&dots, 0, span);
     for (size_t i = 0; i < m; i++) {
-        const size_t seen = row->first + item->begin + i / repeat + 1;
+        const size_t seen = seen_by(a, item, i);
         bound.kernels->softmax_one(scores + i * span, seen);
         memset(scores + i * span + seen, 0, (span - seen) * sizeof(float));
     }
-    const struct product sums = {.m = m, .n = dim, .k = span, .alpha = 1.0f, .a = scores, .b = row->values + start, .c = found,
-                                 .a_row = span, .a_column = 1, .ldb = dim, .ldc = dim};
+}
+
+/* Attention's weights of many queries: `scores` (span, many), where many is m in whole lanes. */
+static void weigh_many(const struct weft_attention *a, const struct item *item, size_t m, size_t span, float *scores) {
+    const size_t dim = a->dim, many = whole_lanes(m);
+    float *turned = scratch(QUERY_SCRATCH, (dim + 1) * many * sizeof(float) + dim * sizeof(float));
+    float *seen = turned + dim * many, *one = seen + many;
+    for (size_t i = 0; i < many; i++) {
+        if (i < m)
+            prepare_query(a, item, i, one);
+        else
+            memset(one, 0, dim * sizeof(float));
+        for (size_t k = 0; k < dim; k++) turned[k * many + i] = one[k];
+        seen[i] = i < m ? (float)seen_by(a, item, i) : 1.0f; /* exact: nobody has 16 million keys */
+    }
+    bound.kernels->score_keys(item->row->keys + item->head * item->row->places * dim, turned, dim, many, span, scores);
+    bound.kernels->soften(scores, many, span, seen);
+}
+
+static void attend_item(const struct weft_attention *a, const struct item *item) {
+    const struct weft_row *row = item->row;
+    const size_t repeat = a->heads / a->kv_heads, count = item->end - item->begin, m = repeat * count, dim = a->dim;
+    const size_t span = row->first + item->end, many = whole_lanes(m);
+    float *scores = scratch(SCORE_SCRATCH, many * span * sizeof(float)), *found = scratch(OUTPUT_SCRATCH, m * dim * sizeof(float));
+    struct product sums = {.m = m, .n = dim, .k = span, .alpha = 1.0f, .a = scores, .b = row->values + item->head * row->places * dim, .c = found,
+                           .a_row = span, .a_column = 1, .ldb = dim, .ldc = dim};
+    if (m >= MANY_QUERIES && dim % LANES == 0) {
+        weigh_many(a, item, m, span, scores);
+        sums.a_row = 1, sums.a_column = many;
+    } else {
+        weigh_few(a, item, m, span, scores);
+    }
     bound.kernels->axpy(&sums, 0, dim);
+    for (size_t i = 0; a->is_gated && i < m; i++) {
+        const size_t line = row->line + item->begin + i / repeat;
+        const float *gates = a->q + line * a->q_stride + (item->head * repeat + i % repeat) * query_stride(a) + dim;
+        bound.kernels->gate(gates, found + i * dim, dim);
+    }
     for (size_t t = 0; t < count; t++)
         memcpy(a->output + ((row->line + item->begin + t) * a->heads + item->head * repeat) * dim, found + t * repeat * dim,
                repeat * dim * sizeof(float));
@@ -258,9 +431,9 @@ static void attend_items(const void *subject, size_t begin, size_t end) {
 }
 
 static size_t tokens_together(const struct weft_attention *a, const struct weft_row *row) {
-    const size_t repeat = a->heads / a->kv_heads, span = row->first + row->tokens;
-    size_t rows = ATTENTION_FLOATS / span < ATTENTION_ROWS ? ATTENTION_FLOATS / span : ATTENTION_ROWS;
-    return rows / repeat > 1 ? rows / repeat : 1;
+    const size_t repeat = a->heads / a->kv_heads, most = ATTENTION_FLOATS / (row->first + row->tokens);
+    const size_t queries = most < LEAST_QUERIES ? LEAST_QUERIES : most < MOST_QUERIES ? most : MOST_QUERIES;
+    return queries / repeat > 1 ? queries / repeat : 1;
 }
 
 EXPORT void weft_attend(const struct weft_attention *a) {
@@ -294,5 +467,3 @@ EXPORT void weft_recur(const struct weft_recurrence *r) {
     const size_t total = r->rows * r->heads * (r->height / STATE_ROWS);
     share_sized(recur_groups, r, total, 1, 4 * total * r->width * r->tokens);
 }
-
-EXPORT int weft_api(void) { return WEFT_API; }

@@ -6,7 +6,7 @@ if (head < HEADS) {
     float squares = 0.0f;
     for (int at = lane; at < DIM; at += 32) squares += static_cast<float>(x[from + at]) * static_cast<float>(x[from + at]);
     for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(0xffffffff, squares, step);
-    const float factor = rsqrtf(squares / DIM + eps[0]);
+    const float factor = rsqrtf(squares / DIM + EPS);
     for (int at = lane; at < DIM; at += 32) {
         const float gate = static_cast<float>(gates[gate_from + at]);
         const float normed = static_cast<float>(static_cast<T>(static_cast<float>(x[from + at]) * factor * static_cast<float>(weight[at])));

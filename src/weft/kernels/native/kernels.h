@@ -1,6 +1,6 @@
 /* The arithmetic of the row-exact products, written once and included once for each instruction set.
  *
- * The includer defines NAME(x), TARGET, WIDTH, VECTOR, LOAD, LOAD_SOME, STORE, SPREAD, FMA, SUM4 and the sizes of the
+ * The includer defines NAME(x), TARGET, WIDTH, VECTOR, LOAD, LOAD_SOME, the same of HALVES, STORE, SPREAD, FMA, SUM4 and the sizes of the
  * tiles. This file knows nothing of threads, of BLAS, or of why a caller has so many rows.
  *
  * What must hold: the additions behind one element depend on k alone. An element of dot_block is sixteen running sums
@@ -8,19 +8,25 @@
  * Tiles of other sizes interleave different elements; they never touch the order inside one.
  */
 #define PARTS (LANES / WIDTH)
-#define STRETCH 256
+#define STRETCH 768
 #define AXPY_STRIP (AXPY_VECTORS * WIDTH)
 #define DOT_SUMS (DOT_ROWS * DOT_COLUMNS)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define UNROLL _Pragma("GCC unroll 32")
 
+/* The next WIDTH of the weights from their number `at` on, or `count` of them where not all are there. */
+INLINE VECTOR NAME(weights_at)(const void *b, size_t at, const int is_half, const int is_whole, int count) {
+    if (is_half) return is_whole ? LOAD_HALVES((const uint16_t *)b + at) : LOAD_SOME_HALVES((const uint16_t *)b + at, count);
+    return is_whole ? LOAD((const float *)b + at) : LOAD_SOME((const float *)b + at, count);
+}
+
 /* sums (rows, columns) += a (rows, WIDTH) * b (columns, WIDTH); of b only `count` are there when it is not whole. */
-INLINE void NAME(dot_step)(const int rows, const int columns, VECTOR sums[DOT_SUMS], const float *a, size_t lda,
-                           const float *b, size_t ldb, const int is_whole, int count) {
+INLINE void NAME(dot_step)(const int rows, const int columns, VECTOR sums[DOT_SUMS], const float *a, const struct product *p,
+                           size_t at, const int is_half, const int is_whole, int count) {
     VECTOR values[DOT_ROWS];
-    UNROLL for (int i = 0; i < rows; i++) values[i] = LOAD(a + i * lda);
+    UNROLL for (int i = 0; i < rows; i++) values[i] = LOAD(a + i * p->a_row);
     UNROLL for (int j = 0; j < columns; j++) {
-        VECTOR weights = is_whole ? LOAD(b + j * ldb) : LOAD_SOME(b + j * ldb, count);
+        const VECTOR weights = NAME(weights_at)(p->b, at + j * p->ldb, is_half, is_whole, count);
         UNROLL for (int i = 0; i < rows; i++) sums[i * columns + j] = FMA(values[i], weights, sums[i * columns + j]);
     }
 }
@@ -29,8 +35,8 @@ INLINE void NAME(dot_step)(const int rows, const int columns, VECTOR sums[DOT_SU
  * over stretches of k that stay in the nearest cache. The `fetches` cache lines asked for at each step belong to the
  * weights that come next: without them the memory rests while later rows use the weights of this tile (29 instead of
  * 17 GB/s at m = 1, 20 instead of 10 at m = 8; EPYC of family 25, one thread). */
-INLINE void NAME(dot_tile)(const int rows, const int columns, const struct product *p, size_t m, size_t n,
-                           const float *ahead, int fetches) {
+INLINE void NAME(dot_tile)(const int rows, const int columns, const int is_half, const struct product *p, size_t m, size_t n,
+                           const char *ahead, int fetches) {
     const int count = rows * columns;
     VECTOR parts[PARTS][DOT_SUMS + 3];
     for (int part = 0; part < PARTS; part++)
@@ -39,16 +45,17 @@ INLINE void NAME(dot_tile)(const int rows, const int columns, const struct produ
     do {
         end = PARTS == 1 || p->k - begin < STRETCH ? p->k : begin + STRETCH;
         for (int part = 0; part < PARTS; part++) {
-            const float *a = p->a + m * p->a_row + part * WIDTH, *b = p->b + n * p->ldb + part * WIDTH;
+            const float *a = p->a + m * p->a_row + part * WIDTH;
+            const size_t first = n * p->ldb + part * WIDTH;
             VECTOR sums[DOT_SUMS];
             UNROLL for (int i = 0; i < count; i++) sums[i] = parts[part][i];
             size_t k = begin;
             for (; k + LANES <= end; k += LANES) {
-                UNROLL for (int line = 0; line < fetches; line++, ahead += 16) __builtin_prefetch(ahead, 0, 2);
-                NAME(dot_step)(rows, columns, sums, a + k, p->a_row, b + k, p->ldb, 1, WIDTH);
+                UNROLL for (int line = 0; line < fetches; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+                NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 1, WIDTH);
             }
             const int left = (int)(end - k) - part * WIDTH;
-            if (left > 0) NAME(dot_step)(rows, columns, sums, a + k, p->a_row, b + k, p->ldb, 0, left);
+            if (left > 0) NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 0, left);
             UNROLL for (int i = 0; i < count; i++) parts[part][i] = sums[i];
         }
         begin = end;
@@ -58,25 +65,31 @@ INLINE void NAME(dot_tile)(const int rows, const int columns, const struct produ
     UNROLL for (int i = 0; i < rows; i++) settle(p, m + i, n, totals + i * columns, columns);
 }
 
+/* Where the weights of column n begin, to be asked for ahead. */
+INLINE const char *NAME(column)(const struct product *p, size_t n, const int is_half) {
+    return (const char *)p->b + n * p->ldb * (is_half ? sizeof(uint16_t) : sizeof(float));
+}
+
 /* Each height of a tile is its own function: inlined into one, the compiler runs out of registers. */
-#define DOT_HEIGHT(rows)                                                                                               \
-    static TARGET __attribute__((noinline)) void NAME(dot_wide_##rows)(const struct product *p, size_t m, size_t n,    \
-                                                                       const float *ahead, int fetches) {              \
-        NAME(dot_tile)(rows, DOT_COLUMNS, p, m, n, ahead, fetches);                                                    \
+#define DOT_HEIGHT(rows, kind, is_half)                                                                                \
+    static TARGET __attribute__((noinline)) void NAME(dot_wide_##kind##rows)(const struct product *p, size_t m, size_t n, \
+                                                                             const char *ahead, int fetches) {         \
+        NAME(dot_tile)(rows, DOT_COLUMNS, is_half, p, m, n, ahead, fetches);                                           \
     }                                                                                                                  \
-    static TARGET __attribute__((noinline)) void NAME(dot_narrow_##rows)(const struct product *p, size_t m, size_t n) {\
-        NAME(dot_tile)(rows, 1, p, m, n, p->b, 0);                                                                     \
+    static TARGET __attribute__((noinline)) void NAME(dot_narrow_##kind##rows)(const struct product *p, size_t m, size_t n) { \
+        NAME(dot_tile)(rows, 1, is_half, p, m, n, (const char *)p->b, 0);                                              \
     }                                                                                                                  \
-    static TARGET __attribute__((noinline)) size_t NAME(dot_only_##rows)(const struct product *p, size_t n,            \
-                                                                         size_t end) {                                 \
+    static TARGET __attribute__((noinline)) size_t NAME(dot_only_##kind##rows)(const struct product *p, size_t n,      \
+                                                                               size_t end) {                           \
         for (; n + DOT_COLUMNS <= end; n += DOT_COLUMNS)                                                               \
-            NAME(dot_tile)(rows, DOT_COLUMNS, p, 0, n, p->b + (n + DOT_COLUMNS) * p->ldb,                              \
-                           (DOT_COLUMNS + PARTS - 1) / PARTS);                                                         \
+            NAME(dot_tile)(rows, DOT_COLUMNS, is_half, p, 0, n, NAME(column)(p, n + DOT_COLUMNS, is_half),             \
+                           (DOT_COLUMNS / (1 + is_half) + PARTS - 1) / PARTS);                                         \
         return n;                                                                                                      \
     }
-DOT_HEIGHT(1) DOT_HEIGHT(2) DOT_HEIGHT(3)
+DOT_HEIGHT(1, , 0) DOT_HEIGHT(2, , 0) DOT_HEIGHT(3, , 0)
+DOT_HEIGHT(1, half_, 1) DOT_HEIGHT(2, half_, 1) DOT_HEIGHT(3, half_, 1)
 #if DOT_ROWS == 4
-DOT_HEIGHT(4)
+DOT_HEIGHT(4, , 0) DOT_HEIGHT(4, half_, 1)
 #define DOT_HEIGHTS(kind) {NULL, NAME(kind##1), NAME(kind##2), NAME(kind##3), NAME(kind##4)}
 #else
 #define DOT_HEIGHTS(kind) {NULL, NAME(kind##1), NAME(kind##2), NAME(kind##3)}
@@ -84,13 +97,15 @@ DOT_HEIGHT(4)
 
 /* Many rows: the weights of a few columns come from memory for the first tile and from cache for the others. */
 static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t end) {
-    static void (*const tiles[])(const struct product *, size_t, size_t, const float *, int) = DOT_HEIGHTS(dot_wide_);
-    const size_t sweeps = PARTS * ((p->m + DOT_ROWS - 1) / DOT_ROWS), fetches = (DOT_COLUMNS + sweeps - 1) / sweeps;
+    static void (*const tiles[2][DOT_ROWS + 1])(const struct product *, size_t, size_t, const char *, int) = {
+        DOT_HEIGHTS(dot_wide_), DOT_HEIGHTS(dot_wide_half_)};
+    const size_t sweeps = PARTS * ((p->m + DOT_ROWS - 1) / DOT_ROWS), lines = DOT_COLUMNS / (1 + p->is_half);
+    const size_t fetches = (lines + sweeps - 1) / sweeps;
     for (; n + DOT_COLUMNS <= end; n += DOT_COLUMNS) {
-        const float *ahead = p->b + (n + DOT_COLUMNS) * p->ldb, *far = ahead + DOT_COLUMNS * p->ldb;
-        for (size_t m = 0; m < p->m; m += DOT_ROWS, ahead += fetches * PARTS * p->k) {
+        const char *ahead = NAME(column)(p, n + DOT_COLUMNS, p->is_half), *far = NAME(column)(p, n + 2 * DOT_COLUMNS, p->is_half);
+        for (size_t m = 0; m < p->m; m += DOT_ROWS, ahead += fetches * PARTS * p->k * sizeof(float)) {
             const size_t rows = p->m - m < DOT_ROWS ? p->m - m : DOT_ROWS;
-            tiles[rows](p, m, n, ahead, ahead < far ? (int)fetches : 0);
+            tiles[p->is_half][rows](p, m, n, ahead, ahead < far ? (int)fetches : 0);
         }
     }
     return n;
@@ -98,11 +113,13 @@ static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t en
 
 /* Columns [begin, end) of c = a b^T. */
 static void NAME(dot_block)(const struct product *p, size_t begin, size_t end) {
-    static size_t (*const only[])(const struct product *, size_t, size_t) = DOT_HEIGHTS(dot_only_);
-    static void (*const narrow[])(const struct product *, size_t, size_t) = DOT_HEIGHTS(dot_narrow_);
-    size_t n = p->m <= DOT_ROWS ? only[p->m](p, begin, end) : NAME(dot_many)(p, begin, end);
+    static size_t (*const only[2][DOT_ROWS + 1])(const struct product *, size_t, size_t) = {DOT_HEIGHTS(dot_only_),
+                                                                                           DOT_HEIGHTS(dot_only_half_)};
+    static void (*const narrow[2][DOT_ROWS + 1])(const struct product *, size_t, size_t) = {DOT_HEIGHTS(dot_narrow_),
+                                                                                           DOT_HEIGHTS(dot_narrow_half_)};
+    size_t n = p->m <= DOT_ROWS ? only[p->is_half][p->m](p, begin, end) : NAME(dot_many)(p, begin, end);
     for (; n < end; n++)
-        for (size_t m = 0; m < p->m; m += DOT_ROWS) narrow[p->m - m < DOT_ROWS ? p->m - m : DOT_ROWS](p, m, n);
+        for (size_t m = 0; m < p->m; m += DOT_ROWS) narrow[p->is_half][p->m - m < DOT_ROWS ? p->m - m : DOT_ROWS](p, m, n);
 }
 
 /* One tile of c = a b: b is read along its rows, each element of a is spread over a vector. The tile is `vectors` wide,
@@ -217,6 +234,64 @@ TARGET static void NAME(silu_block)(const float *x, float *y, size_t count) {
     memcpy(y + whole, last, (count - whole) * sizeof(float));
 }
 
+/* The sigmoid as MLX's operation rounds it, so that a layer of MLX's operations has the bits of ours: 1 / (1 + e^|x|), where
+ * e^|x| is 2^n, n a whole number, times a polynomial of MLX's over what is left; infinite above 88. */
+INLINE VECTOR NAME(sigmoid)(VECTOR x) {
+    const NAME(floats) one = (NAME(floats))SPREAD(1.0f), infinite = (NAME(floats))SPREAD(INFINITY);
+    const NAME(bits) sign = (NAME(bits))(NAME(floats))SPREAD(-0.0f);
+    const NAME(floats) size = (NAME(floats))((NAME(bits))x & ~sign), turns = size * (NAME(floats))SPREAD(1.442695f);
+    const NAME(bits) whole = __builtin_convertvector(turns + (NAME(floats))SPREAD(0.5f), NAME(bits));
+    const VECTOR rest = (VECTOR)(turns - __builtin_convertvector(whole, NAME(floats)));
+    VECTOR sum = SPREAD(1.535336188319500e-4f);
+    sum = FMA(sum, rest, SPREAD(1.339887440266574e-3f));
+    sum = FMA(sum, rest, SPREAD(9.618437357674640e-3f));
+    sum = FMA(sum, rest, SPREAD(5.550332471162809e-2f));
+    sum = FMA(sum, rest, SPREAD(2.402264791363012e-1f));
+    sum = FMA(sum, rest, SPREAD(6.931472028550421e-1f));
+    sum = FMA(sum, rest, SPREAD(1.0f));
+    NAME(floats) power = (NAME(floats))((whole + 127) << 23) * (NAME(floats))sum;
+    const NAME(bits) is_large = size > (NAME(floats))SPREAD(88.0f), is_number = size == size;
+    power = (NAME(floats))(((NAME(bits))infinite & is_large) | ((NAME(bits))power & ~is_large));
+    power = (NAME(floats))(((NAME(bits))power & is_number) | ((NAME(bits))size & ~is_number));
+    const NAME(floats) small = one / (one + power), large = one - small;
+    const NAME(bits) is_negative = (NAME(floats))x < (NAME(floats))SPREAD(0.0f);
+    return (VECTOR)(((NAME(bits))small & is_negative) | ((NAME(bits))large & ~is_negative));
+}
+
+/* y times the sigmoids of its gates. */
+TARGET static void NAME(gate_block)(const float *gates, float *y, size_t count) {
+    const size_t whole = count / WIDTH * WIDTH;
+    float last[WIDTH] = {0};
+    for (size_t i = 0; i < whole; i += WIDTH) {
+        const NAME(floats) found = (NAME(floats))NAME(sigmoid)(LOAD(gates + i)) * (NAME(floats))LOAD(y + i);
+        STORE(y + i, found);
+    }
+    memcpy(last, gates + whole, (count - whole) * sizeof(float));
+    const VECTOR found = NAME(sigmoid)(LOAD(last));
+    STORE(last, found);
+    for (size_t i = whole; i < count; i++) y[i] *= last[i - whole];
+}
+
+/* y: for each channel the sum of its numbers at all taps, weighed, first tap first, then SiLU. */
+TARGET static void NAME(convolve)(const float *const *taps, size_t num_taps, const float *weights, size_t channels, float *y) {
+    size_t at = 0;
+    for (; at + WIDTH <= channels; at += WIDTH) {
+        VECTOR sum = SPREAD(0.0f);
+        for (size_t tap = 0; tap < num_taps; tap++) sum = FMA(LOAD(taps[tap] + at), LOAD(weights + tap * channels + at), sum);
+        sum = NAME(silu)(sum);
+        STORE(y + at, sum);
+    }
+    if (at == channels) return;
+    const int count = (int)(channels - at);
+    VECTOR sum = SPREAD(0.0f);
+    for (size_t tap = 0; tap < num_taps; tap++)
+        sum = FMA(LOAD_SOME(taps[tap] + at, count), LOAD_SOME(weights + tap * channels + at, count), sum);
+    float last[WIDTH];
+    sum = NAME(silu)(sum);
+    STORE(last, sum);
+    memcpy(y + at, last, (size_t)count * sizeof(float));
+}
+
 /* One row of scores becomes weights that sum to one. The sum has sixteen lanes, folded 8, 4, 2, 1; zeros behind a row's
  * end change nothing. */
 INLINE void NAME(softmax_row)(float *row, size_t count) {
@@ -253,6 +328,69 @@ INLINE void NAME(softmax_row)(float *row, size_t count) {
     }
     for (size_t i = 0; i < count - whole; i++) row[whole + i] = last[i] * share;
 }
+
+/* The largest of `count` numbers, a multiple of WEFT_DRAW_BLOCK; *is_number: 0 if one of them is none. */
+INLINE float NAME(largest)(const float *x, size_t count, int *is_number) {
+    NAME(floats) high = (NAME(floats))LOAD(x);
+    NAME(bits) is_any = high != high;
+    for (size_t at = 0; at < count; at += WIDTH) {
+        const NAME(floats) found = (NAME(floats))LOAD(x + at);
+        const NAME(bits) is_higher = found > high;
+        is_any |= found != found;
+        high = (NAME(floats))(((NAME(bits))found & is_higher) | ((NAME(bits))high & ~is_higher));
+    }
+    float most = high[0];
+    int strange = 0;
+    for (int lane = 0; lane < WIDTH; lane++) most = high[lane] > most ? high[lane] : most, strange |= is_any[lane];
+    *is_number = !strange;
+    return most;
+}
+
+/* x become weights of a draw, zero where they are below `min_p`; returns the sum of the block. */
+INLINE float NAME(weigh_block)(float *x, float most, float temperature, float min_p) {
+    float lanes[LANES] = {0}, total = 0.0f;
+    for (int at = 0; at < WEFT_DRAW_BLOCK; at += WIDTH) {
+        const NAME(floats) below = ((NAME(floats))LOAD(x + at) - (NAME(floats))SPREAD(most)) / (NAME(floats))SPREAD(temperature);
+        NAME(floats) weight = (NAME(floats))NAME(exponential)((VECTOR)below);
+        weight = (NAME(floats))((NAME(bits))weight & (weight >= (NAME(floats))SPREAD(min_p)));
+        STORE(x + at, weight);
+        weight += (NAME(floats))LOAD(lanes + at % LANES);
+        STORE(lanes + at % LANES, weight);
+    }
+    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
+    return total;
+}
+
+/* The first place where the running sum of weights exceeds `goal`, looked for in the block where the sum of blocks does. */
+INLINE size_t NAME(drawn)(const float *weights, const float *sums, size_t blocks, double goal) {
+    double before = 0.0;
+    for (size_t block = 0; block < blocks; before += sums[block++]) {
+        if (before + sums[block] <= goal) continue;
+        const float *here = weights + block * WEFT_DRAW_BLOCK;
+        double sum = before;
+        for (size_t i = 0; i < WEFT_DRAW_BLOCK; i++)
+            if (here[i] > 0.0f && (sum += here[i]) > goal) return block * WEFT_DRAW_BLOCK + i;
+    }
+    size_t last = blocks * WEFT_DRAW_BLOCK - 1; /* rounding has left nothing beyond the last cent */
+    while (last > 0 && weights[last] == 0.0f) last--;
+    return last;
+}
+
+/* One line's token from a copy of its logits, padded with -infinity to whole blocks; `sums`: memory for a number a block. */
+TARGET static int32_t NAME(choose)(float *x, size_t count, float most, float temperature, float min_p, float uniform, float *sums) {
+    if (temperature == 0.0f) {
+        size_t at = 0;
+        while (at + 1 < count && x[at] != most) at++;
+        return (int32_t)at;
+    }
+    const size_t blocks = count / WEFT_DRAW_BLOCK;
+    double total = 0.0;
+    for (size_t block = 0; block < blocks; block++)
+        total += sums[block] = NAME(weigh_block)(x + block * WEFT_DRAW_BLOCK, most, temperature, min_p);
+    return (int32_t)NAME(drawn)(x, sums, blocks, (double)uniform * total);
+}
+
+TARGET static float NAME(most)(const float *x, size_t count, int *is_number) { return NAME(largest)(x, count, is_number); }
 
 /* y: a row brought to a mean square of one and weighed; y may be x. */
 TARGET static void NAME(norm_row)(const float *x, const float *weight, float eps, float *y, size_t n) {
@@ -381,6 +519,7 @@ TARGET static void NAME(softmax_block)(float *c, size_t n, size_t tokens, size_t
 TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_row)(row, count); }
 
 #include "packed.h"
+#include "scores.h"
 
 #undef PARTS
 #undef STRETCH
@@ -394,6 +533,8 @@ TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_ro
 #undef VECTOR
 #undef LOAD
 #undef LOAD_SOME
+#undef LOAD_HALVES
+#undef LOAD_SOME_HALVES
 #undef STORE
 #undef SPREAD
 #undef FMA

@@ -16,11 +16,17 @@ static inline float float_of_bits(uint32_t bits) {
     return number;
 }
 
+static inline uint32_t bits_of_float(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
 static inline float float_of_half(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
     if (rest >= 0x7C00) return float_of_bits(sign | 0x7F800000 | (rest & 0x3FF) << 13);
-    const float size = float_of_bits(rest << 13) * 0x1p112f; /* exact, also for what is subnormal as a half */
-    return sign ? -size : size;
+    /* Exact, also for what is subnormal as a half. No branch for the sign, which nobody can predict. */
+    return float_of_bits(sign | bits_of_float(float_of_bits(rest << 13) * 0x1p112f));
 }
 
 /* Eight bits: a sign, four of exponent, three of mantissa. */
@@ -116,8 +122,13 @@ INLINE void NAME(expand_group)(const int bits, const struct NAME(layout) *l, con
             const __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)row)));
             found = _mm512_add_ps(_mm512_mul_ps(codes, scale), bias);
         } else {
-            const __m128i bytes = bits == 4 ? _mm_loadl_epi64((const __m128i *)row) : _mm_maskz_loadu_epi8((__mmask16)((1u << 2 * bits) - 1), row);
-            const __m512i codes = _mm512_srlv_epi32(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), l->places), l->shifts);
+            __m512i bytes; /* in every quarter */
+            int64_t eight;
+            if (bits == 4) /* spread as it is loaded, which costs no shuffle */
+                memcpy(&eight, row, sizeof eight), bytes = _mm512_set1_epi64(eight);
+            else
+                bytes = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8((__mmask16)((1u << 2 * bits) - 1), row));
+            const __m512i codes = _mm512_srlv_epi32(_mm512_shuffle_epi8(bytes, l->places), l->shifts);
             found = bits <= 4 ? _mm512_permutexvar_ps(codes, table)
                               : _mm512_add_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_and_si512(codes, l->mask)), scale), bias);
         }
@@ -151,6 +162,64 @@ TARGET static void NAME(expand_packed)(const struct weft_weights *w, size_t n, f
         case 5: NAME(expand_bits)(5, w, n, to); return;
         case 6: NAME(expand_bits)(6, w, n, to); return;
         default: NAME(expand_bits)(8, w, n, to); return;
+    }
+}
+#elif WIDTH == 8
+/* Eight codes. Of five or six bits the four lower ones lie in the first 32 bits, the others in those that begin with the fifth. */
+INLINE __m256i NAME(eight_codes)(const int bits, const uint8_t *row) {
+    if (bits == 8) return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)row));
+    const __m256i mask = _mm256_set1_epi32((1 << bits) - 1);
+    uint64_t all = 0;
+    uint32_t four = 0;
+    if (bits <= 4) {
+        const __m256i shifts = _mm256_mullo_epi32(_mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0), _mm256_set1_epi32(bits));
+        memcpy(&four, row, (size_t)bits);
+        return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32((int)four), shifts), mask);
+    }
+    const __m256i shifts = _mm256_set_epi32(3 * bits, 2 * bits, bits, 0, 3 * bits, 2 * bits, bits, 0);
+    memcpy(&all, row, (size_t)bits);
+    const __m256i halves = _mm256_set_m128i(_mm_set1_epi32((int)(all >> 4 * bits)), _mm_set1_epi32((int)all));
+    return _mm256_and_si256(_mm256_srlv_epi32(halves, shifts), mask);
+}
+
+INLINE void NAME(expand_affine)(const int bits, const struct weft_weights *w, size_t n, float *to) {
+    const size_t groups = w->k / w->group;
+    const uint8_t *row = (const uint8_t *)w->codes + n * row_bytes_of(w);
+    for (size_t group = 0; group < groups; group++) {
+        const __m256 scale = _mm256_set1_ps(number_at(w->scale_kind, w->scales, n * groups + group));
+        const __m256 bias = _mm256_set1_ps(number_at(w->scale_kind, w->biases, n * groups + group));
+        for (size_t i = 0; i < w->group; i += 8, row += bits, to += 8)
+            _mm256_storeu_ps(to, _mm256_add_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(NAME(eight_codes)(bits, row)), scale), bias));
+    }
+}
+
+/* Numbers of four bits: three bits choose the size, the fourth is the sign. */
+INLINE void NAME(expand_floats)(const struct weft_weights *w, size_t n, float *to) {
+    const size_t groups = w->k / w->group;
+    const uint8_t *row = (const uint8_t *)w->codes + n * row_bytes_of(w);
+    const __m256 sizes = _mm256_loadu_ps(FOUR_BIT_FLOATS);
+    for (size_t group = 0; group < groups; group++) {
+        const __m256 scale = _mm256_set1_ps(number_at(w->kind, w->scales, n * groups + group));
+        for (size_t i = 0; i < w->group; i += 8, row += 4, to += 8) {
+            const __m256i codes = NAME(eight_codes)(4, row), signs = _mm256_slli_epi32(_mm256_srli_epi32(codes, 3), 31);
+            const __m256 found = _mm256_xor_ps(_mm256_permutevar8x32_ps(sizes, codes), _mm256_castsi256_ps(signs));
+            _mm256_storeu_ps(to, _mm256_mul_ps(found, scale));
+        }
+    }
+}
+
+TARGET static void NAME(expand_packed)(const struct weft_weights *w, size_t n, float *to) {
+    if (w->kind != WEFT_AFFINE) {
+        NAME(expand_floats)(w, n, to);
+        return;
+    }
+    switch (w->bits) {
+        case 2: NAME(expand_affine)(2, w, n, to); return;
+        case 3: NAME(expand_affine)(3, w, n, to); return;
+        case 4: NAME(expand_affine)(4, w, n, to); return;
+        case 5: NAME(expand_affine)(5, w, n, to); return;
+        case 6: NAME(expand_affine)(6, w, n, to); return;
+        default: NAME(expand_affine)(8, w, n, to); return;
     }
 }
 #else

@@ -294,6 +294,26 @@ mx::array silu(const mx::array& x) {
   return operation("weft.silu", x.shape(), {x}, std::move(work));
 }
 
+// A token of each line of logits (m, n) and what is wrong with it (weft_choose), as two outputs of one operation.
+std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temperature, std::vector<float> min_p, Optional allowed, Optional uniform) {
+  const size_t m = temperature.size();
+  require(logits.ndim() == 2 && logits.dtype() == mx::float32 && size_t(logits.shape(0)) == m && min_p.size() == m && logits.shape(1) > 0,
+          "every line of logits has its temperature");
+  require(!allowed || (allowed->dtype() == mx::bool_ && allowed->shape() == logits.shape()), "every logit is allowed or not");
+  require(!uniform || (uniform->dtype() == mx::float32 && uniform->size() == m), "every line has its random number");
+  Arrays inputs{logits};
+  if (allowed) inputs.push_back(mx::contiguous(*allowed));  // bytes: what is not contiguous is copied in numbers of four
+  if (uniform) inputs.push_back(*uniform);
+  auto work = [=, is_masked = allowed.has_value(), is_drawn = uniform.has_value()](const Arrays& in, Arrays& out) {
+    const struct weft_choice one{m, size_t(in[0].shape(1)), in[0].data<float>(), is_masked ? in[1].data<uint8_t>() : nullptr,
+                                 temperature.data(), min_p.data(), is_drawn ? in.back().data<float>() : nullptr,
+                                 out[0].data<int32_t>(), out[1].data<int32_t>()};
+    weft_choose(&one);
+  };
+  const mx::Shape shape{static_cast<int>(m)};
+  return mx::array::make_arrays({shape, shape}, {mx::int32, mx::int32}, std::make_shared<Operation>("weft.choose", std::move(work)), inputs);
+}
+
 // x (B, heads, T, dim) turned by angles (B or 1, 1, T, 2 * half).
 mx::array rotate(const mx::array& x, const mx::array& angles, bool of_neighbours) {
   require(x.ndim() == 4 && angles.ndim() == 4 && x.dtype() == mx::float32 && angles.dtype() == mx::float32, "four axes of float32");
@@ -307,6 +327,33 @@ mx::array rotate(const mx::array& x, const mx::array& angles, bool of_neighbours
     weft_rotate(&one);
   };
   return operation("weft.rotate", x.shape(), {x, angles}, std::move(work));
+}
+
+// Angles (..., T, 2 * half) of rotary positions: cosines, then sines. places (..., T, half or 1) of any type of numbers.
+mx::array angles(const mx::array& places, const mx::array& rates, float scale) {
+  const int half = static_cast<int>(rates.size());
+  require(places.ndim() > 0 && (places.shape(-1) == half || places.shape(-1) == 1), "a position belongs to each rate or to all");
+  auto work = [scale](const Arrays& in, Arrays& out) {
+    const size_t half = in[1].size();
+    const struct weft_turns one{out[0].size() / (2 * half), half, in[0].data<float>(), in[1].data<float>(), scale, in[0].shape(-1) == 1 && half != 1,
+                                out[0].data<float>()};
+    weft_turn(&one);
+  };
+  return operation("weft.angles", with_last(places.shape(), 2 * half), {mx::astype(places, mx::float32), mx::astype(rates, mx::float32)}, std::move(work));
+}
+
+// The same for `tokens` positions from each row's offset (B,) on: (B, 1, tokens, 2 * half).
+mx::array angles_from(const mx::array& offsets, int tokens, const mx::array& rates, float scale) {
+  require(offsets.ndim() == 1 && offsets.dtype() == mx::int32 && rates.dtype() == mx::float32 && tokens > 0, "offsets are whole numbers, one of each row");
+  const int rows = offsets.shape(0), half = static_cast<int>(rates.size());
+  auto work = [scale, tokens, half](const Arrays& in, Arrays& out) {
+    std::vector<float> places;
+    for (size_t row = 0; row < in[0].size(); row++)
+      for (int token = 0; token < tokens; token++) places.push_back(static_cast<float>(in[0].data<int32_t>()[row] + token));
+    const struct weft_turns one{places.size(), size_t(half), places.data(), in[1].data<float>(), scale, true, out[0].data<float>()};
+    weft_turn(&one);
+  };
+  return operation("weft.angles", {rows, 1, tokens, 2 * half}, {offsets, rates}, std::move(work));
 }
 
 size_t stride_of(const mx::array& x) { return x.shape(-2) == 1 ? x.shape(-1) : x.strides(-2); }
@@ -348,6 +395,7 @@ class StepRows {
       slabs_ = std::max(slabs_, slab + 1);
     }
   }
+  size_t size() const { return rows_.size(); }
   size_t lines() const { return lines_; }
   size_t slabs() const { return slabs_; }
 
@@ -359,17 +407,19 @@ class StepRows {
            });
   }
 
-  // The rows of all slabs, or of one, with their memory there.
-  std::vector<weft_row> at(const Arrays& in, size_t keys, size_t values, std::optional<size_t> only) const {
+  // The rows of all slabs, or of one, with their memory there; `ahead`: by row, how many tokens further on its new ones are.
+  std::vector<weft_row> at(const Arrays& in, size_t keys, size_t values, std::optional<size_t> only, const int32_t* ahead) const {
     std::vector<weft_row> found;
-    for (const auto& [slab, slot, first, tokens, line] : rows_) {
+    for (size_t i = 0; i < rows_.size(); i++) {
+      const auto& [slab, slot, first, tokens, line] = rows_[i];
       if (only && slab != *only) continue;
       const size_t at = only ? 0 : slab;
       const auto& plane = in[keys + at];
       const size_t start = slot * size_t(plane.shape(1)) * plane.shape(2) * plane.shape(3);
       float* k = const_cast<float*>(plane.data<float>()) + start;
       float* v = const_cast<float*>(in[values + at].data<float>()) + start;
-      found.push_back({k, v, size_t(plane.shape(2)), first, tokens, line});
+      const size_t further = ahead ? std::min<size_t>(std::max(ahead[i], 0), plane.shape(2) - first - tokens) : 0;
+      found.push_back({k, v, size_t(plane.shape(2)), first + further, tokens, line});
     }
     return found;
   }
@@ -385,9 +435,11 @@ struct Heads {
   float scale;
   bool of_neighbours;
   NormPointer q_norm, k_norm;
+  bool is_gated;  // a head's queries are followed by as many gates of its output
 };
 
-size_t line_width(const Heads& h) { return (h.heads + 2 * h.kv_heads) * h.dim; }
+size_t first_key(const Heads& h) { return h.heads * h.dim * (h.is_gated ? 2 : 1); }
+size_t line_width(const Heads& h) { return first_key(h) + 2 * h.kv_heads * h.dim; }
 
 void require_lines(const mx::array& lines, const Heads& h, const StepRows& rows, const Optional& angles) {
   require_numbers(lines, line_width(h));
@@ -397,18 +449,26 @@ void require_lines(const mx::array& lines, const Heads& h, const StepRows& rows,
           "angles belong to each line");
 }
 
+void require_ahead(const Optional& ahead, const StepRows& rows) {
+  require(!ahead || (ahead->dtype() == mx::int32 && ahead->size() == rows.size()), "every row is a whole number of tokens ahead");
+}
+
 // A slab (slots, heads, places, dim) with the new keys, or values, of its rows.
-mx::array append(const mx::array& slab, const mx::array& lines, Optional angles, const Handle<StepRows>& rows, const Handle<Heads>& h, size_t which, bool is_values) {
+mx::array append(const mx::array& slab, const mx::array& lines, Optional angles, const Handle<StepRows>& rows, const Handle<Heads>& h,
+                 size_t which, bool is_values, Optional ahead) {
   require_lines(lines, *h, *rows, angles);
+  require_ahead(ahead, *rows);
   require(rows->fits(which, slab) && size_t(slab.shape(1)) == h->kv_heads && size_t(slab.shape(3)) == h->dim, "rows have their place");
   Arrays inputs{slab, lines};
-  if (angles && !is_values) inputs.push_back(*angles);
-  auto work = [rows, h, which, is_values](const Arrays& in, Arrays& out) {
-    const auto found = rows->at(out, 0, 0, which);
-    const float* x = in[1].data<float>() + (h->heads + (is_values ? h->kv_heads : 0)) * h->dim;
+  const bool has_angles = angles && !is_values, is_ahead = ahead.has_value();
+  if (has_angles) inputs.push_back(*angles);
+  if (is_ahead) inputs.push_back(*ahead);
+  auto work = [rows, h, which, is_values, has_angles, is_ahead](const Arrays& in, Arrays& out) {
+    const auto found = rows->at(out, 0, 0, which, is_ahead ? in.back().data<int32_t>() : nullptr);
+    const float* x = in[1].data<float>() + first_key(*h) + (is_values ? h->kv_heads * h->dim : 0);
     const Norm* norm = is_values ? nullptr : h->k_norm.get();
-    const struct weft_append one{found.data(), found.size(), h->kv_heads, h->dim, line_width(*h), in.size() > 2 ? size_t(in[2].shape(-1)) / 2 : 0,
-                          x, in.size() > 2 ? in[2].data<float>() : nullptr, norm ? norm->weight() : nullptr, norm ? norm->eps : 0.0f,
+    const struct weft_append one{found.data(), found.size(), h->kv_heads, h->dim, line_width(*h), has_angles ? size_t(in[2].shape(-1)) / 2 : 0,
+                          x, has_angles ? in[2].data<float>() : nullptr, norm ? norm->weight() : nullptr, norm ? norm->eps : 0.0f,
                           h->of_neighbours};
     weft_append(&one);
   };
@@ -417,8 +477,9 @@ mx::array append(const mx::array& slab, const mx::array& lines, Optional angles,
 
 // Attention of every line over its row's keys and values, which the slabs have already.
 mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional angles, const Handle<StepRows>& rows,
-                 const Handle<Heads>& h) {
+                 const Handle<Heads>& h, Optional ahead) {
   require_lines(lines, *h, *rows, angles);
+  require_ahead(ahead, *rows);
   require(keys.size() == rows->slabs() && values.size() == keys.size(), "each slab has keys and values");
   for (size_t i = 0; i < keys.size(); i++)
     require(rows->fits(i, keys[i]) && keys[i].shape() == values[i].shape() && size_t(keys[i].shape(1)) == h->kv_heads &&
@@ -428,60 +489,26 @@ mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional an
   Arrays inputs{lines};
   inputs.insert(inputs.end(), keys.begin(), keys.end());
   inputs.insert(inputs.end(), values.begin(), values.end());
-  if (angles) inputs.push_back(*angles);
+  const bool has_angles = angles.has_value(), is_ahead = ahead.has_value();
+  if (has_angles) inputs.push_back(*angles);
+  if (is_ahead) inputs.push_back(*ahead);
   const auto shape = with_last(lines.shape(), h->heads * h->dim);
-  auto work = [rows, h, num_slabs](const Arrays& in, Arrays& out) {
-    const auto found = rows->at(in, 1, 1 + num_slabs, std::nullopt);
-    const bool has_angles = in.size() > 1 + 2 * num_slabs;
+  auto work = [rows, h, num_slabs, has_angles, is_ahead](const Arrays& in, Arrays& out) {
+    const auto found = rows->at(in, 1, 1 + num_slabs, std::nullopt, is_ahead ? in.back().data<int32_t>() : nullptr);
+    const size_t turns = 1 + 2 * num_slabs;
     const Norm* norm = h->q_norm.get();
     const weft_attention one{found.data(), found.size(), h->heads, h->kv_heads, h->dim, line_width(*h),
-                             has_angles ? size_t(in.back().shape(-1)) / 2 : 0, in[0].data<float>(),
-                             has_angles ? in.back().data<float>() : nullptr, norm ? norm->weight() : nullptr, h->scale,
-                             norm ? norm->eps : 0.0f, h->of_neighbours, out[0].data<float>()};
+                             has_angles ? size_t(in[turns].shape(-1)) / 2 : 0, in[0].data<float>(),
+                             has_angles ? in[turns].data<float>() : nullptr, norm ? norm->weight() : nullptr, h->scale,
+                             norm ? norm->eps : 0.0f, h->of_neighbours, h->is_gated, out[0].data<float>()};
     weft_attend(&one);
   };
   return operation("weft.attend", shape, std::move(inputs), std::move(work));
 }
 
-// ---- recurrences
-
-weft_series series(const mx::array& x, size_t heads) {  // (B, T, heads, n)
-  const size_t n = x.size() / (size_t(x.shape(0)) * x.shape(1) * heads), tokens = x.shape(1);
-  return {x.data<float>(), tokens * heads * n, heads * n, n};
-}
-
-// Outputs (B, T, heads, height) and states (B, heads, height, width), or with `keeps` (B, T, heads, height, width), as two
-// outputs of one operation. value (B, T, heads, height), key and query (B, T, heads / groups, width), gate (B, T, heads, 1 or
-// width), beta (B, T, heads, 1).
-std::vector<mx::array> recur(const mx::array& state, const mx::array& value, const mx::array& key, const mx::array& query,
-                             const mx::array& gate, Optional beta, bool keeps) {
-  Arrays inputs{state, value, key, query, gate};
-  if (beta) inputs.push_back(*beta);
-  for (const auto& input : inputs) require(input.ndim() == 4 && input.dtype() == mx::float32, "four axes of float32");
-  const size_t rows = state.shape(0), heads = state.shape(1), height = state.shape(2), width = state.shape(3);
-  const size_t tokens = key.shape(1), groups = heads / key.shape(2);
-  require(width % WEFT_LANES == 0 && height % WEFT_STATE_ROWS == 0, "a state has whole lanes");
-  require(heads % key.shape(2) == 0 && query.shape() == key.shape() && size_t(key.shape(3)) == width, "keys are as wide as a state");
-  const auto of_token = [&](const mx::array& x, size_t last) {
-    return size_t(x.shape(0)) == rows && size_t(x.shape(1)) == tokens && size_t(x.shape(2)) == heads && size_t(x.shape(3)) == last;
-  };
-  require(size_t(key.shape(0)) == rows && of_token(value, height), "values are as high as a state");
-  require(of_token(gate, 1) || of_token(gate, width), "gates belong to a head or to each of its numbers");
-  require(!beta || of_token(*beta, 1), "betas belong to a head");
-  auto states = state.shape();
-  if (keeps) states.insert(states.begin() + 1, static_cast<int>(tokens));
-  auto work = [=](const Arrays& in, Arrays& out) {
-    const weft_recurrence one{rows, heads, groups, tokens, height, width, series(in[1], heads), series(in[2], heads / groups),
-                              series(in[3], heads / groups), series(in[4], heads), in.size() > 5 ? series(in[5], heads) : weft_series{},
-                              width > 1 && size_t(in[4].shape(3)) == width, in[0].data<float>(), out[1].data<float>(), keeps,
-                              out[0].data<float>()};
-    weft_recur(&one);
-  };
-  return mx::array::make_arrays({value.shape(), states}, {mx::float32, mx::float32},
-                                std::make_shared<Operation>("weft.recur", std::move(work)), inputs);
-}
-
 }  // namespace weft
+
+#include "recurrences.h"
 
 NB_MODULE(_primitives, m) {
   using namespace nb::literals;
@@ -506,12 +533,17 @@ NB_MODULE(_primitives, m) {
   }, "rows"_a);
   nb::class_<Handle<Heads>>(m, "Heads")
       .def("__init__", [](Handle<Heads>* self, size_t heads, size_t kv_heads, size_t dim, float scale, bool of_neighbours,
-                          const Handle<Norm>* q_norm, const Handle<Norm>* k_norm) {
+                          const Handle<Norm>* q_norm, const Handle<Norm>* k_norm, bool is_gated) {
         require(kv_heads > 0 && heads % kv_heads == 0 && dim > 0, "query heads share heads of keys evenly");
         require((!q_norm || (*q_norm)->size() == dim) && (!k_norm || (*k_norm)->size() == dim), "a head's norm is as long as a head");
         new (self) Handle<Heads>(
-            std::make_shared<const Heads>(Heads{heads, kv_heads, dim, scale, of_neighbours, pointer_of(q_norm), pointer_of(k_norm)}));
-      }, "num_heads"_a, "num_kv_heads"_a, "dim"_a, "scale"_a, "of_neighbours"_a, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none());
+            std::make_shared<const Heads>(Heads{heads, kv_heads, dim, scale, of_neighbours, pointer_of(q_norm), pointer_of(k_norm), is_gated}));
+      }, "num_heads"_a, "num_kv_heads"_a, "dim"_a, "scale"_a, "of_neighbours"_a, "q_norm"_a.none() = nb::none(), "k_norm"_a.none() = nb::none(),
+           "is_gated"_a = false);
+  nb::class_<Handle<DeltaLayer>>(m, "DeltaLayer").def("__init__", [](Handle<DeltaLayer>* self, mx::array convolution, mx::array rate, mx::array bias,
+                                                                    const Handle<Norm>& query_norm, const Handle<Norm>& key_norm, const Handle<Norm>& norm) {
+    new (self) Handle<DeltaLayer>(std::make_shared<const DeltaLayer>(convolution, rate, bias, query_norm, key_norm, norm));
+  }, "convolution"_a, "rate"_a, "bias"_a, "query_norm"_a, "key_norm"_a, "norm"_a);
 
   m.def("linear", &linear, "x"_a, "weights"_a, "norm"_a.none() = nb::none(), "residual"_a.none() = nb::none());
   m.def("gated", &gated, "x"_a, "gate"_a, "up"_a, "norm"_a.none() = nb::none());
@@ -520,9 +552,16 @@ NB_MODULE(_primitives, m) {
   m.def("embed", &embed, "tokens"_a, "weights"_a);
   m.def("norm", &norm, "x"_a, "norm"_a);
   m.def("silu", &silu, "x"_a);
+  m.def("choose", &choose, "logits"_a, "temperature"_a, "min_p"_a, "allowed"_a.none() = nb::none(), "uniform"_a.none() = nb::none());
+  m.def("angles", &angles, "places"_a, "rates"_a, "scale"_a);
+  m.def("angles_from", &angles_from, "offsets"_a, "tokens"_a, "rates"_a, "scale"_a);
   m.def("rotate", &rotate, "x"_a, "angles"_a, "of_neighbours"_a);
   m.def("attention_weights", &attention_weights, "queries"_a, "keys"_a, "bias"_a.none(), "tokens"_a);
-  m.def("append", &append, "slab"_a, "lines"_a, "angles"_a.none(), "rows"_a, "heads"_a, "which"_a, "is_values"_a);
-  m.def("attend", &attend, "lines"_a, "keys"_a, "values"_a, "angles"_a.none(), "rows"_a, "heads"_a);
+  m.def("append", &append, "slab"_a, "lines"_a, "angles"_a.none(), "rows"_a, "heads"_a, "which"_a, "is_values"_a,
+        "ahead"_a.none() = nb::none());
+  m.def("attend", &attend, "lines"_a, "keys"_a, "values"_a, "angles"_a.none(), "rows"_a, "heads"_a,
+        "ahead"_a.none() = nb::none());
   m.def("recur", &recur, "state"_a, "value"_a, "key"_a, "query"_a, "gate"_a, "beta"_a.none(), "keeps"_a);
+  m.def("delta", &delta, "lines"_a, "columns"_a, "state"_a, "layer"_a, "keeps"_a);
+  m.def("window", &window, "x"_a, "starts"_a, "count"_a.none() = nb::none());
 }

@@ -21,7 +21,7 @@ enum { LANES = WEFT_LANES, STATE_ROWS = WEFT_STATE_ROWS };
 
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
-    WAKING_WORK = 1 << 19,   /* and from here on a sleeping one, for which the system is asked to wake it */
+    WAKING_WORK = 1 << 17,   /* and from here on a sleeping one, for which the system is asked to wake it */
     STACK_FLOATS = 1 << 13,  /* rows of a that are packed without asking for memory */
     PANEL_FLOATS = 1 << 17,  /* rows of a that stay in the second cache level while the weights pass by */
     MIN_PANEL_ROWS = 48,     /* fewer, and the weights come from memory too often */
@@ -30,13 +30,15 @@ enum {
     COPY_ROWS = 64           /* from here on a strip of b is worth a copy */
 };
 
-/* c (m, n) = alpha * a (m, k) * b + beta * c, where b is (n, k) for the dot kernels and (k, n) for the axpy kernels. */
+/* c (m, n) = alpha * a (m, k) * b + beta * c, where b is (n, k) for the dot kernels and (k, n) for the axpy kernels. For the dot
+ * kernels b may be in halves: the upper sixteen bits of each number, whose others are zero (bfloat16). */
 struct product {
     size_t m, n, k;
     float alpha, beta;
     const float *a, *b;
     float *c;
     size_t a_row, a_column, ldb, ldc; /* the dot kernels want a_column = 1 and rows padded with zeros to whole lanes */
+    int is_half;
 };
 
 static __attribute__((noinline)) void settle_scaled(const struct product *p, float *c, const float *totals, int count) {
@@ -78,12 +80,18 @@ AVX512 static inline __attribute__((always_inline)) __m512 avx512_load_some(cons
     return _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
 }
 
+AVX512 static inline __attribute__((always_inline)) __m512 avx512_widen(__m256i halves) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
+
 #define NAME(x) avx512_##x
 #define TARGET AVX512
 #define WIDTH 16
 #define VECTOR __m512
 #define LOAD(p) _mm512_loadu_ps(p)
 #define LOAD_SOME(p, count) avx512_load_some(p, count)
+#define LOAD_HALVES(p) avx512_widen(_mm256_loadu_si256((const __m256i *)(p)))
+#define LOAD_SOME_HALVES(p, count) avx512_widen(_mm256_maskz_loadu_epi16((__mmask16)((1u << (count)) - 1), p))
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define SPREAD(x) _mm512_set1_ps(x)
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
@@ -92,6 +100,8 @@ AVX512 static inline __attribute__((always_inline)) __m512 avx512_load_some(cons
 #define DOT_COLUMNS 6
 #define AXPY_ROWS 6
 #define AXPY_VECTORS 4
+#define SCORE_KEYS 4
+#define SCORE_VECTORS 2
 #include "kernels.h"
 
 AVX2 static inline __attribute__((always_inline)) void avx2_sum4(float *totals, const __m256 *low,
@@ -110,12 +120,24 @@ AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some(const fl
     return _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
 }
 
+AVX2 static inline __attribute__((always_inline)) __m256 avx2_widen(__m128i halves) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
+
+AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some_halves(const uint16_t *from, int count) {
+    uint16_t halves[8] = {0};
+    memcpy(halves, from, (size_t)(count < 8 ? count : 8) * sizeof *halves);
+    return avx2_widen(_mm_loadu_si128((const __m128i *)halves));
+}
+
 #define NAME(x) avx2_##x
 #define TARGET AVX2
 #define WIDTH 8
 #define VECTOR __m256
 #define LOAD(p) _mm256_loadu_ps(p)
 #define LOAD_SOME(p, count) avx2_load_some(p, count)
+#define LOAD_HALVES(p) avx2_widen(_mm_loadu_si128((const __m128i *)(p)))
+#define LOAD_SOME_HALVES(p, count) avx2_load_some_halves(p, count)
 #define STORE(p, v) _mm256_storeu_ps(p, v)
 #define SPREAD(x) _mm256_set1_ps(x)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
@@ -124,6 +146,8 @@ AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some(const fl
 #define DOT_COLUMNS 4
 #define AXPY_ROWS 3
 #define AXPY_VECTORS 4
+#define SCORE_KEYS 2
+#define SCORE_VECTORS 2
 #include "kernels.h"
 #endif
 
@@ -141,6 +165,14 @@ static inline __attribute__((always_inline)) four plain_load(const float *from) 
     return value;
 }
 
+static inline __attribute__((always_inline)) four plain_load_some_halves(const uint16_t *from, int count) {
+    uint32_t wide[4] = {0, 0, 0, 0};
+    four value;
+    for (int lane = 0; lane < 4 && lane < count; lane++) wide[lane] = (uint32_t)from[lane] << 16;
+    memcpy(&value, wide, sizeof value);
+    return value;
+}
+
 static inline __attribute__((always_inline)) float plain_sum(four a, four b, four c, four d) {
     four sums = (a + c) + (b + d);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
@@ -153,6 +185,8 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
 #define VECTOR four
 #define LOAD(p) plain_load(p)
 #define LOAD_SOME(p, count) plain_load_some(p, count)
+#define LOAD_HALVES(p) plain_load_some_halves(p, 4)
+#define LOAD_SOME_HALVES(p, count) plain_load_some_halves(p, count)
 #define STORE(p, v) memcpy(p, &(v), sizeof(four))
 #define SPREAD(x) ((four){x, x, x, x})
 #if defined(__aarch64__)
@@ -172,6 +206,8 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
 #endif
 #define AXPY_ROWS 3
 #define AXPY_VECTORS 4
+#define SCORE_KEYS 2
+#define SCORE_VECTORS 2
 #include "kernels.h"
 
 struct kernels {
@@ -181,17 +217,24 @@ struct kernels {
     void (*axpy)(const struct product *, size_t begin, size_t end);
     void (*softmax)(float *, size_t n, size_t tokens, size_t begin, size_t end);
     void (*softmax_one)(float *, size_t count);
+    void (*score_keys)(const float *keys, const float *queries, size_t k, size_t many, size_t span, float *scores);
+    void (*soften)(float *scores, size_t many, size_t span, const float *seen);
     void (*silu)(const float *, float *, size_t count);
+    void (*gate)(const float *gates, float *, size_t count);
     void (*norm)(const float *, const float *weight, float eps, float *, size_t n);
     void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
     void (*recur)(const struct weft_recurrence *, size_t begin, size_t end);
     void (*expand)(const struct weft_weights *, size_t row, float *);
+    void (*convolve)(const float *const *taps, size_t num_taps, const float *weights, size_t channels, float *);
+    float (*most)(const float *, size_t count, int *is_number);
+    int32_t (*choose)(float *, size_t count, float most, float temperature, float min_p, float uniform, float *sums);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
 #define KERNELS(set, columns, fast_rows)                                                                               \
-    {#set, columns, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_silu_block,       \
-     set##_norm_row, set##_turn_row, set##_recur_block, set##_expand, fast_rows}
+    {#set, columns, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
+     set##_soften, set##_silu_block, set##_gate_block, set##_norm_row, set##_turn_row, set##_recur_block,              \
+     set##_expand, set##_convolve, set##_most, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
@@ -350,6 +393,8 @@ EXPORT void cblas_cgemm(int order, int trans_a, int trans_b, int m, int n, int k
 }
 
 #include "blocks.h"
+#include "delta.h"
+#include "choice.h"
 
 /* ---- what weft/kernels/blas.py calls */
 

@@ -19,8 +19,9 @@
 extern "C" {
 #endif
 
-enum { WEFT_API = 1 };  /* raise it with every change here: the two libraries are built apart */
+enum { WEFT_API = 2 };  /* raise it with every change here: the two libraries are built apart */
 enum { WEFT_LANES = 16, WEFT_STATE_ROWS = 4 }; /* numbers read together; rows of a recurrent state taken together */
+enum { WEFT_MAX_TAPS = 16 };                   /* of a layer's convolution */
 
 /* How numbers of weights and of scales are written; the last three are packings in groups, each group with a scale. */
 enum weft_kind { WEFT_F32, WEFT_F16, WEFT_BF16, WEFT_AFFINE, WEFT_MXFP4, WEFT_NVFP4 };
@@ -59,6 +60,21 @@ void weft_expand(const struct weft_weights *, size_t row, float *to);
 void weft_norm(const float *x, const float *weight, float eps, float *y, size_t m, size_t n);
 void weft_silu(const float *x, float *y, size_t count);
 
+/* One token of each of m lines of n logits, of those that `allowed` (m, n), bytes, has where it is not NULL. Temperature 0: the
+ * first of the largest. Else drawn: the weights are e^((x - largest) / temperature), none below min_p, and the token is the first
+ * at which their running sum exceeds uniform times the whole, or the last with a weight. Sums are of WEFT_DRAW_BLOCK numbers, in lanes,
+ * then of these one after the other. problems: 2 where logits are not finite (the largest, or any is no number), else 1 where no
+ * token is left, else 0. */
+enum { WEFT_DRAW_BLOCK = 64 };
+struct weft_choice {
+    size_t m, n;
+    const float *logits;
+    const uint8_t *allowed;
+    const float *temperature, *min_p, *uniform; /* (m); `uniform` NULL: of no line that draws */
+    int32_t *tokens, *problems;
+};
+void weft_choose(const struct weft_choice *);
+
 /* Rotary positions: y = x, m rows of n numbers, of which the first 2 * half are turned: neighbours, or numbers `half` apart.
  * Rows of x lie `x_rows` together, `x_stride` numbers from the next ones; those of y follow each other. Row m has the angles
  * (`half` cosines, then as many sines) of place m / batch_rows * batch_angles + (m % batch_rows) / repeat % tokens. */
@@ -69,6 +85,17 @@ struct weft_rotation {
     int of_neighbours;
 };
 void weft_rotate(const struct weft_rotation *);
+
+/* Cosines, then sines, of m lines: of place * scale * rate for each of `half` rates. places (m, half), or with `is_shared` (m): one for
+ * all rates of a line. angles (m, 2 * half). */
+struct weft_turns {
+    size_t m, half;
+    const float *places, *rates;
+    float scale;
+    int is_shared;
+    float *angles;
+};
+void weft_turn(const struct weft_turns *);
 
 /* Attention's weights: c (m, span) = softmax(q (m, k) * keys^T (span, k) + bias). With `tokens` the rows are those of as many
  * last tokens, head after head, each of which sees up to itself. */
@@ -88,15 +115,16 @@ struct weft_row {
     size_t line;    /* of its first new token in q and in the output */
 };
 
-/* Attention of all new tokens of all rows, each over its own row up to itself. q has lines of `q_stride` numbers, of which the
- * first heads * dim are read: brought to a mean square of one and times `norm` (dim) where that is not NULL, then turned by
- * the line's angles where these are not NULL (as in weft_rotation). The output has lines of heads * dim. */
+/* Attention of all new tokens of all rows, each over its own row up to itself. q has lines of `q_stride` numbers, which begin
+ * with the heads' dim numbers each: brought to a mean square of one and times `norm` (dim) where that is not NULL, then turned
+ * by the line's angles where these are not NULL (as in weft_rotation). With `is_gated` each head's numbers are followed by dim
+ * gates, whose sigmoids its output is multiplied by. The output has lines of heads * dim. */
 struct weft_attention {
     const struct weft_row *rows;
     size_t num_rows, heads, kv_heads, dim, q_stride, half;
     const float *q, *angles, *norm;
     float scale, eps;
-    int of_neighbours;
+    int of_neighbours, is_gated;
     float *output;
 };
 void weft_attend(const struct weft_attention *);
@@ -130,6 +158,31 @@ struct weft_recurrence {
     float *output; /* (rows, tokens, heads, height) */
 };
 void weft_recur(const struct weft_recurrence *);
+
+/* A gated delta layer between its two products. A line has the channels (queries and keys of `key_heads` heads of `width`
+ * numbers, values of `heads` heads of `height`), then as many z as values, then a b and an a for each head. The channels go
+ * through a causal convolution over `taps` tokens and SiLU; keys and queries are brought to a mean square of one and weighed;
+ * the delta rule has gate e^(-rate * softplus(a + bias)) and beta sigmoid(b); its output is normed, weighed and times SiLU(z). */
+struct weft_delta_layer {
+    size_t key_heads, heads, width, height, taps;
+    const float *convolution;            /* (taps, channels) */
+    const float *query_norm, *key_norm;  /* (width) */
+    const float *rate, *bias;            /* (heads) */
+    const float *norm;                   /* (height) */
+    float key_eps, eps;
+};
+struct weft_delta {
+    const struct weft_delta_layer *layer;
+    size_t rows, tokens;
+    const float *lines;  /* (rows * tokens, line) */
+    const float *before; /* the channels of the taps - 1 tokens before: (rows, taps - 1, channels) */
+    const float *first;  /* states before, and after, as in weft_recurrence */
+    float *states;
+    float *after; /* as `before`: of the last tokens, or with `keeps` of those before and all new ones */
+    int keeps;
+    float *output; /* (rows * tokens, heads * height) */
+};
+void weft_delta(const struct weft_delta *);
 
 int weft_api(void);
 

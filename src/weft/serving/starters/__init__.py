@@ -1,6 +1,7 @@
-"""How an engine comes to be: started here as a child process, or given at an address. A lifeline knows no more than this."""
+"""How an engine comes to be: started as a child process, given at an address, or placed by Ray. A lifeline knows no more."""
 
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.config import EngineSettings
@@ -15,6 +16,18 @@ class EngineChannel(Protocol):
     async def receive(self) -> ToFront: ...
 
 
+@dataclass(frozen=True)
+class EngineExit:
+    """How an engine ended: words for the log, and whether it may have been the doing of a request in it.
+
+    It may when the process crashed or hung. A process that was killed by others, or a connection that broke, says little about
+    the requests there.
+    """
+
+    words: str
+    is_crash: bool = True
+
+
 class StartedEngine(Protocol):
     """One engine that was started or reached: its channel, its process if that is on this machine, and its end."""
 
@@ -24,12 +37,16 @@ class StartedEngine(Protocol):
     @property
     def pid(self) -> int | None: ...
 
-    async def wait(self) -> str:
-        """Return when the engine has ended by itself, with words about it for the log."""
+    async def wait(self) -> EngineExit:
+        """Return how the engine ended, as soon as it has."""
         ...
 
     async def kill(self) -> None:
         """End an engine that hangs, and return when it is gone."""
+        ...
+
+    def retire(self) -> None:
+        """Have an engine replaced that is about to be left; the end of the context is enough for one that ends with it."""
         ...
 
 
@@ -50,3 +67,16 @@ class Starter(Protocol):
     def start(self) -> AbstractAsyncContextManager[StartedEngine]:
         """Start or reach an engine; the context's end ends it, or leaves it. Raises OSError, zmq.ZMQError or EngineRefused."""
         ...
+
+
+class EnginePlacement(Protocol):
+    """Has a model's engines placed on machines; starters ask it where they are."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why no engine can be placed now; None if engines can be. Engines that are connected go on either way."""
+        ...
+
+    def start(self) -> None: ...
+
+    async def stop(self) -> None: ...

@@ -5,7 +5,7 @@ import contextlib
 import importlib.metadata
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from weft.ipc.messages import (
 )
 from weft.serving.engine_key import EngineKey
 from weft.serving.model_files import digest_of, keep_file, local_folder, missing_files
+from weft.serving.starters import EngineExit
 
 VERSION = importlib.metadata.version("weft")
 DEFAULT_PORT = 8500
@@ -62,10 +63,11 @@ class GivenEngine:
         self._socket = socket
         self._decoder: msgspec.msgpack.Decoder[FromGate] = msgspec.msgpack.Decoder(FromGate)
         self._encoder = msgspec.msgpack.Encoder()
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[EngineExit] = asyncio.get_running_loop().create_future()
         self._held: list[FromGate] = []  # came while files were fetched
         self.num_broken = 0  # handshakes
         self.is_welcome = False
+        self.retire: Callable[[], None] = lambda: None  # an engine that is not ours is left as it is
 
     @property
     def channel(self) -> "GivenEngine":
@@ -83,22 +85,22 @@ class GivenEngine:
                 case GateReady():
                     return await self._with_files(message)
                 case SessionEnded():
-                    self.end(message.why)
+                    self.end(message.why, is_crash=message.is_crash)
                     await asyncio.Event().wait()  # whoever waits for its end cancels this
                 case Welcome() | ModelFile():
                     continue
                 case _:
                     return message
 
-    async def wait(self) -> str:
-        return f"at {self.name} has no session any more: {await asyncio.shield(self._ended)}"
+    async def wait(self) -> EngineExit:
+        return await asyncio.shield(self._ended)
 
     async def kill(self) -> None:
         self.end("it was silent")
 
-    def end(self, why: str) -> None:
+    def end(self, why: str, *, is_crash: bool = False) -> None:
         if not self._ended.done():
-            self._ended.set_result(why)
+            self._ended.set_result(EngineExit(f"at {self.name} has no session any more: {why}", is_crash))
 
     async def greet(self, front: str) -> None:
         """Say hello and wait for the answer. Raises TimeoutError if none comes, EngineRefused for another protocol."""

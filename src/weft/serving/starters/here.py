@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from weft.config import EngineSettings
 from weft.ipc.channel import FRONT_PID, FrontEnd
 from weft.ipc.messages import Shutdown
+from weft.serving.starters import EngineExit
 
 COMMAND = (sys.executable, "-m", "weft.engine.process")
 END_SECONDS = 3.0  # an engine that was told to end and is not gone by then is killed
 STACK_SECONDS = 0.5  # for a hung engine to write its stack
+KILLED_BY_OTHERS = (-signal.SIGKILL, -signal.SIGTERM)  # statuses of a process that did not end by itself
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,17 @@ class ChildEngine:
     def pid(self) -> int:
         return self.process.pid
 
-    async def wait(self) -> str:
-        return f"ended with status {await self.process.wait()}"
+    async def wait(self) -> EngineExit:
+        status = await self.process.wait()
+        return EngineExit(f"ended with status {status}", is_crash=status not in KILLED_BY_OTHERS)
 
     async def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGUSR1)  # if it can, it writes its stack
         await self.end(STACK_SECONDS)
+
+    def retire(self) -> None:
+        pass
 
     async def end(self, seconds: float) -> None:
         """Wait up to `seconds` for the process to exit by itself, then kill it; return when it is gone."""
@@ -64,6 +70,8 @@ class Here:
         folder = tempfile.TemporaryDirectory(prefix="weft-")  # mode 0700: nobody else may talk to the engine
         address = f"ipc://{folder.name}/engine"
         environment = {**os.environ, **self.environment, FRONT_PID: str(os.getpid())}
+        if self.settings.shards > 1:
+            environment |= {"PYTHONHASHSEED": "0"}  # all ranks must walk through their sets in the same order
         with folder, contextlib.closing(FrontEnd(address)) as channel:
             process = await asyncio.create_subprocess_exec(*self.command, address, env=environment)
             engine = ChildEngine(process, channel)

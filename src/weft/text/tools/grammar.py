@@ -6,7 +6,6 @@ llguidance's Lark a marker's token is not matched by the marker's letters, so to
 
 import json
 import re
-from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ KEYS = {Tags: re.compile(r'[^<>"\n]+'), Pairs: re.compile(r"[A-Za-z_][\w-]*")}  
 MarkerTokens = frozenset[tuple[str, int]]  # the markers of calls for which a vocabulary has a token
 
 
-@lru_cache(maxsize=32)
 def tool_grammar(family: Family, selection: ToolSelection, tokens: MarkerTokens, answer: GrammarSpec | None) -> GrammarSpec:
     """Build the grammar of answers that are calls or fit `answer`. Raises InvalidRequest for what the family can not enforce."""
     if selection.mode == "none" and answer is not None and not family.is_harmony:

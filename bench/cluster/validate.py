@@ -1,0 +1,141 @@
+"""`python -m bench.cluster.validate [REQUESTS]`: the simulation beside a real run of the same requests on two real replicas.
+
+Costs of chunks and steps are fitted on the running server first, both replicas at work, since they share this machine's cores
+with front and client. Then a small trace like the public ones (blocks of 64 tokens) is asked for, and simulated. Prints what
+the simulation says over what was measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.cluster.simulated import Costs
+from bench.cluster.simulation import Cluster, Simulation
+from bench.cluster.trace import TracedRequest, made_up
+from bench.compare.client import Stream, events
+from bench.replicas.crowd import percentile
+from bench.replicas.servers import Served, real_server
+
+MODEL = ("tiny-hybrid", "--replicas", "2", "--force", "--speculate", "off", "--cache-megabytes", "256")
+REPLICAS, ROWS, CHUNK_TOKENS, ROW_COST = 2, 16, 128, 0.2  # as engines on a CPU have them
+BLOCK_TOKENS, SHRINK = 64, 8  # a block has 512 in the public traces
+MAX_PROMPT = 1900  # of a context of 2,048
+NUM_IDS, FIRST_ID = 2900, 100  # of the vocabulary
+LOAD = 0.5  # share of the time in which the replicas would be busy, if they computed one thing at a time
+SEEDS = itertools.count(10**6)
+
+
+def main() -> None:
+    """Fit, run, simulate, print."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    with real_server(*MODEL) as server:
+        server.wait_replicas(REPLICAS)
+        costs = fit(server)
+        trace = small_trace(count, costs)
+        measured = asyncio.run(run(server, trace))
+    outcome = Simulation(
+        Cluster(REPLICAS, "weft", costs, ROWS, 10**8, chunk_tokens=CHUNK_TOKENS, row_cost=ROW_COST, has_checkpoints=True)
+    ).run(trace)
+    firsts = outcome.first_token_seconds
+    print(f"{count} requests in {trace[-1].at:.0f} s; {costs}")
+    show("TTFT mean", statistics.mean(firsts), statistics.mean(measured.firsts))
+    show("TTFT p50", percentile(firsts, 50), percentile(measured.firsts, 50))
+    show("TTFT p95", percentile(firsts, 95), percentile(measured.firsts, 95))
+    show("hits", outcome.hits, measured.hits)
+
+
+def show(name: str, simulated: float, measured: float) -> None:
+    """Print a line: simulated over measured."""
+    print(f"  {name}: simulated {simulated:.4f}, measured {measured:.4f}, ratio {simulated / measured:.2f}", flush=True)
+
+
+def fit(server: Served) -> Costs:
+    """Return chunk = d + e · tokens and step = a + b · rows, from prompts of one chunk and from crowds of equal size."""
+
+    async def prompt_seconds(size: int) -> float:
+        answers = await ask_all(server.url, [(prompt_of(next(SEEDS), size), 1) for _ in range(REPLICAS)])
+        return statistics.mean(one.timings["prompt_ms"] / 1e3 for one in answers)
+
+    async def step_seconds(num_rows: int) -> float:
+        answers = await ask_all(server.url, [(prompt_of(next(SEEDS), 20), 100) for _ in range(REPLICAS * num_rows)])
+        return statistics.median(1 / one.timings["predicted_per_second"] for one in answers)
+
+    sizes, rows = (24, 48, 72, 96, 120), (1, 2, 4, 8)
+    asyncio.run(step_seconds(2))
+    prompts = [statistics.median(asyncio.run(prompt_seconds(size)) for _ in range(7)) for size in sizes]
+    steps = [statistics.median(asyncio.run(step_seconds(count)) for _ in range(3)) for count in rows]
+    per_token, per_chunk = statistics.linear_regression(sizes, prompts)
+    per_row, per_step = statistics.linear_regression(rows, steps)
+    return Costs(per_step, max(0.0, per_row), max(0.0, per_chunk), per_token, grain=1)
+
+
+def small_trace(count: int, costs: Costs) -> list[TracedRequest]:
+    """Return conversations like those of the public traces, an eighth as long, at a load that these replicas can bear."""
+    trace = [
+        replace(one, num_prompt=one.num_prompt // SHRINK, num_output=max(4, one.num_output // 16), block_tokens=BLOCK_TOKENS)
+        for one in made_up(3 * count, 1.0)
+        if one.num_prompt // SHRINK <= MAX_PROMPT
+    ][:count]
+    tokens, steps = sum(one.num_prompt for one in trace), sum(one.num_output for one in trace)
+    work = 0.5 * tokens * costs.token_seconds + steps * (costs.step(4) / 4)  # half of the tokens are cached, rows step together
+    return [replace(one, at=one.at * work / REPLICAS / LOAD) for one in trace]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One answer: seconds to its first text, and what the server says of it."""
+
+    first: float
+    timings: dict[str, float]
+    num_prompt: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A real run."""
+
+    firsts: list[float]
+    hits: float
+
+
+async def run(server: Served, trace: Sequence[TracedRequest]) -> Measured:
+    """Ask for each request of a trace at its time."""
+
+    async def later(request: TracedRequest) -> Answered:
+        await asyncio.sleep(request.at)
+        ids = [one * 2654435761 % 2**32 % NUM_IDS + FIRST_ID for one in request.prompt(1)]
+        return await ask_one(server.url, ids, request.num_output)
+
+    answers = await asyncio.gather(*map(later, trace))
+    cached = sum(one.timings["cache_n"] for one in answers)
+    return Measured([one.first for one in answers], cached / sum(one.num_prompt for one in answers))
+
+
+async def ask_all(url: str, asked: Sequence[tuple[list[int], int]]) -> list[Answered]:
+    """All at once."""
+    return await asyncio.gather(*(ask_one(url, *one) for one in asked))
+
+
+async def ask_one(url: str, ids: list[int], num_tokens: int) -> Answered:
+    """One stream to its end."""
+    stream = Stream(url, "/v1/completions", {"prompt": ids, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True})
+    await stream.run()
+    told = list(events(stream.parts))
+    assert stream.status == 200, stream.parts
+    first = next(moment for moment, event in told if event.get("choices"))
+    timings = next(event["timings"] for _, event in reversed(told) if event.get("timings"))
+    return Answered(first - stream.sent, timings, len(ids))
+
+
+def prompt_of(seed: int, size: int) -> list[int]:
+    """Return ids that no other seed begins with."""
+    return [(seed * 977 + place * 31) % NUM_IDS + FIRST_ID for place in range(size)]
+
+
+if __name__ == "__main__":
+    main()

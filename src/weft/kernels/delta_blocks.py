@@ -1,0 +1,89 @@
+"""Gated delta layers for CPUs: what lies between their two products is one operation, for any number of rows and tokens.
+
+Convolution, SiLU, norms of keys and queries, gates, the delta rule and the gated norm (native/delta.h). A bound layer takes every
+forward of its model, prompts and steps, so it need not have the bits of mlx-lm's code, which rounds differently here and there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from weft.kernels.cpu import LANES, STATE_ROWS
+from weft.kernels.packed import KeptLinear, weights_of
+from weft.kernels.primitives import ops
+from weft.memory.positions import current_notes
+
+KEY_EPSILON = 1e-6  # in mlx-lm's code, not in the config: added to the sum of squares of a key
+PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+OTHERS = ("conv1d", "dt_bias", "A_log", "norm")
+
+
+@dataclass(frozen=True)
+class DeltaMixer:
+    """A gated delta layer between its products."""
+
+    joint: "list[ops.Weights]"  # of queries, keys and values in one; z; b; a
+    layer: "ops.DeltaLayer"
+    kept_shape: tuple[int, int]  # of the channels that the convolution reads of the tokens before
+    state_shape: tuple[int, int, int]
+
+    def mix(self, x: mx.array, norm: "ops.Norm", mask: Any, cache: Any) -> mx.array | None:
+        """Run the layer from the states in the cache, and leave there those after the last token; padded rows are refused."""
+        if mask is not None or (cache is not None and cache.lengths is not None):
+            return None
+        (rows, tokens, _), notes = x.shape, current_notes()
+        columns, state = (None, None) if cache is None else (cache[0], cache[1])
+        columns = mx.zeros((rows, *self.kept_shape)) if columns is None else columns
+        state = mx.zeros((rows, *self.state_shape)) if state is None else state
+        lines = ops.linear(x, self.joint, norm)
+        output, columns, states = ops.delta(lines, columns, state, self.layer, notes is not None)
+        if cache is not None and notes is None:
+            cache[0], cache[1] = columns, states
+        elif cache is not None and notes is not None:
+            cache[0], cache[1] = kept, last = columns[:, tokens:], states[:, -1]
+            notes.note(kept, TokenWindow(columns, self.kept_shape[0]))
+            notes.note(last, TokenStates(states))
+        if cache is not None:
+            cache.advance(tokens)
+        return output
+
+
+@dataclass(frozen=True)
+class TokenWindow:
+    """The channels (B, K − 1 + T, C) of a step's tokens and of those before, of which a row's last K − 1 are its state."""
+
+    columns: mx.array
+    kept: int  # K − 1
+
+    def after(self, counts: list[int]) -> mx.array:
+        """Return each row's state after its first `counts` tokens, copied."""
+        return ops.window(self.columns, counts, self.kept)
+
+
+@dataclass(frozen=True)
+class TokenStates:
+    """The states (B, T, …) after each of a step's tokens."""
+
+    states: mx.array
+
+    def after(self, counts: list[int]) -> mx.array:
+        """Return each row's state (B, …) after its first `counts` tokens, copied."""
+        return ops.window(self.states, [count - 1 for count in counts])
+
+
+def delta_mixer(net: Any) -> DeltaMixer | None:
+    """Return a gated delta layer's mixer; None for layers of another kind, or with heads that the operation does not take."""
+    if not all(name in net for name in (*PROJECTIONS, *OTHERS)) or "bias" in net.conv1d:
+        return None
+    if not all(isinstance(net[name], KeptLinear) for name in PROJECTIONS):
+        return None
+    width, height, heads = net.head_k_dim, net.head_v_dim, net.num_v_heads
+    if width % LANES or height % STATE_ROWS:
+        return None
+    taps, scale = net.conv_kernel_size, width**-0.5
+    query_norm, key_norm = (ops.Norm(mx.full((width,), scale**power), KEY_EPSILON * scale**2) for power in (2, 1))
+    norm = ops.Norm(net.norm.weight, net.norm.eps)
+    layer = ops.DeltaLayer(net.conv1d.weight, mx.exp(net.A_log), net.dt_bias, query_norm, key_norm, norm)
+    joint = [weights_of(net[name]) for name in PROJECTIONS[:4]]
+    return DeltaMixer(joint, layer, (taps - 1, net.conv1d.weight.shape[0]), (heads, height, width))
