@@ -231,18 +231,11 @@ GUARDS = [
         "the head guesses on behind the tokens that are accepted, not behind all that were sampled",
     ),
     Guard(
-        "delta-states-noted", "kernels/delta_blocks.py",
-        "        return ops.window(self.states, [count - 1 for count in counts])",
-        "        return self.states[:, -1]",
+        "states-noted", "kernels/token_window.py",
+        "        starts = [[count - (one.kept is None) for count in counts] for one in noted]\n",
+        "        starts = [[one.entries.shape[1] - (one.kept or 1)] * len(counts) for one in noted]\n",
         "tests/kernels/test_delta_blocks.py::test_a_prompt_in_one_forward_leaves_the_states_of_its_tokens_one_by_one",
-        "a row whose draft was refused goes back to the state of its last token", "R018",
-    ),
-    Guard(
-        "delta-channels-noted", "kernels/delta_blocks.py",
-        "        return ops.window(self.columns, counts, self.kept)",
-        "        return self.columns[:, -self.kept :]",
-        "tests/kernels/test_delta_blocks.py::test_a_prompt_in_one_forward_leaves_the_states_of_its_tokens_one_by_one",
-        "a row whose draft was refused goes back to its convolution's last tokens", "R018",
+        "a row whose draft was refused goes back to the states of its last token", "R018",
     ),
     Guard(
         "another-mlx", "kernels/primitives.py",

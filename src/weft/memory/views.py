@@ -122,10 +122,15 @@ class Batch:
                 row.unread += count
         if self.tokens == 1 or all(count == self.tokens for count in counts):
             return
+        by_kind: dict[type[Noted], list[tuple[int, int, Noted]]] = {}
         for layer, part, noted in self._by_token:
             if noted is None:
                 raise InternalError(f"layer {layer}: of state {part} only the one after the last token is known")
-            self.table.states[layer][part] = noted.after(counts)
+            by_kind.setdefault(type(noted), []).append((layer, part, noted))
+        for kind, states in by_kind.items():
+            found = kind.all_after([noted for _, _, noted in states], counts)
+            for (layer, part, _), state in zip(states, found, strict=True):
+                self.table.states[layer][part] = state
 
     @property
     def last_only(self) -> list[int]:
