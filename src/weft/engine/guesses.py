@@ -36,7 +36,7 @@ class VerifyingStep(Protocol):
         """Return the tokens of all lines, (lines,)."""
 
 
-Ahead = tuple[list[tuple[Sequence, RowState]], mx.array]  # rows, and their guesses (rows, T)
+Ahead = tuple[list[tuple[Sequence, RowState]], list[mx.array]]  # rows, and their guesses: of each token (rows,)
 Batches = Callable[[tuple[Sequence, ...], StepSpan], Iterator[tuple[Batch, list[Sequence | None]]]]
 
 
@@ -95,9 +95,8 @@ class Guesses:
             lines = [Line(row, (), 1 + place) for row in step.sequences]
             guessed.append(sample(logits, lines, uniform=uniform[place] if uniform else None).tokens)
         self._has_written = True
-        found = mx.stack(guessed, axis=1)
-        mx.async_eval(found)  # type: ignore[no-untyped-call]
-        self._started = list(zip(step.sequences, states, strict=True)), found
+        mx.async_eval(guessed)  # type: ignore[no-untyped-call]
+        self._started = list(zip(step.sequences, states, strict=True)), guessed
         return True
 
     def settle_ahead(self) -> None:
@@ -116,10 +115,10 @@ class Guesses:
             return None
         rows, tokens = ready
         live = {one: place for place, (one, state) in enumerate(rows) if _has_read_next(state) and state in _in_pool((one,))}
-        if tokens.shape[1] >= count and all(one in live for one in sequences):
+        if len(tokens) >= count and all(one in live for one in sequences):
             mx.eval(tokens)  # sync: the next step is made of them
-            guesses = np.array(tokens).tolist()
-            return {one: tuple(guesses[place]) for one, place in live.items()}
+            guesses = list(zip(*(np.array(one).tolist() for one in tokens), strict=True))
+            return {one: guesses[place] for one, place in live.items()}
         for _, state in rows:
             state.unread = max(state.unread, 0)
         return None

@@ -14,6 +14,7 @@ from weft.kernels.packed import KeptLinear, weights_of
 from weft.kernels.primitives import ops
 from weft.kernels.token_window import TokenWindow
 from weft.memory.positions import current_notes
+from weft.memory.views import StateView
 
 KEY_EPSILON = 1e-6  # in mlx-lm's code, not in the config: added to the sum of squares of a key
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -42,9 +43,14 @@ class DeltaMixer:
         if cache is not None and notes is None:
             cache[0], cache[1] = columns, states
         elif cache is not None and notes is not None:
-            cache[0], cache[1] = kept, last = columns[:, tokens:], states[:, -1]
-            notes.note(kept, TokenWindow(columns, self.kept_shape[0]))
-            notes.note(last, TokenWindow(states, None))
+            windows = TokenWindow(columns, self.kept_shape[0]), TokenWindow(states, None)
+            if isinstance(cache, StateView):
+                for part, window in enumerate(windows):
+                    cache.leave_open(part, window)
+            else:
+                cache[0], cache[1] = columns[:, tokens:], states[:, -1]
+                for part, window in enumerate(windows):
+                    notes.note(cache[part], window)
         if cache is not None:
             cache.advance(tokens)
         return output

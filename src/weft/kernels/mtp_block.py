@@ -27,7 +27,7 @@ class FusedHead:
     def guess(
         self, tokens: mx.array, hidden: mx.array, starts: list[int], cache: Any, chosen: mx.array | None
     ) -> tuple[mx.array, mx.array] | None:
-        """Read tokens (B, T); return states (B, 1, H) and logits (B, V) of the guesses behind one of each row.
+        """Read tokens (B, T) or (B,); return states (B, 1, H) and logits (B, V) of the guesses behind one of each row.
 
         `hidden` (B, N, H): states of earlier tokens, in a row from starts[row] on those before each of its tokens. `chosen` (B,):
         which token is guessed from; None: the last. None is returned if only the head's own code can take this cache.
@@ -35,7 +35,7 @@ class FusedHead:
         if (target := slab_target(cache)) is None or hidden.dtype != mx.float32:
             return None
         batch = target.view.batch
-        lines, states, angles = ops.head_lines(tokens, hidden, starts, batch.offsets, self.head)
+        lines, states, angles = ops.head_lines(tokens, hidden, starts, batch.offsets, self.head, batch.ahead)
         keys, values = target.append(lines, angles, self.mixer.heads)
         state, logits = ops.head_guess(lines, states, angles, keys, values, target.rows, self.head, chosen, batch.ahead)
         return state, logits

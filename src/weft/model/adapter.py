@@ -268,7 +268,7 @@ class Adapter:
     def guess_on(self, tokens: mx.array, states: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
         """Let the MTP head read one token (B,) that it guessed itself, from its own states (B, 1, H), and guess the next."""
         assert self.head is not None
-        return self.head.guess(tokens[:, None], states, [0] * len(batch.rows), self._view(batch, self.layout[-2]))
+        return self.head.guess(tokens, states, [0] * len(batch.rows), self._view(batch, self.layout[-2]))
 
     @property
     def guesses_ahead(self) -> bool:

@@ -98,13 +98,14 @@ class MTPHead:
     def guess(
         self, tokens: mx.array, hidden: mx.array, starts: list[int], cache: Any, chosen: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Read tokens (B, T), and return states (B, 1, H) and logits (B, V) of the guesses behind one token of each row.
+        """Read tokens (B, T) or (B,), and return states (B, 1, H) and logits (B, V) of the guesses behind one token of each row.
 
         `hidden` (B, N, H): states of earlier tokens; from starts[row] on those before each token of a row. `chosen` (B,):
         which token is guessed from; None: the last.
         """
         if self.fused is not None and (found := self.fused.guess(tokens, hidden, starts, cache, chosen)) is not None:
             return found
+        tokens = tokens[:, None] if tokens.ndim == 1 else tokens
         states = self.read(tokens, states_from(hidden, starts, tokens.shape[1]), cache)
         state = states[:, -1:] if chosen is None else mx.take_along_axis(states, chosen[:, None, None], axis=1)
         return state, self.logits(state)[:, -1]

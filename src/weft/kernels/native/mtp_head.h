@@ -48,12 +48,14 @@ void normalise(const Norm& norm, const float* from, size_t m, float* to) { weft_
 
 // What the head's layer makes of tokens (B, T) before attention: lines (B, T, line) of queries, keys and values, its hidden
 // states (B, T, H), and the angles (B, 1, T, 2 * half) of their positions, from `offsets` (B,) on. `hidden` (B, N, H) are states of
-// earlier tokens; a row's entry starts[row] is of the one before its first token.
+// earlier tokens; a row's entry starts[row] is of the one before its first token. Tokens may be (B,): one of each row. `ahead` (B,):
+// how many positions further on a row's tokens are.
 std::vector<mx::array> head_lines(const mx::array& tokens, const mx::array& hidden, std::vector<size_t> starts, const mx::array& offsets,
-                                  const Handle<MTPHead>& head) {
-  require(tokens.ndim() == 2 && tokens.dtype() == mx::int32 && offsets.dtype() == mx::int32, "tokens and positions are whole numbers");
+                                  const Handle<MTPHead>& head, Optional ahead) {
+  require(tokens.ndim() > 0 && tokens.ndim() <= 2 && tokens.dtype() == mx::int32 && offsets.dtype() == mx::int32, "tokens and positions are whole numbers");
+  require(!ahead || (ahead->dtype() == mx::int32 && ahead->size() == size_t(tokens.shape(0))), "every row is a whole number of tokens ahead");
   require_numbers(hidden, head->size());
-  const int rows = tokens.shape(0), count = tokens.shape(1), half = static_cast<int>(head->rates.size());
+  const int rows = tokens.shape(0), count = tokens.ndim() == 1 ? 1 : tokens.shape(1), half = static_cast<int>(head->rates.size());
   require(hidden.ndim() == 3 && hidden.shape(0) == rows && hidden.shape(1) > 0 && starts.size() == size_t(rows) && offsets.size() == size_t(rows),
           "every row has its hidden states and its position");
   auto work = [head, starts, count](const Arrays& in, Arrays& out) {
@@ -66,7 +68,8 @@ std::vector<mx::array> head_lines(const mx::array& tokens, const mx::array& hidd
       if (token < head->embedding->n()) weft_expand(head->embedding->get(), token, embedded);
       normalise(*head->embedding_norm, embedded, 1, embedded);
       normalise(*head->hidden_norm, in[1].data<float>() + (row * kept + place) * size, 1, &both[line * 2 * size + (head->hidden_first ? 0 : size)]);
-      places[line] = static_cast<float>(in[2].data<int32_t>()[row] + static_cast<int>(line % count));
+      const int32_t further = in.size() > 3 ? in[3].data<int32_t>()[row] : 0;
+      places[line] = static_cast<float>(in[2].data<int32_t>()[row] + further + static_cast<int>(line % count));
     }
     multiply(*head->projection, both.data(), lines, out[1].data<float>(), size);
     normalise(*head->input_norm, out[1].data<float>(), lines, normed.data());
@@ -78,9 +81,11 @@ std::vector<mx::array> head_lines(const mx::array& tokens, const mx::array& hidd
     const struct weft_turns turns{lines, head->rates.size(), places.data(), head->rates.data<float>(), head->scale, true, out[2].data<float>()};
     weft_turn(&turns);
   };
+  Arrays inputs{tokens, hidden, offsets};
+  if (ahead) inputs.push_back(*ahead);
   return mx::array::make_arrays({{rows, count, int(line_width(*head->heads))}, {rows, count, int(head->size())}, {rows, 1, count, 2 * half}},
                                 {mx::float32, mx::float32, mx::float32}, std::make_shared<Operation>("weft.head_lines", std::move(work)),
-                                {tokens, hidden, offsets});
+                                std::move(inputs));
 }
 
 // Of each row the state (B, 1, H) and the logits (B, V) of the head's guess behind token chosen[row] of those that `lines` are of (none: the

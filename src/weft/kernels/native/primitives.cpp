@@ -583,7 +583,7 @@ NB_MODULE(_primitives, m) {
         "ahead"_a.none() = nb::none());
   m.def("recur", &recur, "state"_a, "value"_a, "key"_a, "query"_a, "gate"_a, "beta"_a.none(), "keeps"_a);
   m.def("delta", &delta, "lines"_a, "columns"_a, "state"_a, "layer"_a, "keeps"_a);
-  m.def("head_lines", &head_lines, "tokens"_a, "hidden"_a, "starts"_a, "offsets"_a, "head"_a);
+  m.def("head_lines", &head_lines, "tokens"_a, "hidden"_a, "starts"_a, "offsets"_a, "head"_a, "ahead"_a.none() = nb::none());
   m.def("head_guess", &head_guess, "lines"_a, "states"_a, "angles"_a, "keys"_a, "values"_a, "rows"_a, "head"_a, "chosen"_a.none() = nb::none(),
         "ahead"_a.none() = nb::none());
   m.def("accepted", &accepted, "lines"_a, "drafts"_a, "tokens"_a, "numbers"_a, "count"_a);
