@@ -231,6 +231,20 @@ GUARDS = [
         "the head guesses on behind the tokens that are accepted, not behind all that were sampled",
     ),
     Guard(
+        "guessed-from-the-last-that-counts", "kernels/mtp_block.py",
+        "target.rows, self.head, chosen, batch.ahead)",
+        "target.rows, self.head, None, batch.ahead)",
+        "tests/engine/test_draft_sources.py::test_guesses_of_weft_s_operations_are_those_of_the_head_s_own_code[5]",
+        "the head guesses behind a row's last token that counts, not behind the last that it reads",
+    ),
+    Guard(
+        "crowds-asked-seldom", "engine/speculation.py",
+        "min(MAX_UNASKED, 1 + 2 * self._pause)",
+        "0",
+        "tests/engine/test_draft_sources.py::test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom",
+        "a crowd in which no draft pays is not asked for drafts in every step",
+    ),
+    Guard(
         "states-noted", "kernels/token_window.py",
         "        starts = [[count - (one.kept is None) for count in counts] for one in noted]\n",
         "        starts = [[one.entries.shape[1] - (one.kept or 1)] * len(counts) for one in noted]\n",
