@@ -519,6 +519,7 @@ TARGET static void NAME(softmax_block)(float *c, size_t n, size_t tokens, size_t
 TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_row)(row, count); }
 
 #include "packed.h"
+#include "few.h"
 #include "scores.h"
 
 #undef PARTS

@@ -18,6 +18,8 @@
 #define EXPORT __attribute__((visibility("default")))
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 enum { LANES = WEFT_LANES, STATE_ROWS = WEFT_STATE_ROWS };
+/* Of a tile whose packed weights are expanded in registers; a block of columns stays in the nearest cache for all rows. */
+enum { FEW_ROWS = 8, FEW_COLUMNS = 8, FEW_SUMS = 20, FEW_BLOCK = 24 };
 
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
@@ -225,26 +227,28 @@ struct kernels {
     void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
     void (*recur)(const struct weft_recurrence *, size_t begin, size_t end);
     void (*expand)(const struct weft_weights *, size_t row, float *);
+    void (*few)(const struct product *, const struct weft_weights *, size_t begin, size_t end); /* NULL: there is none */
+    void (*weave)(const float *, float *, size_t count);
     void (*convolve)(const float *const *taps, size_t num_taps, const float *weights, size_t channels, float *);
     float (*most)(const float *, size_t count, int *is_number);
     int32_t (*choose)(float *, size_t count, float most, float temperature, float min_p, float uniform, float *sums);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
-#define KERNELS(set, columns, fast_rows)                                                                               \
+#define KERNELS(set, columns, few, weave, fast_rows)                                                                              \
     {#set, columns, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
      set##_soften, set##_silu_block, set##_gate_block, set##_norm_row, set##_turn_row, set##_recur_block,              \
-     set##_expand, set##_convolve, set##_most, set##_choose, fast_rows}
+     set##_expand, few, weave, set##_convolve, set##_most, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    KERNELS(avx512, 6, SIZE_MAX),
-    KERNELS(avx2, 4, 12),
+    KERNELS(avx512, 6, avx512_few, avx512_weave, SIZE_MAX),
+    KERNELS(avx2, 4, NULL, NULL, 12),
 #endif
 #if defined(__aarch64__)
-    KERNELS(plain, 6, 8),
+    KERNELS(plain, 6, NULL, NULL, 8),
 #else
-    KERNELS(plain, 4, 8),
+    KERNELS(plain, 4, NULL, NULL, 8),
 #endif
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
