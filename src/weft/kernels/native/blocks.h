@@ -21,6 +21,9 @@ static void *scratch(enum scratch_use use, size_t bytes) {
     return kept[use].at;
 }
 
+/* Memory for packed rows. */
+static float *rows_scratch(size_t count) { return (float *)scratch(ROWS_SCRATCH, (count + LANES) * sizeof(float)) + bound.kernels->shift; }
+
 static size_t whole_lanes(size_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 /* Runs work over [0, total), with as much company as its size, in multiplications of eight rows, is worth. */
@@ -128,7 +131,7 @@ struct shared_product {
 /* Few rows: the pieces are columns, and whoever takes some expands their weights. */
 static void over_columns(const struct shared_product *s) {
     const size_t k = s->weights->k, width = whole_lanes(k);
-    float *packed = scratch(ROWS_SCRATCH, s->m * width * sizeof(float));
+    float *packed = rows_scratch(s->m * width);
     const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1};
     pack(&rows, packed, width);
     struct panel panel = s->panel;
@@ -210,7 +213,7 @@ static size_t block_columns(const struct shared_product *s) {
 static void over_pieces(const struct shared_product *s, size_t first, size_t m) {
     const size_t n = s->weights->n, k = s->weights->k, width = whole_lanes(k), columns = block_columns(s);
     const struct packing packing = {.rows = {.m = m, .k = k, .a = s->a + first * s->lda, .a_row = s->lda, .a_column = 1},
-                                    .to = scratch(ROWS_SCRATCH, m * width * sizeof(float)), .width = width};
+                                    .to = rows_scratch(m * width), .width = width};
     share_sized(pack_rows, &packing, m, 4, m * width);
     struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
     grid.whole.first = first;

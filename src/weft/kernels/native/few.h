@@ -15,8 +15,15 @@ TARGET static void NAME(weave)(const float *from, float *to, size_t count) {
     for (size_t i = 0; i < count; i += LANES) _mm512_storeu_ps(to + i, _mm512_permutexvar_ps(lanes, _mm512_loadu_ps(from + i)));
 }
 
-INLINE VECTOR NAME(unwoven)(VECTOR sums) {
-    return _mm512_permutexvar_ps(_mm512_set_epi32(15, 13, 11, 9, 7, 5, 3, 1, 14, 12, 10, 8, 6, 4, 2, 0), sums);
+/* Four woven sums of sixteen lanes at once, folded 8, 4, 2, 1 as others are: neighbouring lanes, halves, quarters, pairs. */
+INLINE void NAME(woven_sum4)(float *totals, const VECTOR *v) {
+    const VECTOR ab = _mm512_add_ps(_mm512_shuffle_ps(v[0], v[1], 0x88), _mm512_shuffle_ps(v[0], v[1], 0xDD));
+    const VECTOR cd = _mm512_add_ps(_mm512_shuffle_ps(v[2], v[3], 0x88), _mm512_shuffle_ps(v[2], v[3], 0xDD));
+    const VECTOR halves = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x44), _mm512_shuffle_f32x4(ab, cd, 0xEE)); /* ab ab cd cd */
+    const __m256 low = _mm512_castps512_ps256(halves), high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(halves), 1));
+    const __m256 quarters = _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)); /* ab cd */
+    const __m128 first = _mm256_castps256_ps128(quarters), second = _mm256_extractf128_ps(quarters, 1);
+    _mm_storeu_ps(totals, _mm_add_ps(_mm_shuffle_ps(first, second, 0x88), _mm_shuffle_ps(first, second, 0xDD)));
 }
 
 /* Sixteen weights. Codes of four bits choose among the numbers of their group, and are woven; those of eight are computed: `numbers` is
@@ -89,8 +96,9 @@ INLINE void NAME(few_tile)(const int rows, const int columns, const int bits, co
     }
     float totals[FEW_SUMS];
     if (bits == 4)
-        UNROLL for (int i = 0; i < rows * columns; i++) sums[i] = NAME(unwoven)(sums[i]);
-    UNROLL for (int i = 0; i < rows * columns; i += 4) avx512_sum4(totals + i, sums + i);
+        UNROLL for (int i = 0; i < rows * columns; i += 4) NAME(woven_sum4)(totals + i, sums + i);
+    else
+        UNROLL for (int i = 0; i < rows * columns; i += 4) avx512_sum4(totals + i, sums + i);
     UNROLL for (int row = 0; row < rows; row++) settle(p, m + row, to, totals + row * columns, columns);
 }
 
