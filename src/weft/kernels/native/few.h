@@ -6,7 +6,7 @@
  *
  * Sixteen codes of four bits lie in eight bytes. Spread over a vector and shifted down by another count in every eight bytes, code i
  * and code i + 8 come to lie in neighbouring lanes: one instruction instead of two, in an order of its own. Rows are woven into that
- * order before, and the sums unwoven after, so each running sum takes the k it takes elsewhere.
+ * order before, and sums folded from it, so each running sum takes the k it takes elsewhere and meets the same others.
  */
 #if WIDTH == 16
 /* Sixteen numbers at a time into the order in which codes of four bits are spread. */
