@@ -9,8 +9,8 @@
  */
 #define PARTS (LANES / WIDTH)
 #define STRETCH 576
-#define KEPT_ROWS 240
-#define KEPT_COLUMNS 8
+#define KEPT_ROWS 240 /* a multiple of DOT_ROWS */
+#define KEPT_COLUMNS (2 * DOT_COLUMNS)
 #define AXPY_STRIP (AXPY_VECTORS * WIDTH)
 #define DOT_SUMS (DOT_ROWS * DOT_COLUMNS)
 #define INLINE static inline __attribute__((always_inline)) TARGET
