@@ -18,7 +18,8 @@ from thoroughness import ALL
 from waiting import HANG_SECONDS, until
 from weft.config import EngineSettings
 from weft.errors import EngineDied
-from weft.serving.pool import EnginePool, Replica
+from weft.serving.pool import EnginePool
+from weft.serving.replica import Replica
 from weft.serving.starters.here import Here
 
 POISON = 666
