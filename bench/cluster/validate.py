@@ -27,6 +27,7 @@ BLOCK_TOKENS, SHRINK = 64, 8  # a block has 512 in the public traces
 MAX_PROMPT = 1900  # of a context of 2,048
 NUM_IDS, FIRST_ID = 2900, 100  # of the vocabulary
 LOAD = 0.5  # share of the time in which the replicas would be busy, if they computed one thing at a time
+UNCACHED_SHARE = 0.65  # of prompt tokens, in conversations such as these
 SEEDS = itertools.count(10**6)
 
 
@@ -82,7 +83,9 @@ def small_trace(count: int, costs: Costs) -> list[TracedRequest]:
         if one.num_prompt // SHRINK <= MAX_PROMPT
     ][:count]
     tokens, steps = sum(one.num_prompt for one in trace), sum(one.num_output for one in trace)
-    work = 0.5 * tokens * costs.token_seconds + steps * (costs.step(4) / 4)  # half of the tokens are cached, rows step together
+    num_chunks = UNCACHED_SHARE * tokens / CHUNK_TOKENS + count
+    work = UNCACHED_SHARE * tokens * costs.token_seconds + num_chunks * costs.chunk_seconds
+    work += steps * costs.step(4) / 4  # rows step together
     return [replace(one, at=one.at * work / REPLICAS / LOAD) for one in trace]
 
 
