@@ -170,6 +170,11 @@ class Dispatcher:
         if self.queue:
             self.settle()
 
+    def is_resuming(self, besides: DispatchTarget) -> bool:
+        """Whether other replicas have answers that they have not continued yet."""
+        others = (one for one in self.replicas if one is not besides and not one.is_gone)
+        return any(one.emitted and not one.has_begun for replica in others for one in replica.client.live.inside.values())
+
     def settle(self) -> None:
         """Take sequences from replicas that are gone, and send what waits where it is cheapest, as long as there are places."""
         if not self.is_lone:

@@ -55,6 +55,7 @@ class EnginePool:
         replica.on_change = partial(self._update, replica)
         replica.on_message = partial(self._receive, replica)
         replica.why_not = partial(self._why_not, replica)
+        replica.are_others_resuming = partial(self.dispatcher.is_resuming, replica)
         return replica
 
     def start(self) -> None:
