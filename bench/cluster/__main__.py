@@ -30,6 +30,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=1, help="of the trace, shifted in time, with prompts of their own")
     parser.add_argument("--requests", type=int, help="only so many of them")
     parser.add_argument("--fronts", type=int, default=1, help="that get requests by turns and know nothing of each other")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds until fronts hear what an engine says")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--cached-tokens", type=int, default=1_000_000, help="of each replica")
     parser.add_argument("--prefill", type=float, default=8000.0, help="prompt tokens a second of each replica")
@@ -42,7 +43,7 @@ def main() -> None:
     trace = [replace(one, at=one.at / asked.load) for one in trace]
     deaths = [Death(float(at), int(number), float(away)) for at, number, away in (text.split(":") for text in asked.kill)]
     costs = Costs(step_seconds=asked.step, token_seconds=1 / asked.prefill)
-    cluster = Cluster(asked.replicas, "weft", costs, asked.rows, asked.cached_tokens, asked.fronts)
+    cluster = Cluster(asked.replicas, "weft", costs, asked.rows, asked.cached_tokens, asked.fronts, delay_seconds=asked.delay)
     print(f"{len(trace)} requests in {trace[-1].at:.0f} s, {asked.replicas} replicas of {asked.cached_tokens:,} cached tokens")
     print("  ".join(f"{head:>13}" for head in HEADS))
     found = {}
