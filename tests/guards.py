@@ -1839,6 +1839,23 @@ GUARDS = [
         "a limit on files that is too low is named at the start",
     ),
     Guard(
+        "paths-unrevealed", "api/admin.py",
+        '        require_admin(request, "loading a model", wanted.model)\n        model, is_new = await self.registry.load('
+        "wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))\n",
+        "        model, is_new = await self.registry.load("
+        'wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))\n'
+        '        require_admin(request, "loading a model", wanted.model)\n',
+        "tests/server/test_tenants.py::test_refusing_to_load_says_nothing_of_what_is_on_this_machine",
+        "who may not load a model does not learn which paths there are",
+    ),
+    Guard(
+        "flags-of-refusals", "api/http.py",
+        "--allowed-origins ORIGIN",
+        "--cors-origins ORIGIN",
+        "tests/test_docs.py::test_every_flag_that_an_error_names_is_there",
+        "a refusal names flags that there are",
+    ),
+    Guard(
         "half-closed", "serving/connections.py",
         "        self._is_half_closed = True\n",
         "        return False\n",
