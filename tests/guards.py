@@ -1444,10 +1444,24 @@ GUARDS = [
     ),
     Guard(
         "step-turns", "engine/step_shares.py",
-        "            if self._worst(rows, fewer) >= worst:\n",
+        "            if self._worst(spared, rows, fewer) >= worst:\n",
         "            if False:\n",
         "tests/engine/test_fairness.py::test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps",
         "one row of another tenant does not make many streams wait for their turns",
+    ),
+    Guard(
+        "flood-shares", "engine/step_shares.py",
+        "    return [one for one in tenants if one not in flooding] or tenants",
+        "    return tenants",
+        "tests/engine/test_fairness.py::test_where_rows_cost_much_a_flood_has_what_is_left_and_no_fewer_rows_than_a_chat",
+        "what slows a flood is no reason to slow others",
+    ),
+    Guard(
+        "even-groups", "engine/step_shares.py",
+        "    num_groups = math.ceil(num_rows / (size - 1))\n",
+        "    num_groups = math.ceil(num_rows / size) + 1\n",
+        "tests/engine/test_fairness.py::test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps",
+        "rows are divided further where one more group would have as many rows",
     ),
     Guard(
         "slice-shares", "engine/scheduler.py",
@@ -1920,7 +1934,7 @@ GUARDS = [
     ),
     Guard(
         "owed-prompt", "engine/scheduler.py",
-        "or self._is_owed(chunk.sequence, ready))",
+        "or self._is_owed(chunk.sequence, ready, flooding))",
         "or False)",
         "tests/engine/test_fairness.py::test_before_a_flood_s_rows_a_chat_s_prompt_is_computed_at_once_and_not_before_others",
         "a flood's steps do not come before a chat's first text",

@@ -176,8 +176,9 @@ def test_tokens_far_behind_the_beginning_cost_more() -> None:
 PRICED = dataclasses.replace(CONFIG, max_rows=16, row_cost=0.2)
 
 
-def priced() -> Planned:
-    return Planned(Scheduler(PRICED, MemoryBudget(lambda tokens: tokens, 0), Bisection()))
+def priced(row_cost: float = 0.2) -> Planned:
+    config = dataclasses.replace(PRICED, row_cost=row_cost)
+    return Planned(Scheduler(config, MemoryBudget(lambda tokens: tokens, 0), Bisection()))
 
 
 def gaps_of(planned: Planned, tenant: str, num_turns: int) -> list[float]:
@@ -207,15 +208,33 @@ def test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_c
     assert max(gaps_of(planned, "chat", 59)) <= 2
 
 
-@pytest.mark.parametrize(("many", "few"), [(8, 1), (8, 3), (15, 1), (12, 4), (2, 1)])
-def test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps(many: int, few: int) -> None:
-    planned = priced()
+@pytest.mark.parametrize(
+    ("many", "few", "row_cost"), [(8, 1, 0.2), (8, 3, 0.2), (15, 1, 0.2), (12, 4, 0.2), (2, 1, 0.2), (8, 1, 0.5), (15, 1, 0.5)]
+)
+def test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps(many: int, few: int, row_cost: float) -> None:
+    planned = priced(row_cost)
     planned.add(*(sequence(number, "many", prompt=1, tokens=4000) for number in range(many)))
     planned.add(*(sequence(100 + number, "few", prompt=1, tokens=4000) for number in range(few)))
     costs = planned.scheduler.shares.costs
 
     for tenant, count in (("many", many), ("few", few)):
         assert max(gaps_of(planned, tenant, 50)) <= 2 * costs.of(count) + 1e-9
+
+
+@pytest.mark.parametrize("row_cost", [0.5, 0.7])
+@pytest.mark.parametrize("num_chats", [1, 3])
+def test_where_rows_cost_much_a_flood_has_what_is_left_and_no_fewer_rows_than_a_chat(row_cost: float, num_chats: int) -> None:
+    planned = priced(row_cost)
+    planned.add(*(sequence(number, "flood", prompt=1, tokens=4000) for number in range(60)))
+    for _ in range(8):
+        planned.turn()
+    planned.add(*(sequence(100 + number, "chat", prompt=1, tokens=4000) for number in range(num_chats)))
+    for _ in range(8):
+        planned.turn()
+    costs = planned.scheduler.shares.costs
+
+    assert Counter(one.tenant for one in planned.turn().steps)["flood"] >= num_chats
+    assert max(gaps_of(planned, "chat", 50)) <= 2 * costs.of(num_chats)
 
 
 def test_prompts_of_another_tenant_are_sliced_however_short_they_are() -> None:
