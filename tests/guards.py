@@ -1453,7 +1453,7 @@ GUARDS = [
         "flood-shares", "engine/step_shares.py",
         "    return [one for one in tenants if one not in flooding] or tenants",
         "    return tenants",
-        "tests/engine/test_fairness.py::test_where_rows_cost_much_a_flood_has_what_is_left_and_no_fewer_rows_than_a_chat",
+        "tests/engine/test_fairness.py::test_beside_a_flood_others_are_slowed_by_half_at_most_or_by_its_one_row",
         "what slows a flood is no reason to slow others",
     ),
     Guard(

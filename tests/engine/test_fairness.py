@@ -221,9 +221,9 @@ def test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps(many:
         assert max(gaps_of(planned, tenant, 50)) <= 2 * costs.of(count) + 1e-9
 
 
-@pytest.mark.parametrize("row_cost", [0.5, 0.7])
-@pytest.mark.parametrize("num_chats", [1, 3])
-def test_where_rows_cost_much_a_flood_has_what_is_left_and_no_fewer_rows_than_a_chat(row_cost: float, num_chats: int) -> None:
+@pytest.mark.parametrize("row_cost", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("num_chats", [1, 3, 8])
+def test_beside_a_flood_others_are_slowed_by_half_at_most_or_by_its_one_row(row_cost: float, num_chats: int) -> None:
     planned = priced(row_cost)
     planned.add(*(sequence(number, "flood", prompt=1, tokens=4000) for number in range(60)))
     for _ in range(8):
@@ -233,8 +233,8 @@ def test_where_rows_cost_much_a_flood_has_what_is_left_and_no_fewer_rows_than_a_
         planned.turn()
     costs = planned.scheduler.shares.costs
 
-    assert Counter(one.tenant for one in planned.turn().steps)["flood"] >= num_chats
-    assert max(gaps_of(planned, "chat", 50)) <= 2 * costs.of(num_chats)
+    assert any(one.tenant == "flood" for one in planned.turn().steps)
+    assert max(gaps_of(planned, "chat", 50)) <= max(1.5 * costs.of(num_chats), costs.of(num_chats + 1)) + 1e-9
 
 
 def test_prompts_of_another_tenant_are_sliced_however_short_they_are() -> None:

@@ -14,7 +14,10 @@ from collections.abc import Sequence as Rows
 from weft.engine.row_costs import RowCosts
 from weft.engine.sequence import Sequence
 
-MAX_SHARE = 0.9  # of the time that equal tenants would have to wait for each other; the rest is for what can not be foreseen
+MAX_SHARE, MAX_SHARE_OF_FLOODS = (
+    0.9,
+    0.75,
+)  # of the time that equal tenants would have to wait for each other; the rest is for what can not be foreseen
 
 
 class StepShares:
@@ -28,7 +31,7 @@ class StepShares:
     def choose(self, ready: Rows[Sequence], running: Rows[Sequence], flooding: Set[str] = frozenset()) -> tuple[Sequence, ...]:
         """Return those of the ready rows that step; all, unless several tenants run and one's rows would slow another's."""
         rows = _count(ready)
-        places = self._places(rows, self._limit(running), flooding)
+        places = self._places(rows, self._limit(running, flooding), flooding)
         if places == rows:
             return tuple(ready)
         self._num_steps += 1
@@ -48,23 +51,27 @@ class StepShares:
 
         `besides` is the tenant for whom that runs: what its own rows wait for is its own affair.
         """
-        limit, rows = self._limit(running), _count(one for one in running if one.is_prefilled)
+        limit, rows = self._limit(running, flooding), _count(one for one in running if one.is_prefilled)
         stepping = _count(steps)
         others = [tenant for tenant in stepping if tenant != besides]
         if limit is None or not others:
             return None
         return max(1.0, limit / self._worst(_spared(others, flooding), rows, stepping))
 
-    def _limit(self, running: Iterable[Sequence]) -> float | None:
-        """Return by how much a tenant's tokens may be slowed by the others'; None if there are none, or rows cost nothing."""
-        tenants = len({one.tenant for one in running})
-        return MAX_SHARE * tenants if tenants > 1 and self.costs.assumed else None
+    def _limit(self, running: Iterable[Sequence], flooding: Set[str]) -> float | None:
+        """Return by how much a tenant's tokens may be slowed by the others'; None if there are none, or rows cost nothing.
+
+        Rows of a flood come and go, which costs more than what they add to a step: they are left less of the time.
+        """
+        tenants = {one.tenant for one in running}
+        share = MAX_SHARE_OF_FLOODS if tenants & flooding and tenants - flooding else MAX_SHARE
+        return share * len(tenants) if len(tenants) > 1 and self.costs.assumed else None
 
     def _places(self, rows: Counter[str], limit: float | None, flooding: Set[str]) -> dict[str, int]:
         """Divide each tenant's rows into as few groups, which step by turns, as keep everybody's slowdown within the limit.
 
         Where none do, the worst slowdown is as small as it gets. The result is how many rows of each tenant step together.
-        One that floods is divided first and what slows it does not count, but it has no fewer rows in the step than another.
+        One that floods is divided first, and what slows it does not count: the limit leaves it its share of the time.
         """
         places = dict(rows)
         if limit is None or not rows:
@@ -72,9 +79,8 @@ class StepShares:
         spared = _spared(rows, flooding)
         while (worst := self._worst(spared, rows, places)) > limit:
             smaller = {one: _smaller_group(rows[one], size) for one, size in places.items() if size > 1}
-            patient = [one for one in smaller if one not in spared and smaller[one] >= min(places[other] for other in spared)]
             tenant = min(
-                patient or (one for one in smaller if one in spared),
+                [one for one in smaller if one not in spared] or smaller,
                 key=lambda one: self._slowdown(one, rows, places | {one: smaller[one]}),
                 default=None,
             )
