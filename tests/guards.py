@@ -1429,6 +1429,13 @@ GUARDS = [
         "no tenant's priorities, sessions or numbers delay another's turn",
     ),
     Guard(
+        "fair-arrival", "engine/fairness.py",
+        "default=0.0) - head_start",
+        "default=0.0)",
+        "tests/engine/test_fairness.py::test_a_chat_s_prompt_is_computed_before_a_flood_s_rows_step_again",
+        "no priority of another tenant counts where both are level, and a flood does not step once more before a chat",
+    ),
+    Guard(
         "fair-rows", "engine/scheduler.py",
         "        if rows[first.tenant] + 1 < count and levels",
         "        if not rows[first.tenant] and levels",
@@ -1725,6 +1732,20 @@ GUARDS = [
         "        if False:\n",
         "tests/grammar/test_grammar_cache.py::test_grammars_that_nobody_asks_for_again_take_few_places",
         "a client that sends a new grammar with every request fills no memory",
+    ),
+    Guard(
+        "grammars-gone-stale", "grammar/grammar_cache.py",
+        "                if now > self._entries[key].kept_at + ONCE_USED_SECONDS:\n",
+        "                if False:\n",
+        "tests/grammar/test_grammar_cache.py::test_grammars_that_nobody_asks_for_again_are_dropped_after_some_seconds",
+        "grammars of an attack that is over take no memory",
+    ),
+    Guard(
+        "idle-engine-drops-grammars", "engine/host.py",
+        "        self.compiler.cache.drop_stale()  # now nobody waits for it\n",
+        "",
+        "tests/engine/test_constrained.py::test_an_idle_engine_drops_grammars_that_were_asked_for_once_and_long_ago",
+        "an idle engine gives back what grammars of an attack took",
     ),
     Guard(
         "large-blocks", "memory/heap.py",

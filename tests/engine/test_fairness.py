@@ -263,6 +263,19 @@ def test_drafts_and_a_prompt_s_slice_beside_a_step_share_what_other_tenants_can_
     assert slowed * (plan.room + plan.slice_seconds / planned.scheduler.step_seconds) <= 2
 
 
+@pytest.mark.parametrize("kind", ["answers", "priority", "sessions"])
+def test_a_chat_s_prompt_is_computed_before_a_flood_s_rows_step_again(kind: str) -> None:
+    planned = priced()
+    planned.add(*flood(kind))
+    planned.run(lambda: planned.cost["flood"] > 3000)
+    planned.add(sequence(1, "chat", prompt=100, tokens=4))
+    plan = planned.turn()
+
+    assert plan.chunk is not None
+    assert plan.chunk.sequence.tenant == "chat"
+    assert plan.steps == ()
+
+
 @pytest.mark.parametrize("is_flood", [True, False])
 def test_before_a_flood_s_rows_a_chat_s_prompt_is_computed_at_once_and_not_before_others(is_flood: bool) -> None:
     planned = priced()

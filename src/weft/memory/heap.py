@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 GROWN_BYTES = 16 << 20  # above the least that this process had: worth a look
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 80.0  # between two trims: longer while they do not help
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 10.0  # between two trims, of milliseconds: longer while they do not help
 PAGE_BYTES = 4096
 LARGE_BYTES = 1 << 20
 NUM_HEAPS = 2
