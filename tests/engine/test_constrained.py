@@ -252,6 +252,7 @@ def test_an_idle_engine_drops_grammars_that_were_asked_for_once_and_long_ago(ada
     clock, compiler, run = Clock(), new_compiler(), Run(adapter, clock=Clock())
     compiler.cache = GrammarCache(clock)
     serve(run, compiler, Submit((0,), prompt(STORIES[0]), (GREEDY,), STRICT))
+    run.finish()
     num_kept = len(compiler.cache)
     clock.now += ONCE_USED_SECONDS + 1
     Host(run.engine, compiler, Wire(), has_canary=False).receive()  # type: ignore[arg-type]
