@@ -1432,8 +1432,15 @@ GUARDS = [
         "fair-arrival", "engine/fairness.py",
         "default=0.0) - head_start",
         "default=0.0)",
-        "tests/engine/test_fairness.py::test_a_chat_s_prompt_is_computed_before_a_flood_s_rows_step_again",
+        "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
         "no priority of another tenant counts where both are level, and a flood does not step once more before a chat",
+    ),
+    Guard(
+        "fair-return", "engine/fairness.py",
+        "self.served.get(who, 0.0) - forgiven",
+        "self.served.get(who, 0.0)",
+        "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
+        "chats one after the other do not wait for a flood's steps because of the chat before",
     ),
     Guard(
         "fair-rows", "engine/scheduler.py",
@@ -1753,6 +1760,13 @@ GUARDS = [
         "        pass\n",
         "tests/memory/test_heap.py::test_of_a_bounded_heap_large_blocks_are_given_back_when_they_are_freed",
         "the memory of large bodies is given back",
+    ),
+    Guard(
+        "cycles-freed", "memory/heap.py",
+        "    gc.collect()\n",
+        "",
+        "tests/memory/test_heap.py::test_what_errors_and_their_frames_hold_is_given_back",
+        "bodies of refused requests take no memory",
     ),
     Guard(
         "trimmed-again", "memory/heap.py",

@@ -13,7 +13,7 @@ import pytest
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.fairness import OUTPUT_WEIGHT, Fairness
+from weft.engine.fairness import FORGIVEN, OUTPUT_WEIGHT, Fairness, Shares
 from weft.engine.scheduler import Plan, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
@@ -263,17 +263,31 @@ def test_drafts_and_a_prompt_s_slice_beside_a_step_share_what_other_tenants_can_
     assert slowed * (plan.room + plan.slice_seconds / planned.scheduler.step_seconds) <= 2
 
 
+@pytest.mark.parametrize("row_cost", [0.2, 0.5])
 @pytest.mark.parametrize("kind", ["answers", "priority", "sessions"])
-def test_a_chat_s_prompt_is_computed_before_a_flood_s_rows_step_again(kind: str) -> None:
-    planned = priced()
+def test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again(kind: str, row_cost: float) -> None:
+    planned = priced(row_cost)
     planned.add(*flood(kind))
     planned.run(lambda: planned.cost["flood"] > 3000)
-    planned.add(sequence(1, "chat", prompt=100, tokens=4))
-    plan = planned.turn()
+    for number in range(10):
+        chat = sequence(number, "chat", prompt=60, tokens=20)
+        planned.add(chat)
+        plan = planned.turn()
 
-    assert plan.chunk is not None
-    assert plan.chunk.sequence.tenant == "chat"
-    assert plan.steps == ()
+        assert plan.chunk is not None
+        assert plan.chunk.sequence is chat
+        assert plan.steps == ()
+        planned.run(lambda chat=chat: chat.is_finished)  # type: ignore[misc]
+
+
+def test_what_a_tenant_was_served_more_than_others_is_not_forgotten_while_it_is_away() -> None:
+    shares: Shares[str] = Shares()
+    shares.arrive("flood", set())
+    shares.arrive("books", {"flood"})
+    shares.charge("books", 5000)
+    shares.arrive("books", {"flood"}, forgiven=FORGIVEN)
+
+    assert shares.level("books") == 5000 - FORGIVEN
 
 
 @pytest.mark.parametrize("is_flood", [True, False])

@@ -97,7 +97,7 @@ class Scheduler:
         return sum(max(0, len(one.prefill_ids) - one.num_computed) for one in (*self.waiting, *self.prompts))
 
     def add(self, sequence: Sequence) -> None:
-        self.fairness.arrive(sequence, (*self.waiting, *self.running))
+        self.fairness.arrive(sequence, (one for one in (*self.waiting, *self.running) if not one.is_abandoned))
         self.waiting.append(sequence)
 
     def admit(self, now: float) -> None:

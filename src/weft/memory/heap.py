@@ -4,6 +4,7 @@ Imports no mlx: the front, its children and engines use it. On systems other tha
 """
 
 import ctypes
+import gc
 import sys
 import time
 from collections.abc import Callable
@@ -63,6 +64,12 @@ def bound_heap() -> None:
 def resident_bytes() -> int:
     """Return how much memory this process has, in bytes; 0 where the system does not say."""
     return int(STATM.read_text().split()[1]) * PAGE_BYTES if sys.platform == "linux" else 0
+
+
+def collect_and_trim() -> None:
+    """Free what only cycles hold, and give it back: a refused request's error, its frames and so its body are such a cycle."""
+    gc.collect()
+    trim_heap()
 
 
 def trim_heap() -> None:
