@@ -1655,6 +1655,13 @@ GUARDS = [
         "a prompt that is surely too long is not tokenised",
     ),
     Guard(
+        "length-before-template", "text/codec.py",
+        "            check.check_bytes(max(map(least_bytes, prompt.messages), default=0))\n",
+        "            pass\n",
+        "tests/text/test_prompt_length.py::test_for_a_message_that_is_too_long_by_its_bytes_no_template_is_run",
+        "messages that are too long cost neither a template's run nor the front's time",
+    ),
+    Guard(
         "mask-price", "engine/mask_prices.py",
         "        return tuple(one for one in rows if one.id not in self._slow) or rows",
         "        return rows",
