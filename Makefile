@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam test-ray tools race exact-gpu bench-gpu serve-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam test-ray tools race exact-gpu bench-gpu serve-gpu profile-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -113,6 +113,9 @@ bench-gpu:  ## on a machine with a CUDA GPU: steps and prefill against mlx-lm
 
 serve-gpu:  ## on a machine with a CUDA GPU: a server under load, weft and mlx_lm.server in one run (10 minutes)
 	PYTHONPATH=src $(GPU_PYTHON) -m bench.serve_gpu
+
+profile-gpu:  ## on a machine with a CUDA GPU: where the time of steps and prompts goes, by kernel where torch is installed
+	PYTHONPATH=src $(GPU_PYTHON) -m bench.gpu_profile
 
 $(READY): pyproject.toml constraints.txt setup.py $(wildcard src/weft/kernels/native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "weft needs Python 3.11 or newer: set PYTHON=…"; exit 1; }

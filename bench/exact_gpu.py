@@ -6,6 +6,7 @@ Under `--exact` everywhere; as served, where weft has products of its own (CUDA)
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 import sys
 from collections.abc import Callable
@@ -18,19 +19,31 @@ import numpy as np
 from bench.shapes import QWEN35_4B, random_model
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.engine import Engine
+from weft.grammar.compiler import Compiler
+from weft.grammar.constraint import Constraint
 from weft.ipc.limits import Sampling
+from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
 
-EXACT = EngineConfig.resolve(EngineSettings(model="", exact=True), "cuda", is_row_invariant=False)
+# Without drafts: each step has one line of logits to compare.
+EXACT = EngineConfig.resolve(EngineSettings(model="", exact=True, speculate=()), "cuda", is_row_invariant=False)
 CONFIGS = {
     "exact": EXACT,
     "exact, cached": dataclasses.replace(EXACT, cache_bytes=1 << 30),
     "as served": dataclasses.replace(EXACT, width=None, cache_bytes=1 << 30, max_rows=128),
 }
+SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 9, "maxLength": 20}, "minItems": 9, "maxItems": 9}
 
 
-def logits_of(adapter: Adapter, config: EngineConfig, subject: list[int], crowd: list[list[int]], tokens: int) -> np.ndarray:
+def logits_of(
+    adapter: Adapter,
+    config: EngineConfig,
+    subject: list[int],
+    crowd: list[list[int]],
+    tokens: int,
+    constraint: Constraint | None = None,
+) -> np.ndarray:
     """(tokens, V) the subject's logits while `crowd` joins and leaves around it; with a cache, some begin as it does."""
     engine = Engine(adapter, config)
     if crowd and config.cache_bytes:
@@ -39,7 +52,7 @@ def logits_of(adapter: Adapter, config: EngineConfig, subject: list[int], crowd:
         while not engine.idle:
             engine.turn()
     waiting = list(crowd)
-    sequence = engine.submit(subject, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    sequence = engine.submit(subject, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True), constraint)
     found = []
     while not sequence.is_finished:
         if waiting and len(engine.scheduler.running) < config.max_rows and len(found) % 2 == 0:
@@ -63,14 +76,22 @@ def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
     prompts[0] = [rng.randrange(vocab) for _ in range(150)]
     same = True
     for label, config in CONFIGS.items():
-        alone = logits_of(adapter, config, prompts[0], [], tokens)
-        for others in (1, 7, 30, 127) if config.width is None else (1, 7, 30):
-            crowd = logits_of(adapter, config, prompts[0], prompts[1 : 1 + others], tokens)
-            equal = np.array_equal(alone, crowd)
-            same &= equal or (label == "as served" and not adapter.is_row_invariant)
-            found = "bit-equal" if equal else f"differs by {float(np.abs(alone - crowd).max()):.3g}"
-            print(f"{name:24} {label:14} beside {others:2}: {found}", flush=True)
+        for grammar in (False, True) if (loaded.folder / "tokenizer.json").exists() else (False,):
+            alone = logits_of(adapter, config, prompts[0], [], tokens, constraint_of(loaded) if grammar else None)
+            for others in (1, 7, 30, 127) if config.width is None else (1, 7, 30):
+                constraint = constraint_of(loaded) if grammar else None
+                crowd = logits_of(adapter, config, prompts[0], prompts[1 : 1 + others], tokens, constraint)
+                equal = np.array_equal(alone, crowd)
+                same &= equal or (label == "as served" and not adapter.is_row_invariant)
+                found = "bit-equal" if equal else f"differs by {float(np.abs(alone - crowd).max()):.3g}"
+                print(f"{name:24} {label:14} beside {others:2}{', grammar' * grammar}: {found}", flush=True)
     return same
+
+
+def constraint_of(loaded: LoadedModel) -> Constraint:
+    """A grammar for one answer: an array of texts."""
+    compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+    return compiler.constraint(ConstraintSpec(GrammarSpec("json_schema", json.dumps(SCHEMA))))
 
 
 def changed(loaded: LoadedModel, change: Callable[[nn.Module], object]) -> LoadedModel:

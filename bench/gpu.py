@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import gated_delta
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -94,6 +95,29 @@ def first_tokens(name: str, adapter: Adapter) -> None:
     print(f"{name}: {_num_kernels() - before} kernels were compiled meanwhile", flush=True)
 
 
+def together(name: str, adapter: Adapter, rows: int = 16, tokens: int = 512) -> None:
+    """Prompts that come at once, until all have their first token, over the same prompts one after the other."""
+    config = EngineConfig.resolve(EngineSettings(model=""), "cuda", is_row_invariant=adapter.is_row_invariant)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for first in range(2, 5):  # the first round warms up
+        for at_once, found in times.items():
+            engine = Engine(adapter, config)
+            begun = time.perf_counter()
+            for row in range(rows):
+                prompt = [first, row + 2, *[first] * (tokens - 2)]
+                sequence = engine.submit(prompt, Sampling(temperature=0.0, max_tokens=1, ignore_eos=True))
+                while not at_once and not sequence.is_finished:
+                    engine.turn()
+            while not engine.idle:
+                engine.turn()
+            found.append(time.perf_counter() - begun)
+    apart, at_once = (min(found[1:]) * 1e3 for found in times.values())
+    print(
+        f"{name}: {rows} prompts of {tokens} at once {at_once:.0f} ms, one by one {apart:.0f}: {apart / at_once:.2f} ×",
+        flush=True,
+    )
+
+
 def _num_kernels() -> int:
     return len(list(cache_folder().rglob("*.ptx"))) if ON_CUDA else 0
 
@@ -117,7 +141,14 @@ def main() -> None:
     adapter = decode("Qwen3.5-4B", loaded)
     prefill("Qwen3.5-4B", loaded, adapter)
     first_tokens("Qwen3.5-4B", adapter)
+    together("Qwen3.5-4B", adapter)
     del loaded, adapter
+    mx.clear_cache()
+    packed = random_model(QWEN35_4B, mx.bfloat16)
+    nn.quantize(packed.model, 64, 4)
+    mx.eval(packed.model.parameters())
+    decode("Qwen3.5-4B, 4 bits", packed)
+    del packed
     mx.clear_cache()
     decode("llama-1B", random_model(LLAMA_1B, mx.bfloat16))
 

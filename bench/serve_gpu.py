@@ -25,6 +25,8 @@ from mlx.utils import tree_flatten
 from bench.shapes import QWEN35_4B, random_model
 
 PROMPT_TOKENS, ANSWER_TOKENS, LONG_TOKENS = 256, 160, 4000
+NUM_LONG = 4  # prompts of LONG_TOKENS that come beside GAP_STREAMS, one after the other
+GAP_STREAMS = 8
 STREAMS = (1, 8, 32, 128)
 READY_SECONDS, LIMIT_SECONDS = 300, 100
 IN_MEMORY = Path("/dev/shm")  # eight gigabytes are written and read from there in seconds; disks differ
@@ -44,6 +46,10 @@ class Measured:
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def p95_gap(self) -> float:
+        return sorted(self.gaps)[int(len(self.gaps) * 0.95)] if self.gaps else 0.0
 
 
 def write_model(folder: Path) -> None:
@@ -93,19 +99,30 @@ async def ask(port: int, body: dict[str, object], found: Measured) -> None:
     writer.close()
 
 
+def body_of(model: str, rng: random.Random, length: int, max_tokens: int = ANSWER_TOKENS) -> dict[str, object]:
+    """Return a streamed completion of a prompt of so many words."""
+    fixed = {"model": model, "temperature": 0, "stream": True, "ignore_eos": True}
+    return {**fixed, "prompt": prompt_of(rng, length), "max_tokens": max_tokens}
+
+
 async def load(port: int, model: str, streams: int, seed: int) -> Measured:
     """Send so many requests at once and wait for all."""
     rng, found = random.Random(seed), Measured()
-    lengths = [PROMPT_TOKENS - 40 + rng.randrange(80) for _ in range(streams)]
-    bodies = [
-        {"model": model, "prompt": prompt_of(rng, length), "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True,
-         "ignore_eos": True}
-        for length in lengths
-    ]  # fmt: skip
+    bodies = [body_of(model, rng, PROMPT_TOKENS - 40 + rng.randrange(80)) for _ in range(streams)]
     began = time.perf_counter()
     await asyncio.wait_for(asyncio.gather(*(ask(port, body, found) for body in bodies)), LIMIT_SECONDS)
     found.seconds = time.perf_counter() - began
     return found
+
+
+async def load_beside_long(port: int, model: str, seed: int) -> tuple[Measured, Measured]:
+    """Send GAP_STREAMS requests, and the same while long prompts come; return what the streams had each time."""
+    quiet = await load(port, model, GAP_STREAMS, seed)
+    rng = random.Random(seed)
+    streams = asyncio.ensure_future(load(port, model, GAP_STREAMS, seed + 1))
+    for _ in range(NUM_LONG):
+        await asyncio.wait_for(ask(port, body_of(model, rng, LONG_TOKENS, 1), Measured()), LIMIT_SECONDS)
+    return quiet, await streams
 
 
 def wait_ready(port: int, process: subprocess.Popen[bytes]) -> float:
@@ -154,14 +171,20 @@ def measure(name: str, command: list[str], port: int, streams: tuple[int, ...]) 
             for number in streams:
                 for seed in (number, number + 1000):
                     found = asyncio.run(load(port, model, number, seed))
-                    gap = sorted(found.gaps)[int(len(found.gaps) * 0.95)] if found.gaps else 0.0
                     print(
                         f"{name}: {number} streams, {'first' if seed == number else 'second'} time: {found.rate:.0f} tok/s, "
                         f"first token {statistics.median(found.firsts) * 1e3:.0f} ms (slowest {max(found.firsts) * 1e3:.0f}), "
-                        f"gaps p50 {statistics.median(found.gaps) * 1e3:.1f} p95 {gap * 1e3:.1f} ms",
+                        f"gaps p50 {statistics.median(found.gaps) * 1e3:.1f} p95 {found.p95_gap * 1e3:.1f} ms",
                         flush=True,
                     )
                 rates[number] = found.rate
+            if GAP_STREAMS in streams:
+                quiet, busy = asyncio.run(load_beside_long(port, model, 7))
+                print(
+                    f"{name}: p95 gap of {GAP_STREAMS} streams beside prompts of {LONG_TOKENS} tokens "
+                    f"{busy.p95_gap * 1e3:.1f} ms, {busy.p95_gap / quiet.p95_gap:.2f} × quiet",
+                    flush=True,
+                )
         except (TimeoutError, ValueError, OSError, statistics.StatisticsError) as error:
             print(f"{name}: no answer in {LIMIT_SECONDS} s or an error ({type(error).__name__}: {error})", flush=True)
             log.seek(0)

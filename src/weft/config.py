@@ -5,10 +5,11 @@ import math
 import os
 import re
 import sys
+import tomllib
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import msgspec
 
@@ -21,6 +22,16 @@ DRAFT_SOURCES: tuple[DraftSource, ...] = get_args(DraftSource)
 SAFE_SHARE = 0.8  # of the memory there is, for one engine
 DEFAULT_ENGINE_KEY = Path("~/.config/weft/engine.key")
 RESERVE_SHARE = 0.1  # of an engine's budget, for what a forward needs beside weights and rows
+
+
+def read_toml(path: Path, name: str) -> dict[str, Any]:
+    """Read a TOML file; `name` is what messages call it. Raises WeftError if it can not be read or is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeftError(f"{name} can not be read: {error.strerror}") from error
+    except ValueError as error:
+        raise WeftError(f"{name} is not TOML: {error}") from error
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, tag=True):

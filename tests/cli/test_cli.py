@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from cli_command import WEFT, environment, weft
 
-from weft.cli import main
+from weft.cli import COMMANDS as SUMMARIES
+from weft.cli import main, make_app
 
 STORY = ("run", "tiny-hybrid", "Once upon a time", "--local", "--seed", "1")
 
@@ -106,12 +107,20 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path: Path) -> None:
     assert process.returncode == 141
 
 
+def test_weft_s_help_has_the_first_line_of_every_command_s_own() -> None:
+    resolved = make_app().resolved_commands()
+
+    assert {name: resolved[name].help.split("\n\n")[0] for name in SUMMARIES} == SUMMARIES
+
+
 def test_help_waits_for_nothing_heavy(tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "weft", "--help"]
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    imported = {module.partition(".")[0] for module in modules}
 
     assert "serve" in done.stdout
+    assert not {module for module in modules if module.startswith("weft.cli.")}
     assert "cyclopts" in imported
     assert not imported & {"mlx", "mlx_lm", "numpy", "starlette", "uvicorn", "tokenizers", "zmq", "jinja2", "huggingface_hub"}
 

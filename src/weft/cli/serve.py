@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import sys
-import tomllib
 from contextlib import ExitStack
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from weft.cli import Switch, spelling_hint
-from weft.config import ServerConfig
+from weft.config import ServerConfig, read_toml
 from weft.errors import WeftError
 from weft.model.download import Progress, shown
 
@@ -47,12 +46,7 @@ def read_files(app: App, commands: tuple[str, ...], arguments: ArgumentCollectio
 
 
 def _read_table(path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeftError(f"{path} can not be read: {error.strerror}") from error
-    except ValueError as error:
-        raise WeftError(f"{path} is not TOML: {error}") from error
+    document = read_toml(path, str(path))
     table = document.pop(TABLE, {})
     if document or not isinstance(table, dict):
         raise WeftError(f"{path} has {next(iter(document), TABLE)!r} outside of the table [{TABLE}], the only one weft knows")

@@ -7,7 +7,6 @@ import hashlib
 import hmac
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated, Literal, Self
 import msgspec
 from msgspec import Meta
 
-from weft.config import ServerConfig
+from weft.config import ServerConfig, read_toml
 from weft.errors import WeftError
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -162,12 +161,7 @@ def hash_secret(secret: bytes, salt: bytes | None = None) -> str:
 
 def read_keys_file(path: Path) -> list[HashedKey]:
     """Read a keys file: TOML, a table for each tenant. Raises WeftError naming the file and what is wrong in it."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeftError(f"the keys file {path} can not be read: {error.strerror}") from error
-    except ValueError as error:
-        raise WeftError(f"the keys file {path} is not TOML: {error}") from error
+    tables = read_toml(path, f"the keys file {path}")
     keys = [key for name, table in tables.items() for key in _read_entry(path, name, table)]
     if not keys:
         raise WeftError(f"the keys file {path} has no key in it; write one with `weft keys new NAME`, or leave the setting out")
