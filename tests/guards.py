@@ -1520,6 +1520,20 @@ GUARDS = [
         "no tenant's priorities, sessions or numbers delay another's turn",
     ),
     Guard(
+        "fair-arrival", "engine/fairness.py",
+        "default=0.0) - head_start",
+        "default=0.0)",
+        "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
+        "no priority of another tenant counts where both are level, and a flood does not step once more before a chat",
+    ),
+    Guard(
+        "fair-return", "engine/fairness.py",
+        "self.served.get(who, 0.0) - forgiven",
+        "self.served.get(who, 0.0)",
+        "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
+        "chats one after the other do not wait for a flood's steps because of the chat before",
+    ),
+    Guard(
         "fair-rows", "engine/scheduler.py",
         "        if rows[first.tenant] + 1 < count and levels",
         "        if not rows[first.tenant] and levels",
@@ -1535,10 +1549,24 @@ GUARDS = [
     ),
     Guard(
         "step-turns", "engine/step_shares.py",
-        "            if self._worst(rows, fewer) >= worst:\n",
+        "            if self._worst(spared, rows, fewer) >= worst:\n",
         "            if False:\n",
         "tests/engine/test_fairness.py::test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps",
         "one row of another tenant does not make many streams wait for their turns",
+    ),
+    Guard(
+        "flood-shares", "engine/step_shares.py",
+        "    return [one for one in tenants if one not in flooding] or tenants",
+        "    return tenants",
+        "tests/engine/test_fairness.py::test_beside_a_flood_others_are_slowed_by_half_at_most_or_by_its_one_row",
+        "what slows a flood is no reason to slow others",
+    ),
+    Guard(
+        "even-groups", "engine/step_shares.py",
+        "    num_groups = math.ceil(num_rows / (size - 1))\n",
+        "    num_groups = math.ceil(num_rows / size) + 1\n",
+        "tests/engine/test_fairness.py::test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps",
+        "rows are divided further where one more group would have as many rows",
     ),
     Guard(
         "slice-shares", "engine/scheduler.py",
@@ -1718,6 +1746,13 @@ GUARDS = [
         "a prompt that is surely too long is not tokenised",
     ),
     Guard(
+        "length-before-template", "text/codec.py",
+        "            check.check_bytes(max(map(least_bytes, prompt.messages), default=0))\n",
+        "            pass\n",
+        "tests/text/test_prompt_length.py::test_for_a_message_that_is_too_long_by_its_bytes_no_template_is_run",
+        "messages that are too long cost neither a template's run nor the front's time",
+    ),
+    Guard(
         "mask-price", "engine/mask_prices.py",
         "        return tuple(one for one in rows if one.id not in self._slow) or rows",
         "        return rows",
@@ -1804,11 +1839,32 @@ GUARDS = [
         "a client that sends a new grammar with every request fills no memory",
     ),
     Guard(
+        "grammars-gone-stale", "grammar/grammar_cache.py",
+        "                if now > self._entries[key].kept_at + ONCE_USED_SECONDS:\n",
+        "                if False:\n",
+        "tests/grammar/test_grammar_cache.py::test_grammars_that_nobody_asks_for_again_are_dropped_after_some_seconds",
+        "grammars of an attack that is over take no memory",
+    ),
+    Guard(
+        "idle-engine-drops-grammars", "engine/host.py",
+        "        self.compiler.cache.drop_stale()  # now nobody waits for it\n",
+        "",
+        "tests/engine/test_constrained.py::test_an_idle_engine_drops_grammars_that_were_asked_for_once_and_long_ago",
+        "an idle engine gives back what grammars of an attack took",
+    ),
+    Guard(
         "large-blocks", "memory/heap.py",
         "        tune(M_MMAP_THRESHOLD, LARGE_BYTES)\n",
         "        pass\n",
         "tests/memory/test_heap.py::test_of_a_bounded_heap_large_blocks_are_given_back_when_they_are_freed",
         "the memory of large bodies is given back",
+    ),
+    Guard(
+        "cycles-freed", "memory/heap.py",
+        "    gc.collect()\n",
+        "",
+        "tests/memory/test_heap.py::test_what_errors_and_their_frames_hold_is_given_back",
+        "bodies of refused requests take no memory",
     ),
     Guard(
         "trimmed-again", "memory/heap.py",
@@ -1930,6 +1986,23 @@ GUARDS = [
         "a limit on files that is too low is named at the start",
     ),
     Guard(
+        "paths-unrevealed", "api/admin.py",
+        '        require_admin(request, "loading a model", wanted.model)\n        model, is_new = await self.registry.load('
+        "wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))\n",
+        "        model, is_new = await self.registry.load("
+        'wanted.model, fetch=bool(wanted.fetch), force=bool(wanted.force))\n'
+        '        require_admin(request, "loading a model", wanted.model)\n',
+        "tests/server/test_tenants.py::test_refusing_to_load_says_nothing_of_what_is_on_this_machine",
+        "who may not load a model does not learn which paths there are",
+    ),
+    Guard(
+        "flags-of-refusals", "api/http.py",
+        "--allowed-origins ORIGIN",
+        "--cors-origins ORIGIN",
+        "tests/test_docs.py::test_every_flag_that_an_error_names_is_there",
+        "a refusal names flags that there are",
+    ),
+    Guard(
         "half-closed", "serving/connections.py",
         "        self._is_half_closed = True\n",
         "        return False\n",
@@ -1994,7 +2067,7 @@ GUARDS = [
     ),
     Guard(
         "owed-prompt", "engine/scheduler.py",
-        "or self._is_owed(chunk.sequence, ready))",
+        "or self._is_owed(chunk.sequence, ready, flooding))",
         "or False)",
         "tests/engine/test_fairness.py::test_before_a_flood_s_rows_a_chat_s_prompt_is_computed_at_once_and_not_before_others",
         "a flood's steps do not come before a chat's first text",
