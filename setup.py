@@ -17,6 +17,7 @@ HEADERS = [
         "blocks",
         "choice",
         "delta",
+        "few",
         "kernels",
         "mtp_head",
         "operation",
