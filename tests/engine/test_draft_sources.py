@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from pathlib import Path
@@ -223,18 +224,26 @@ def test_guesses_of_weft_s_operations_are_those_of_the_head_s_own_code(adapter: 
 
 
 def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adapter) -> None:
-    told = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+    told = Sampling(temperature=0.0, max_tokens=120, ignore_eos=True)
     run = Run(adapter, ON)
-    speculation, num_asked = run.engine.speculation, []
+    speculation, steps, asked = run.engine.speculation, Counter[int](), Counter[int]()
+    may_draft = speculation.may_draft
+
+    def counted(sequences: tuple[Sequence, ...]) -> bool:
+        steps[len(sequences)] += 1
+        return may_draft(sequences)
 
     def never(sequences: tuple[Sequence, ...]) -> bool:
-        num_asked.append(len(sequences))
+        asked[len(sequences)] += 1
         return False
 
-    speculation._would_pay = never  # type: ignore[method-assign]
-    finish(run, *(Submit((number,), chat(question), (told,)) for number, question in enumerate(QUESTIONS[:5])))
+    speculation.may_draft, speculation._would_pay = counted, never  # type: ignore[method-assign]
+    finish(run, *(Submit((number,), chat(question), (told,)) for number, question in enumerate(QUESTIONS[:6])))
+    crowded = [sum(count for num_rows, count in one.items() if num_rows > 4) for one in (steps, asked)]
 
-    assert 3 <= num_asked.count(5) <= 12  # of some forty steps
+    assert crowded[1] > 2
+    assert crowded[0] > 6 * crowded[1]
+    assert all(steps[num_rows] == asked[num_rows] for num_rows in range(1, 5))
 
 
 @pytest.mark.parametrize("after", [0, 7])
