@@ -13,7 +13,7 @@ from setuptools import Extension, setup
 NATIVE = "src/weft/kernels/native"
 HEADERS = [
     f"{NATIVE}/{name}.h"
-    for name in ("blocks", "choice", "delta", "kernels", "operation", "packed", "pool", "recurrences", "scores", "weft")
+    for name in ("blocks", "choice", "delta", "few", "kernels", "operation", "packed", "pool", "recurrences", "scores", "weft")
 ]
 
 

@@ -72,6 +72,14 @@ def test_a_replica_that_joins_gets_work_and_costs_conversations_no_hits() -> Non
     assert joined.busy_seconds[-1] >= sum(joined.busy_seconds) / 2 / (2 * 4)  # it was there for half of the time
 
 
+def test_fronts_that_hear_engines_late_lose_no_request_and_few_hits() -> None:
+    trace = made_up(250, 200.0)
+    late = Simulation(Cluster(4, cached_tokens=300_000, num_fronts=2, delay_seconds=1.0)).run(trace)
+
+    assert late.num_unfinished == 0
+    assert late.hits >= 0.9 * Simulation(CLUSTER).run(trace).hits
+
+
 def test_the_same_trace_gives_the_same_outcome() -> None:
     trace = made_up(60, 20.0)
 

@@ -21,20 +21,26 @@ from weft.memory.prefix_tree import PrefixTree
 class Costs:
     """Seconds of a replica's work: a decode step of some rows, a prompt chunk, and how tokens are grouped.
 
-    step = a + b · rows; chunk = d + e · tokens. The defaults are like an 8B model on one GPU with 8,000 prompt tokens a second.
+    step = a + b · rows + c · lengths; chunk = d + e · tokens + f · tokens · start.
+    The defaults are like an 8B model on one GPU with 8,000 prompt tokens a second.
     """
 
     step_seconds: float = 0.010
     row_seconds: float = 0.0002
     chunk_seconds: float = 0.002
     token_seconds: float = 1 / 8000
+    length_seconds: float = 0.0  # of a step, for each token that one of its rows has
+    start_seconds: float = 0.0  # of a chunk's token, for each token before the chunk
     grain: int = 8  # tokens that one simulated token stands for
 
-    def step(self, num_rows: int) -> float:
-        return self.grain * (self.step_seconds + self.row_seconds * num_rows)
+    def step(self, num_rows: int, num_known: int = 0) -> float:
+        """Return the seconds of a step of rows that have so many tokens together."""
+        return self.grain * (self.step_seconds + self.row_seconds * num_rows + self.length_seconds * self.grain * num_known)
 
-    def chunk(self, num_tokens: int) -> float:
-        return self.chunk_seconds + self.grain * self.token_seconds * num_tokens
+    def chunk(self, num_tokens: int, start: int = 0) -> float:
+        """Return the seconds of a chunk that begins after so many tokens of its prompt."""
+        token = self.token_seconds + self.start_seconds * self.grain * start
+        return self.chunk_seconds + self.grain * token * num_tokens
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class SimulatedEngine:
         )
 
     def _step(self, steps: tuple[Sequence, ...], events: EngineEvents) -> None:
-        seconds = self.costs.step(len(steps))
+        seconds = self.costs.step(len(steps), sum(sequence.num_known for sequence in steps))
         self.now += seconds
         self.scheduler.measure_step(seconds, len(steps))
         for sequence in steps:
@@ -159,7 +165,7 @@ class SimulatedEngine:
             events.tokens.append(TokenEvent(sequence.id, 7, finish=sequence.finish, timings=timings))
 
     def _prefill(self, row: Row, seconds: float | None, events: EngineEvents) -> None:
-        sequence, cost = row.sequence, self.costs.chunk(row.count)
+        sequence, cost = row.sequence, self.costs.chunk(row.count, row.start)
         if sequence.is_abandoned:
             return
         self.prefix.begin(sequence)

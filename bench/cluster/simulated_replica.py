@@ -48,9 +48,12 @@ class SimulatedReplica:
 class SimulatedMachine:
     """One engine, killed and started by the simulation, and how each front sees it."""
 
-    def __init__(self, name: str, make: Callable[[], SimulatedEngine], num_fronts: int) -> None:
+    def __init__(
+        self, name: str, make: Callable[[], SimulatedEngine], num_fronts: int, wake: Callable[[SimulatedMachine], None]
+    ) -> None:
         self.name = name
         self.make = make
+        self.wake = wake  # called when it has something to do
         self.engine: SimulatedEngine | None = None
         self.inbox: list[ToEngine] = []
         self.views = [SimulatedReplica(self) for _ in range(num_fronts)]
@@ -90,6 +93,7 @@ class SimulatedMachine:
             assert isinstance(message, Submit | Cancel)
             numbers = tuple(number * count + place for number in message.numbers)
             self.inbox.append(msgspec.structs.replace(message, numbers=numbers))
+            self.wake(self)
 
         return send
 

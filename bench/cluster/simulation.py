@@ -71,6 +71,7 @@ class Cluster:
     cached_tokens: int = 1_000_000
     num_fronts: int = 1
     chunk_tokens: int = 1024
+    delay_seconds: float = 0.0  # until fronts hear what an engine says
     row_cost: float = 0.0  # of one more row in a step, as the scheduler is told
     has_checkpoints: bool = False  # the model has layers without keys and values: prompts go on from where a chunk ended
 
@@ -93,12 +94,13 @@ class Simulation:
         def make() -> SimulatedEngine:
             return SimulatedEngine(cluster.costs, cluster.config, has_checkpoints=cluster.has_checkpoints)
 
-        self.machines = [SimulatedMachine(str(number), make, cluster.num_fronts) for number in range(cluster.num_replicas)]
-        self.fronts = [self._front(place) for place in range(cluster.num_fronts)]
-        self.outcome = Outcome()
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._is_due: set[str] = set()  # machines whose next turn is on the agenda
+        names = map(str, range(cluster.num_replicas))
+        self.machines = [SimulatedMachine(name, make, cluster.num_fronts, self._wake) for name in names]
+        self.fronts = [self._front(place) for place in range(cluster.num_fronts)]
+        self.outcome = Outcome()
         self._asked: dict[Subscription, TracedRequest] = {}
         self._turn_of_fronts = itertools.cycle(self.fronts)
         for death in deaths:
@@ -119,7 +121,6 @@ class Simulation:
         while self._agenda:
             self.now, _, act = heapq.heappop(self._agenda)
             act()
-            self._wake()
         self._count()
         return self.outcome
 
@@ -133,14 +134,13 @@ class Simulation:
         submit = Submit(front.new_numbers(1), request.prompt(grain), (sampling,), client=request.client)
         self._asked[front.submit([submit])] = request
 
-    def _wake(self) -> None:
-        """Put the next turn of every machine that has something to do on the agenda."""
-        for machine in self.machines:
-            if machine.engine is None or machine.name in self._is_due:
-                continue
-            if machine.inbox or not machine.engine.is_idle:
-                self._is_due.add(machine.name)
-                self._at(max(self.now, machine.engine.now), lambda one=machine: self._turn(one))  # type: ignore[misc]
+    def _wake(self, machine: SimulatedMachine) -> None:
+        """Put the next turn of a machine on the agenda, if it has something to do."""
+        if machine.engine is None or machine.name in self._is_due:
+            return
+        if machine.inbox or not machine.engine.is_idle:
+            self._is_due.add(machine.name)
+            self._at(max(self.now, machine.engine.now), lambda: self._turn(machine))
 
     def _turn(self, machine: SimulatedMachine) -> None:
         """Let a machine compute one turn; what it says is heard when the turn is over."""
@@ -152,13 +152,17 @@ class Simulation:
         events = engine.turn()
 
         def hear() -> None:
-            self._is_due.discard(machine.name)
             if machine.engine is not engine:
                 return  # it has died with it
             for front, view, own in zip(self.fronts, machine.views, machine.shares(events), strict=True):
                 self._hear(front, view, own)
 
-        self._at(engine.now, hear)
+        self._at(engine.now + self.cluster.delay_seconds, hear)
+        self._at(engine.now, lambda: self._end_turn(machine))
+
+    def _end_turn(self, machine: SimulatedMachine) -> None:
+        self._is_due.discard(machine.name)
+        self._wake(machine)
 
     def _hear(self, front: Dispatcher, view: SimulatedReplica, events: EngineEvents) -> None:
         view.status = events.status or view.status

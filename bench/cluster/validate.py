@@ -26,7 +26,9 @@ REPLICAS, ROWS, CHUNK_TOKENS, ROW_COST = 2, 16, 128, 0.2  # as engines on a CPU 
 BLOCK_TOKENS, SHRINK = 64, 8  # a block has 512 in the public traces
 MAX_PROMPT = 1900  # of a context of 2,048
 NUM_IDS, FIRST_ID = 2900, 100  # of the vocabulary
-LOAD = 0.5  # share of the time in which the replicas would be busy, if they computed one thing at a time
+LOAD = 0.35  # share of the time in which the replicas would be busy, if they computed one thing at a time
+UNCACHED_SHARE = 0.65  # of prompt tokens, in conversations such as these
+SHORT_TOKENS, LONG_TOKENS = 20, 12 * CHUNK_TOKENS
 SEEDS = itertools.count(10**6)
 
 
@@ -55,23 +57,34 @@ def show(name: str, simulated: float, measured: float) -> None:
 
 
 def fit(server: Served) -> Costs:
-    """Return chunk = d + e · tokens and step = a + b · rows, from prompts of one chunk and from crowds of equal size."""
+    """Return the costs of steps and chunks, from prompts of one chunk and of many, and from crowds of short and of long rows."""
 
     async def prompt_seconds(size: int) -> float:
         answers = await ask_all(server.url, [(prompt_of(next(SEEDS), size), 1) for _ in range(REPLICAS)])
         return statistics.mean(one.timings["prompt_ms"] / 1e3 for one in answers)
 
-    async def step_seconds(num_rows: int) -> float:
-        answers = await ask_all(server.url, [(prompt_of(next(SEEDS), 20), 100) for _ in range(REPLICAS * num_rows)])
+    async def step_seconds(num_rows: int, size: int) -> float:
+        answers = await ask_all(server.url, [(prompt_of(next(SEEDS), size), 100) for _ in range(REPLICAS * num_rows)])
         return statistics.median(1 / one.timings["predicted_per_second"] for one in answers)
 
+    def steps_of(num_rows: int, size: int = SHORT_TOKENS) -> float:
+        return statistics.median(asyncio.run(step_seconds(num_rows, size)) for _ in range(3))
+
+    def prompts_of(size: int) -> float:
+        return statistics.median(asyncio.run(prompt_seconds(size)) for _ in range(7))
+
     sizes, rows = (24, 48, 72, 96, 120), (1, 2, 4, 8)
-    asyncio.run(step_seconds(2))
-    prompts = [statistics.median(asyncio.run(prompt_seconds(size)) for _ in range(7)) for size in sizes]
-    steps = [statistics.median(asyncio.run(step_seconds(count)) for _ in range(3)) for count in rows]
-    per_token, per_chunk = statistics.linear_regression(sizes, prompts)
-    per_row, per_step = statistics.linear_regression(rows, steps)
-    return Costs(per_step, max(0.0, per_row), max(0.0, per_chunk), per_token, grain=1)
+    steps_of(2)
+    per_token, _ = statistics.linear_regression(sizes, [prompts_of(size) for size in sizes])
+    per_row, per_step = statistics.linear_regression(rows, [steps_of(count) for count in rows])
+    one, six, twelve = (prompts_of(count * CHUNK_TOKENS) for count in (1, 6, 12))  # a request has a price beside its chunks'
+    early, late = (six - one) / 5, (twelve - six) / 6  # a chunk after three others, and one after 8.5, in the mean
+    per_start = max(0.0, (late - early) / (CHUNK_TOKENS * 5.5 * CHUNK_TOKENS))
+    chunk = early - per_start * CHUNK_TOKENS * 3 * CHUNK_TOKENS
+    per_token = min(per_token, chunk / CHUNK_TOKENS)
+    per_length = max(0.0, (steps_of(1, LONG_TOKENS) - steps_of(1)) / (LONG_TOKENS - SHORT_TOKENS))
+    per_chunk = chunk - CHUNK_TOKENS * per_token
+    return Costs(per_step, max(0.0, per_row), per_chunk, per_token, per_length, per_start, grain=1)
 
 
 def small_trace(count: int, costs: Costs) -> list[TracedRequest]:
@@ -82,7 +95,9 @@ def small_trace(count: int, costs: Costs) -> list[TracedRequest]:
         if one.num_prompt // SHRINK <= MAX_PROMPT
     ][:count]
     tokens, steps = sum(one.num_prompt for one in trace), sum(one.num_output for one in trace)
-    work = 0.5 * tokens * costs.token_seconds + steps * (costs.step(4) / 4)  # half of the tokens are cached, rows step together
+    num_chunks = UNCACHED_SHARE * tokens / CHUNK_TOKENS + count
+    work = UNCACHED_SHARE * tokens * costs.token_seconds + num_chunks * costs.chunk_seconds
+    work += steps * costs.step(4) / 4  # rows step together
     return [replace(one, at=one.at * work / REPLICAS / LOAD) for one in trace]
 
 

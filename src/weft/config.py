@@ -135,8 +135,8 @@ class ServerConfig:
     """Megabytes of memory each engine may use, weights included. Default: a safe share of what is there."""
     exact: bool = False
     """On Metal, and on CUDA with experts: answers are bit-equal in any crowd, at the cost of speed. Elsewhere they always are."""
-    replicas: int = 1
-    """Engines of each model, one for each GPU; requests go where their first token comes soonest."""
+    replicas: int | str = 1
+    """Engines of each model, one for each GPU; requests go where their first token comes soonest. 2-8: as many as are needed."""
     shard: int = 1
     """Divide each engine over so many processes of this machine, each with a slice of every layer and its memory."""
     engines: tuple[str, ...] = ()
@@ -216,6 +216,10 @@ class ServerConfig:
         return GateConfig(model, **shared)
 
     @property
+    def replica_range(self) -> "ReplicaRange":
+        return ReplicaRange.read(self.replicas)
+
+    @property
     def engine_addresses(self) -> list[str]:
         return [part.strip() for text in self.engines for part in text.split(",") if part.strip()]
 
@@ -236,13 +240,14 @@ class ServerConfig:
         least: dict[str, float] = {"max_rows": 1, "cache_megabytes": 0, "max_queue": 0, "max_body_bytes": 1, "drain_seconds": 0}
         least |= {"body_seconds": 0.1, "heartbeat_seconds": 0.1, "hang_seconds": 1, "cache_dir_megabytes": 1}
         least |= {"header_seconds": 0.1, "stall_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
-        least |= {"replicas": 1, "shard": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
+        least |= {"shard": 1, "memory": 1, "request_timeout": 0.001, "store_responses": 0, "store_days": 0.001}
         least |= {"requests_per_minute": 1, "tokens_per_minute": 1}
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise WeftError(f"{name} {value} must be at least {low}")
         read_draft_sources(self.speculate)
+        replicas = self.replica_range
         if (self.tls_cert is None) != (self.tls_key is None):
             raise WeftError("tls_cert and tls_key belong together: give both files for HTTPS, or neither for HTTP")
         if self.ray_resources is not None and self.ray is None:
@@ -251,7 +256,7 @@ class ServerConfig:
             raise WeftError("ray must be auto or HOST:PORT of a cluster's head, and places all engines: leave out engines")
         if self.shard > 1 and (self.cache_dir is not None or self.cache_canary or self.engines):
             raise WeftError(f"shard {self.shard} can not act with cache_dir, cache_canary or engines: leave those out")
-        if self.engines and (len(self.models) > 1 or self.replicas > 1):
+        if self.engines and (len(self.models) > 1 or replicas.most > 1):
             raise WeftError("engines are all of one model and started by others; leave out replicas, and all models but one")
         for name, what in (("cache_dir", "folder"), ("keys_file", "file")):
             if getattr(self, name) == "":
@@ -259,6 +264,25 @@ class ServerConfig:
         for name in ("cache_dir", "cache_canary"):
             if getattr(self, name) and not self.cache_megabytes:
                 raise WeftError(f"{name} can not act while cache_megabytes 0 keeps no prompts; give them memory, or leave it out")
+
+
+@dataclass(frozen=True)
+class ReplicaRange:
+    """How many replicas a model has at least and at most; between them its load decides."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def read(cls, setting: int | str) -> "ReplicaRange":
+        """Return the range that a number or LEAST-MOST names; raise WeftError if it names none."""
+        found = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", str(setting).strip())
+        least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+        if not 1 <= least <= most:
+            raise WeftError(
+                f"replicas {setting!r} must be a number from 1 on, as 4, or the least and the most of them, as 2-8, in this order"
+            )
+        return cls(least, most)
 
 
 @dataclass(frozen=True)

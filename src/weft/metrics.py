@@ -61,6 +61,9 @@ class Metrics(Collector):
         self._replica_prompts = add(Gauge, "weft_replica_prompt_tokens_total", prompts, labels=replica)
         hits = "Those of them that it had not to compute."
         self._replica_hits = add(Gauge, "weft_replica_cached_tokens_total", hits, labels=replica)
+        self._wanted = add(Gauge, "weft_replicas_wanted", "Replicas that the model should have by its load.")
+        queued = "Seconds that a single replica would need for what waits to be computed."
+        self._queued = add(Gauge, "weft_replicas_queued_seconds", queued)
         self._moved = add(Gauge, "weft_answers_moved_total", "Answers that went on in another replica.")
         self._memory = add(Gauge, "weft_memory_bytes", "Memory by what it is for.", labels=("model", "kind"))
         reused = "Answers by what ended the known part."
@@ -142,12 +145,25 @@ class Metrics(Collector):
             for source, number in numbers.items():
                 counter.labels(model, source).inc(number)
 
+    @property
+    def _replica_gauges(self) -> tuple[Gauge, ...]:
+        return self._replica_up, self._replica_rows, self._replica_requests, self._replica_prompts, self._replica_hits
+
     def engine(self, model: str, up: bool, restarts: int) -> None:
         """Set whether a model's engine answers and its restart count; the first call also creates the model's token counters."""
         self._engine_up.labels(model).set(up)
         self._restarts.labels(model).set(restarts)
         for instrument in (self._prompt_tokens, self._cached_tokens, self._generated_tokens):
             instrument.labels(model)
+
+    def forget_replicas(self, model: str) -> None:
+        """Drop the gauges of a model's replicas, some of which may have left; those that are there are set again."""
+        for instrument in self._replica_gauges:
+            instrument.remove_by_labels({"model": model})
+
+    def scaling(self, model: str, num_wanted: int, queued_seconds: float) -> None:
+        self._wanted.labels(model).set(num_wanted)
+        self._queued.labels(model).set(queued_seconds)
 
     def replica(self, model: str, replica: str, up: bool, running: int, requests: int) -> None:
         """Set whether a replica takes requests, its running rows, and its unfinished answers."""
@@ -165,8 +181,8 @@ class Metrics(Collector):
     def unloaded(self, model: str) -> None:
         """Remove the gauges of a model that was unloaded; its counters stay."""
         rows = (self._running, self._waiting, self._alone, self._images)
-        replicas = (self._replica_up, self._replica_rows, self._replica_requests, self._replica_prompts, self._replica_hits)
-        for instrument in (*rows, *replicas, self._moved, self._engine_up, self._restarts, self._memory, self._prefixes):
+        pool = (*self._replica_gauges, self._wanted, self._queued, self._moved)
+        for instrument in (*rows, *pool, self._engine_up, self._restarts, self._memory, self._prefixes):
             instrument.remove_by_labels({"model": model})
 
     def http(self, status: int) -> None:

@@ -18,6 +18,7 @@ class AtHand:
         self.client = EngineClient()
         self.status = EngineStatus()
         self.answer_seconds = 0.0
+        self.num_prompt_tokens = self.num_cached_tokens = 0
         self.max_rows = max_rows
         self.kind = "cpu"
         self.is_sick = self.is_lost = self.is_given_up = False

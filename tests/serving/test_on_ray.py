@@ -16,6 +16,7 @@ from waiting import HANG_SECONDS
 from weft.api.admin import show_replicas
 from weft.config import EngineSettings, GateConfig, ServerConfig
 from weft.errors import WeftError
+from weft.serving.autoscaler import Autoscaler
 from weft.serving.gate import Gate
 from weft.serving.model import ServedModel
 from weft.serving.pool import EnginePool
@@ -38,12 +39,13 @@ def short_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 class Cluster:
     """What the driver says of a cluster, and what it was told."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, autoscaler: Autoscaler | None = None) -> None:
         self.news, self.diary = folder / "news", folder / "diary"
         self.news.write_text("")
-        order = FleetOrder("auto", GateConfig("m"), ("0", "1"), {"CPU": 2.0})
+        names = ("0", "1")
+        order = FleetOrder("auto", GateConfig("m"), names if autoscaler is None else names[:1], {"CPU": 2.0})
         self.fleet = RayFleet(order, (sys.executable, str(DRIVER), str(self.news), str(self.diary)))
-        self.pool = EnginePool([OnRay(SETTINGS, name, self.fleet) for name in order.names], 60.0, self.fleet)
+        self.pool = EnginePool([OnRay(SETTINGS, name, self.fleet) for name in names], 60.0, self.fleet, autoscaler)
 
     def say(self, text: str) -> None:
         beside = self.news.with_suffix(".new")
@@ -61,9 +63,9 @@ async def gate(*words: str) -> AsyncIterator[str]:
         yield bound.removeprefix("tcp://")
 
 
-def told(folder: Path, story: Callable[[Cluster], Awaitable[None]]) -> Cluster:
+def told(folder: Path, story: Callable[[Cluster], Awaitable[None]], autoscaler: Autoscaler | None = None) -> Cluster:
     async def run() -> Cluster:
-        cluster = Cluster(folder)
+        cluster = Cluster(folder, autoscaler)
         cluster.pool.start()
         try:
             async with asyncio.timeout(HANG_SECONDS):

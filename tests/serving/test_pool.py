@@ -18,7 +18,9 @@ from thoroughness import ALL
 from waiting import HANG_SECONDS, until
 from weft.config import EngineSettings
 from weft.errors import EngineDied
-from weft.serving.pool import EnginePool, Replica
+from weft.serving.lifeline import HELD_BACK
+from weft.serving.pool import EnginePool
+from weft.serving.replica import Replica
 from weft.serving.starters.here import Here
 
 POISON = 666
@@ -246,3 +248,28 @@ def test_one_replica_s_failure_is_not_the_model_s_and_all_their_failures_are() -
         assert pool.condition.failed == "no such weights"
 
     pooled(story, 2, "--fail", "no such weights")
+
+
+def test_a_killed_engine_s_next_is_not_started_before_its_answers_go_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.serving.lifeline.MAX_HOLD_SECONDS", HANG_SECONDS)
+    read, diary = tmp_path / "read", tmp_path / "diary"
+    read.touch()
+
+    async def story(pool: EnginePool) -> None:
+        await all_open(pool)
+        subscriptions = [ask(pool, [place + 1, 50, 60], 400) for place in range(8)]
+        await proved(pool)
+        read.unlink()
+        signal_to(pool.replicas[0], signal.SIGKILL)
+        await become(lambda: pool.replicas[0].condition.loading == HELD_BACK)
+        num_started = len(diary.read_text().splitlines())
+        read.touch()
+        await asyncio.gather(*map(answers, subscriptions))
+        await all_open(pool)
+
+        assert num_started == 2
+        assert len(diary.read_text().splitlines()) == 3
+
+    pooled(story, 2, *SLOW, "--prompt-until", str(read), "--diary", str(diary))

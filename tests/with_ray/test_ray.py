@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def serving(log: Path, cluster: Cluster, *more: str) -> Any:
-    arguments = ("--ray", cluster.address, "--replicas", "2", "--ray-resources", "CPU=1", "--drain-seconds", "0")
+def serving(log: Path, cluster: Cluster, *more: str, num_replicas: str = "2") -> Any:
+    arguments = ("--ray", cluster.address, "--replicas", num_replicas, "--ray-resources", "CPU=1", "--drain-seconds", "0")
     return running(log, "tiny-hybrid", *arguments, *more)
 
 
@@ -91,6 +92,35 @@ def test_two_fronts_share_the_engines_and_the_last_one_ends_them(short_folder: P
             until(lambda: len(cluster.engine_pids()) == 2 and cluster.engine_pids() != pids)
             wait_all_ready(first)
         until(lambda: cluster.engine_pids() == set())
+
+
+def test_a_queue_has_a_second_engine_placed_and_all_are_answered(short_folder: Path) -> None:
+    with (
+        cluster_of(short_folder, 2) as cluster,
+        serving(short_folder / "log", cluster, "--max-rows", "2", num_replicas="1-2") as server,
+    ):
+        wait_all_ready(server)
+        assert len(cluster.engine_pids()) == 1
+        alone = told(server.post("/v1/completions", ASKED[0]))
+        is_over = threading.Event()
+
+        def ask() -> list[Any]:
+            found = []
+            while not is_over.is_set():
+                found.append(told(server.post("/v1/completions", ASKED[0])))
+            return found
+
+        with concurrent.futures.ThreadPoolExecutor(24) as threads:
+            waiting = [threads.submit(ask) for _ in range(24)]
+            try:
+                until(lambda: len(cluster.engine_pids()) == 2, server.log.read_text)
+                until(lambda: len(replicas(server)) == 2 and all(row["rows_running"] for row in replicas(server)))
+            finally:
+                is_over.set()
+            answers = [answer for one in waiting for answer in one.result(HANG_SECONDS)]
+
+        assert answers == [alone] * len(answers)
+        assert server.status()["models"][0]["scaling"]["wanted"] == 2
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,10 @@ from weft.ipc.limits import MAX_MESSAGES, MAX_TOKEN_IDS
 from weft.ipc.messages import Prefixes
 from weft.metrics import CONTENT_TYPE
 from weft.serving.active_request import MAX_REPORTS
+from weft.serving.autoscaler import Autoscaler
 from weft.serving.model import ServedModel
-from weft.serving.pool import Replica
 from weft.serving.registry import ModelRegistry
+from weft.serving.replica import Replica
 from weft.serving.service import Service
 from weft.serving.tenants import Tenant
 from weft.text.tokenizer import Tokenizer
@@ -173,7 +174,10 @@ class Admin:
             metrics.memory(model.name, model.memory)
             metrics.prefixes(model.name, status.prefixes)
             model.count_drafts(metrics)
-            for replica in model.pool.replicas if len(model.pool.replicas) > 1 else ():
+            metrics.forget_replicas(model.name)
+            if (autoscaler := model.pool.autoscaler) is not None:
+                metrics.scaling(model.name, autoscaler.target, autoscaler.load.queued_seconds)
+            for replica in () if model.pool.dispatcher.is_lone else model.pool.replicas:
                 metrics.replica(model.name, replica.name, replica.is_open, replica.status.running, len(replica.client.live))
                 metrics.replica_hits(model.name, replica.name, replica.num_prompt_tokens, replica.num_cached_tokens)
             metrics.moved(model.name, model.pool.dispatcher.num_moved)
@@ -312,8 +316,8 @@ def visible_condition(model: ServedModel, tenant: Tenant) -> dict[str, Any]:
 
 def show_replicas(model: ServedModel) -> dict[str, Any]:
     """Return each replica's state, load and cache hits, and how many answers were moved; {} for a model with one replica here."""
-    placement = model.pool.placement
-    if len(model.pool.replicas) == 1 and placement is None:
+    placement, autoscaler = model.pool.placement, model.pool.autoscaler
+    if model.pool.dispatcher.is_lone and placement is None:
         return {}
     rows = [
         {
@@ -332,7 +336,13 @@ def show_replicas(model: ServedModel) -> dict[str, Any]:
         for replica in model.pool.replicas
     ]
     placed = {} if placement is None else {"placement": {"can_place": placement.problem is None, "message": placement.problem}}
-    return {"replicas": rows, "moved": model.pool.dispatcher.num_moved, **placed}
+    scaled = {} if autoscaler is None else {"scaling": _show_scaling(autoscaler)}
+    return {"replicas": rows, "moved": model.pool.dispatcher.num_moved, **placed, **scaled}
+
+
+def _show_scaling(autoscaler: Autoscaler) -> dict[str, Any]:
+    load = {"queued_seconds": round(autoscaler.load.queued_seconds, 3), "replicas_used": round(autoscaler.load.num_used, 3)}
+    return {"least": autoscaler.least, "most": autoscaler.most, "wanted": autoscaler.target, **load}
 
 
 def _replica_status(replica: Replica) -> str:
@@ -343,7 +353,7 @@ def _replica_status(replica: Replica) -> str:
         return "loading"
     if condition.is_sick:
         return "sick"
-    return "leaving" if replica.is_leaving else "ready"
+    return "leaving" if replica.is_leaving or replica.is_retired else "ready"
 
 
 def condition_of(model: ServedModel) -> dict[str, Any]:
@@ -365,7 +375,7 @@ def condition_of(model: ServedModel) -> dict[str, Any]:
 
 
 def _show_cache(model: ServedModel, replica: str, prefixes: Prefixes, tokenizer: Tokenizer) -> dict[str, Any]:
-    which = {"model": model.name} if len(model.pool.replicas) == 1 else {"model": model.name, "replica": replica}
+    which = {"model": model.name} if model.pool.dispatcher.is_lone else {"model": model.name, "replica": replica}
     sizes = pick_fields(prefixes, "held_bytes", "budget_bytes", "disk_bytes", "num_nodes")
     nodes = [
         {

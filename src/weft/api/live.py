@@ -148,7 +148,7 @@ class LiveView:
     def _replica(self, request: ActiveRequest) -> str | None:
         """Return the name of the replica that has a request now; None if its model has one replica, or none has it."""
         pool = next((model.pool for model in self.service.models if model.name == request.model), None)
-        if pool is None or len(pool.replicas) == 1 or request.subscription is None:
+        if pool is None or pool.dispatcher.is_lone or request.subscription is None:
             return None
         open_numbers = request.subscription.open
         return next((one.name for one in pool.replicas if any(n in one.client.live.inside for n in open_numbers)), None)

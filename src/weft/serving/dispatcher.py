@@ -94,8 +94,11 @@ class ServedTokens:
 class Dispatcher:
     """Distributes a model's sequences over its replicas, and moves them when a replica dies, falls silent or leaves."""
 
-    def __init__(self, replicas: Sequence[DispatchTarget], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, replicas: Sequence[DispatchTarget], clock: Callable[[], float] = time.monotonic, *, is_elastic: bool = False
+    ) -> None:
         self.replicas = replicas
+        self.is_elastic = is_elastic  # replicas may join and leave
         self.router = Router()
         self.clock = clock
         self.queue: list[Group] = []
@@ -103,9 +106,11 @@ class Dispatcher:
         self.served = ServedTokens()
         self._numbers = itertools.count()
         for replica in replicas:
-            self._follow(replica)
+            self.follow(replica)
 
-    def _follow(self, replica: DispatchTarget) -> None:
+    def follow(self, replica: DispatchTarget) -> None:
+        """Count what ends in a replica that is one of `replicas` now."""
+
         def end(one: InFlightSequence) -> None:
             self.served.end(one)
             if one.timings is not None and not one.sampling_index:
@@ -115,6 +120,10 @@ class Dispatcher:
                 replica.answer_seconds = seconds if not mean else mean + ANSWER_SHARE * (seconds - mean)
 
         replica.client.on_end, replica.client.is_lone = end, self.is_lone
+
+    def forget(self, replica: DispatchTarget) -> None:
+        """Forget what a replica had cached that is none of `replicas` any more."""
+        self.router.index.forget(replica.name)
 
     def __len__(self) -> int:
         return sum(len(one.client.live) for one in self.replicas) + self.num_queued
@@ -126,7 +135,8 @@ class Dispatcher:
 
     @property
     def is_lone(self) -> bool:
-        return len(self.replicas) == 1
+        """Whether there is one replica, and never another."""
+        return len(self.replicas) == 1 and not self.is_elastic
 
     @property
     def num_queued(self) -> int:
@@ -159,6 +169,11 @@ class Dispatcher:
             self.router.report(replica.name, events)
         if self.queue:
             self.settle()
+
+    def is_resuming(self, besides: DispatchTarget) -> bool:
+        """Whether other replicas have answers that they have not continued yet."""
+        others = (one for one in self.replicas if one is not besides and not one.is_gone)
+        return any(one.emitted and not one.has_begun for replica in others for one in replica.client.live.inside.values())
 
     def settle(self) -> None:
         """Take sequences from replicas that are gone, and send what waits where it is cheapest, as long as there are places."""

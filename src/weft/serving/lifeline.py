@@ -29,10 +29,13 @@ MAX_FAILURES = 5  # engines in a row that are of no use, before the replica is g
 SOON_SECONDS = 60.0  # an engine that lives longer was of use, even if it had no request
 DRAIN_SECONDS = 0.2  # of silence after an engine's end: then all its messages have come
 TICK_SECONDS = 0.25
+MAX_HOLD_SECONDS = 3.0  # for which an engine that others can do without is not started while they resume its answers
+HOLD_TICK_SECONDS = 0.02
 SICK_SECONDS = 1.5  # of silence, where a beat is due every quarter of a second
 LOST_SECONDS = 2.5  # and then the other replicas, where there are some, continue its requests
 SILENCE_SECONDS = 10.0  # after so long an engine that was ready is taken for dead
 LOADING_SECONDS = 120.0  # and one that was not: loading a model may hold the interpreter
+HELD_BACK = Loading("waiting until answers go on elsewhere")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Lifeline:
         self.on_change: Callable[[], None] = lambda: None  # called after every change of condition
         self.on_message: Callable[[ToFront], None] = lambda _: None  # called with every message, after it was handled
         self.why_not: Callable[[Ready], str | None] = lambda _: None  # why an engine that is ready may not serve this model
+        self.are_others_resuming: Callable[[], bool] = lambda: False  # whether answers have moved and are not continued yet
         self._task: asyncio.Task[None] | None = None
         self._ready_at: float | None = None  # in the event loop's time
         self._folder: str | None = None  # of the model that was served last
@@ -174,6 +178,16 @@ class Lifeline:
                 EngineCondition(loading=Loading(f"trying again: {why}" if self.starter.may_be_away else "starting again"))
             )
             await asyncio.sleep(pause)
+            if not self.starter.may_be_away:
+                await self._hold_back()
+
+    async def _hold_back(self) -> None:
+        """Wait until answers that have moved are continued elsewhere: a new engine would take the processor's time from them."""
+        deadline = asyncio.get_running_loop().time() + MAX_HOLD_SECONDS
+        while self.are_others_resuming() and asyncio.get_running_loop().time() < deadline:
+            if self.condition.loading != HELD_BACK:
+                self._change(EngineCondition(loading=HELD_BACK))
+            await asyncio.sleep(HOLD_TICK_SECONDS)
 
     async def _run_once(self) -> str | None:
         """Run one engine to its end; return why it was of no use if it ended before or soon after `ready`, else None."""

@@ -10,73 +10,66 @@ from functools import partial
 from weft.config import EngineSettings
 from weft.errors import EngineDied, InvalidRequest
 from weft.ipc.messages import DraftCounts, EngineEvents, EngineStatus, Leaving, Prefixes, Ready, ToFront
+from weft.serving.autoscaler import Autoscaler, measure_load
 from weft.serving.dispatcher import Dispatcher
-from weft.serving.lifeline import DraftTotals, EngineCondition, Lifeline
+from weft.serving.lifeline import DraftTotals, EngineCondition
+from weft.serving.replica import LeftTotals, Replica
 from weft.serving.starters import EnginePlacement, Starter
 
 log = logging.getLogger("weft.serving")
 
 DRAIN_TICK_SECONDS = 0.05
-
-
-class Replica(Lifeline):
-    """One of a model's engines, as the dispatcher sees it."""
-
-    def __init__(self, starter: Starter, hang_seconds: float) -> None:
-        super().__init__(starter, hang_seconds)
-        self.answer_seconds = 0.0
-        self.num_prompt_tokens = 0  # of answers that have ended here
-        self.num_cached_tokens = 0
-        self.is_leaving = False  # takes nothing new
-        self.has_left = False  # what has not ended by now goes on elsewhere
-
-    @property
-    def max_rows(self) -> int:
-        return self.condition.ready.max_rows if self.condition.ready is not None else 0
-
-    @property
-    def kind(self) -> str:
-        ready = self.condition.ready
-        return "" if ready is None else f"{ready.device} {ready.versions}"
-
-    @property
-    def is_open(self) -> bool:
-        return self.client.send is not None and not self.condition.is_sick and not self.is_leaving
-
-    @property
-    def is_gone(self) -> bool:
-        return self.client.send is None or self.condition.is_lost
-
-    @property
-    def is_given_up(self) -> bool:
-        return self.condition.failed is not None or self.has_left or self.is_away
-
-    def count_prompt(self, num_tokens: int, num_cached: int) -> None:
-        self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached
+SCALE_SECONDS = 1.0  # between two looks at how many replicas there should be
 
 
 class EnginePool:
-    """Runs a model's replicas and gives requests to them; with one replica it is as if there were only that."""
+    """Runs a model's replicas and gives requests to them; with one replica it is as if there were only that.
 
-    def __init__(self, starters: Sequence[Starter], hang_seconds: float, placement: EnginePlacement | None = None) -> None:
+    With an autoscaler the first starters are used, as many as it wants; answers of a replica that is not wanted any more end
+    within `drain_seconds`, or move.
+    """
+
+    def __init__(
+        self,
+        starters: Sequence[Starter],
+        hang_seconds: float,
+        placement: EnginePlacement | None = None,
+        autoscaler: Autoscaler | None = None,
+        drain_seconds: float = 0.0,
+    ) -> None:
+        self.starters, self.hang_seconds, self.drain_seconds = starters, hang_seconds, drain_seconds
         self.placement = placement  # None: engines are started here, or by others
-        self.replicas = [Replica(starter, hang_seconds) for starter in starters]
-        self.dispatcher = Dispatcher(self.replicas)
-        self.condition = self._condition()
+        self.autoscaler = autoscaler  # None: there is a replica for each starter
+        self.replicas: list[Replica] = []
+        self.dispatcher = Dispatcher(self.replicas, is_elastic=autoscaler is not None)
         self.changed = asyncio.Event()  # set at the next change of condition, and then replaced
+        self._left = LeftTotals()
+        self._scaling: asyncio.Task[None] | None = None
+        self.replicas += map(self._replica, starters if autoscaler is None else starters[: autoscaler.target])
         for replica in self.replicas:
-            replica.on_change = partial(self._update, replica)
-            replica.on_message = partial(self._receive, replica)
-            replica.why_not = partial(self._why_not, replica)
+            self.dispatcher.follow(replica)
+        self.condition = self._condition()
+
+    def _replica(self, starter: Starter) -> Replica:
+        replica = Replica(starter, self.hang_seconds)
+        replica.on_change = partial(self._update, replica)
+        replica.on_message = partial(self._receive, replica)
+        replica.why_not = partial(self._why_not, replica)
+        replica.are_others_resuming = partial(self.dispatcher.is_resuming, replica)
+        return replica
 
     def start(self) -> None:
         if self.placement is not None:
             self.placement.start()
         for replica in self.replicas:
             replica.start()
+        if self.autoscaler is not None:
+            self._scaling = asyncio.create_task(self._scale(self.autoscaler))
 
     async def stop(self) -> None:
+        if self._scaling is not None:
+            self._scaling.cancel()
+            await asyncio.gather(self._scaling, return_exceptions=True)
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
         if self.placement is not None:
             await self.placement.stop()
@@ -93,11 +86,11 @@ class EnginePool:
 
     @property
     def restarts(self) -> int:
-        return sum(replica.restarts for replica in self.replicas)
+        return sum(replica.restarts for replica in self.replicas) + self._left.restarts
 
     @property
     def drafts(self) -> DraftTotals:
-        return sum((replica.drafts for replica in self.replicas), DraftTotals())
+        return sum((replica.drafts for replica in self.replicas), self._left.drafts)
 
     @property
     def max_rows(self) -> int:
@@ -106,7 +99,7 @@ class EnginePool:
     @property
     def status(self) -> EngineStatus:
         """The status of the only replica, or the sum of all, with what waits for a replica among the waiting rows."""
-        if len(self.replicas) == 1:
+        if self.dispatcher.is_lone:
             return self.replicas[0].status
         return sum_statuses([replica.status for replica in self.replicas], self.dispatcher.num_queued)
 
@@ -121,16 +114,62 @@ class EnginePool:
     async def renew(self, name: str, drain_seconds: float) -> None:
         """Replace a replica's engine: it takes nothing new, short answers end within `drain_seconds`, the others move."""
         replica = self.replica(name)
+        if replica.is_retired:
+            raise InvalidRequest(f"replica {name!r} is not renewed: it leaves, because the others suffice", "replica")
         replica.is_leaving = True
         try:
-            deadline = time.monotonic() + drain_seconds
-            while len(replica.client.live) and time.monotonic() < deadline:
-                await asyncio.sleep(DRAIN_TICK_SECONDS)
-            replica.has_left = True
-            self.dispatcher.settle()
+            await self._drain(replica, drain_seconds)
             replica.renew()
         finally:
             replica.is_leaving = replica.has_left = False
+
+    async def _drain(self, replica: Replica, seconds: float) -> None:
+        """Let the answers of a replica that takes nothing new end within `seconds`, and move the others."""
+        deadline = time.monotonic() + seconds
+        while len(replica.client.live) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_TICK_SECONDS)
+        replica.has_left = True
+        self.dispatcher.settle()
+
+    async def _scale(self, autoscaler: Autoscaler) -> None:
+        """Have as many replicas as the autoscaler wants, until cancelled; while none is ready, nothing is to be learnt."""
+        while True:
+            await asyncio.sleep(SCALE_SECONDS)
+            if ready := [replica for replica in self.replicas if replica.max_rows]:
+                await self.resize(autoscaler.decide(measure_load(ready, self.dispatcher.queue), time.monotonic()))
+
+    async def resize(self, number: int) -> None:
+        """Add or retire replicas, the last ones first, until there are so many; return when those that leave are gone.
+
+        Names are taken in order, so that several fronts want the same engines without talking.
+        """
+        while len(self.replicas) < number:
+            self._add(self.starters[len(self.replicas)])
+        while len(self.replicas) > number and not self.replicas[-1].is_leaving:
+            await self._retire(self.replicas[-1])
+
+    def _add(self, starter: Starter) -> None:
+        replica = self._replica(starter)
+        self.replicas.append(replica)
+        self.dispatcher.follow(replica)
+        self._place()
+        log.info("replica %s is added: there are %d now", replica.name, len(self.replicas))
+        replica.start()
+
+    async def _retire(self, replica: Replica) -> None:
+        replica.is_retired = True
+        await self._drain(replica, self.drain_seconds)
+        await replica.stop()
+        self.replicas.remove(replica)
+        self.dispatcher.forget(replica)
+        self._left += replica
+        self._place()
+        log.info("replica %s has left: there are %d now", replica.name, len(self.replicas))
+        self._refresh()
+
+    def _place(self) -> None:
+        if self.placement is not None:
+            self.placement.place([replica.name for replica in self.replicas])
 
     async def prefixes(self, *, clear: bool = False, scope: str | None = None) -> list[tuple[str, Prefixes]]:
         """Return what each ready replica has cached (of one scope), by its name; raise EngineError if one does not answer."""
@@ -156,7 +195,10 @@ class EnginePool:
         elif replica.condition.failed is not None:
             log.error("replica %s is given up, the others go on: %s", replica.name, replica.condition.failed)
         self.dispatcher.settle()
-        if condition != self.condition:
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if (condition := self._condition()) != self.condition:
             self.condition = condition
             changed, self.changed = self.changed, asyncio.Event()
             changed.set()

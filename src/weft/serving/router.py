@@ -18,7 +18,8 @@ from weft.serving.in_flight import EngineClient, InFlightSequence
 from weft.serving.prefix_index import PrefixIndex, num_common
 from weft.text.types import Placement
 
-IDLE_WEIGHT, BUSY_WEIGHT = 0.25, 6.0  # of tokens computed again, in waiting: while no replica has a queue, and when all have one
+IDLE_WEIGHT, BUSY_WEIGHT = 0.25, 6.0  # of tokens computed again, in waiting: while nothing waits anywhere, and when all are busy
+BUSY_SECONDS = 1.0  # a replica is busy when a new prompt would wait there for so long; below that it is so in proportion
 BESIDE_ANSWERS = 1 + 1 / EngineConfig.gap_factor  # times as long a prompt takes where rows decode: a step after each slice
 UNKNOWN_SECONDS_PER_TOKEN = 1e-3  # until an engine has computed a prompt
 NEAR = 1.1  # replicas with up to so many times the least cost are equally good for a prompt that nobody knows
@@ -63,9 +64,9 @@ class Router:
         cached = self.index.matches(prompt, submit.salt, submit.scope)
         coming = {one.name: _coming(submit, prompt, one) for one in everywhere}
         matched = {one.name: max(cached.get(one.name, 0), *coming[one.name], 0) for one in everywhere}
-        waits = {one.name: wait_seconds(one, everywhere) for one in replicas}
+        waits = {one.name: wait_seconds(one, everywhere) for one in everywhere}
         best = max(matched.values())
-        weight = _copy_weight(everywhere, sum(common >= best for found in coming.values() for common in found))
+        weight = _copy_weight(waits.values(), sum(common >= best for found in coming.values() for common in found))
 
         def cost(one: RoutedReplica) -> float:
             is_beside = one.client.live.inside or one.status.running  # what is before it answers by then
@@ -109,15 +110,10 @@ def seconds_per_token(replica: RoutedReplica, everywhere: Iterable[RoutedReplica
     return sum(known) / len(known) if known else UNKNOWN_SECONDS_PER_TOKEN
 
 
-def _copy_weight(everywhere: Collection[RoutedReplica], num_sharing: int) -> float:
+def _copy_weight(waits: Collection[float], num_sharing: int) -> float:
     """Return what a token that is computed again costs beside its time; little where many under way will use the copy."""
-    share = sum(_has_queue(one) for one in everywhere) / len(everywhere)
+    share = sum(min(1.0, wait / BUSY_SECONDS) for wait in waits) / len(waits)
     return (IDLE_WEIGHT + (BUSY_WEIGHT - IDLE_WEIGHT) * share) / (1 + num_sharing)
-
-
-def _has_queue(replica: RoutedReplica) -> bool:
-    """Whether a prompt waits behind another; one that is being computed is no queue."""
-    return sum(remaining_tokens(one) > 0 for one in replica.client.live.inside.values()) > 1
 
 
 def _num_rows(replica: RoutedReplica) -> int:

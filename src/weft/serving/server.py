@@ -18,6 +18,7 @@ from weft.config import ServerConfig, find_engine_key
 from weft.errors import UnknownModel, WeftError
 from weft.memory.heap import HeapKeeper, bound_heap, collect_and_trim
 from weft.metrics import Metrics
+from weft.serving.autoscaler import Autoscaler
 from weft.serving.connections import make_http_server
 from weft.serving.engine_key import EngineKey
 from weft.serving.loop_watch import watch_event_loop
@@ -25,6 +26,7 @@ from weft.serving.model import ServedModel, ServerScreen
 from weft.serving.pool import EnginePool
 from weft.serving.replicas import Devices, check_replicas, starters_here
 from weft.serving.service import Service
+from weft.serving.starters import EnginePlacement, Starter
 from weft.serving.starters.given import Given
 from weft.serving.starters.on_ray import OnRay, RayFleet, default_resources, look_at_cluster, parse_resources
 from weft.serving.starters.ray_driver import FleetOrder
@@ -139,13 +141,14 @@ def make_service(config: ServerConfig) -> Service:
     if config.ray is not None:
         return _service_on_ray(config, names)
     devices = Devices.here()
-    check_replicas(config.replicas, devices, force=config.force)
+    replicas = config.replica_range
+    check_replicas(replicas.most, devices, force=config.force)
     if config.engines:
         return _service_of_engines(config)
 
     def make(name: str, fallback: str | None = None) -> ServedModel:
-        starters = starters_here(config.engine_settings(name, fallback), config.replicas, devices)
-        return _served(name, EnginePool(starters, config.hang_seconds), config)
+        starters = starters_here(config.engine_settings(name, fallback), replicas.most, devices)
+        return _served(name, _pool(starters, config), config)
 
     return Service([make(name, fallback) for name in names], Metrics(), config.max_queue, make)
 
@@ -160,7 +163,7 @@ def _service_of_engines(config: ServerConfig) -> Service:
     def refuse(name: str) -> ServedModel:
         raise UnknownModel(f"{name} can not be loaded: this server uses the engines that it was given", "model")
 
-    model = _served(name, EnginePool(starters, config.hang_seconds), config)
+    model = _served(name, _pool(starters, config), config)
     return Service([model], Metrics(), config.max_queue, refuse)
 
 
@@ -170,12 +173,19 @@ def _service_on_ray(config: ServerConfig, names: Sequence[str]) -> Service:
     resources = default_resources(nodes) if config.ray_resources is None else parse_resources(config.ray_resources)
 
     def make(name: str) -> ServedModel:
-        settings, replicas = config.engine_settings(name), tuple(map(str, range(config.replicas)))
-        fleet = RayFleet(FleetOrder(config.ray or "", config.gate_config(name), replicas, resources))
-        starters = [OnRay(settings, replica, fleet, key) for replica in replicas]
-        return _served(name, EnginePool(starters, config.hang_seconds, fleet), config)
+        settings, replicas = config.engine_settings(name), config.replica_range
+        names = tuple(map(str, range(replicas.most)))
+        fleet = RayFleet(FleetOrder(config.ray or "", config.gate_config(name), names[: replicas.least], resources))
+        return _served(name, _pool([OnRay(settings, one, fleet, key) for one in names], config, fleet), config)
 
     return Service([make(name) for name in names], Metrics(), config.max_queue, make)
+
+
+def _pool(starters: Sequence[Starter], config: ServerConfig, placement: EnginePlacement | None = None) -> EnginePool:
+    """Return the pool of a model's engines; if their number is a range, its load decides how many of the starters are used."""
+    least, most = config.replica_range.least, config.replica_range.most
+    autoscaler = Autoscaler(least, most) if least < most else None
+    return EnginePool(starters, config.hang_seconds, placement, autoscaler, config.drain_seconds)
 
 
 def _engine_key(config: ServerConfig) -> EngineKey | None:

@@ -1,5 +1,6 @@
 """How an engine comes to be: started as a child process, given at an address, or placed by Ray. A lifeline knows no more."""
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,3 +81,7 @@ class EnginePlacement(Protocol):
     def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+    def place(self, names: Sequence[str]) -> None:
+        """Have engines with these names and no others from now on."""
+        ...

@@ -18,7 +18,7 @@ from weft.errors import EngineRefused, WeftError
 from weft.serving.engine_key import EngineKey
 from weft.serving.kept_gate import GateNews
 from weft.serving.starters.given import REACH_SECONDS, Given, GivenEngine, parse_address
-from weft.serving.starters.ray_driver import COMMAND, FleetNews, FleetOrder
+from weft.serving.starters.ray_driver import COMMAND, FleetNews, FleetOrder, FleetWish, PlaceEngines, RenewEngine
 
 log = logging.getLogger("weft.serving")
 
@@ -107,11 +107,20 @@ class RayFleet:
             raise OSError(self.problem or f"Ray has not placed it yet; it needs {needs} of one machine")
         return news.address
 
+    def place(self, names: Sequence[str]) -> None:
+        """Have engines with these names and no others from now on; the others are let go of."""
+        self.order = msgspec.structs.replace(self.order, names=tuple(names))
+        self._news = {name: news for name, news in self._news.items() if name in names}
+        self._tell(PlaceEngines(self.order.names))
+
     def renew(self, name: str) -> None:
         """Have an engine replaced by a new process on its machine; its answers for other fronts move or end."""
         self._news.pop(name, None)
+        self._tell(RenewEngine(name))
+
+    def _tell(self, wish: FleetWish) -> None:
         if self._stdin is not None:
-            self._stdin.write(msgspec.json.encode(name) + b"\n")
+            self._stdin.write(msgspec.json.encode(wish) + b"\n")
 
     async def _keep_driver(self) -> None:
         while True:
@@ -144,7 +153,7 @@ class RayFleet:
         if news.problem != self.problem:
             log.warning("%s", news.problem or "Ray's head is reached again")
         self.problem = news.problem
-        self._news |= news.engines
+        self._news |= {name: one for name, one in news.engines.items() if name in self.order.names}
 
 
 @dataclass

@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +39,21 @@ class FleetOrder(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
     resources: dict[str, float] = {}
     front: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+
+
+class PlaceEngines(msgspec.Struct, frozen=True, tag=True):
+    """A front's wish to have engines with these names and no others from now on."""
+
+    names: tuple[str, ...]
+
+
+class RenewEngine(msgspec.Struct, frozen=True, tag=True):
+    """A front's wish to have an engine replaced by a new process on its machine."""
+
+    name: str
+
+
+FleetWish = PlaceEngines | RenewEngine
 
 
 class FleetNews(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,6 +92,7 @@ class Driver:
         self._order = order
         self._handles: dict[str, Any] = {}  # by engine
         self._asked: dict[str, Any] = {}  # by engine, a call whose answer is due
+        self._met: set[str] = set()  # engines whose keepers have answered
 
     def connect(self) -> FleetNews:
         """Join the cluster; return what its machines have. Raises ConnectionError or another error of Ray's."""
@@ -94,10 +109,26 @@ class Driver:
             if name not in self._handles:
                 self._handles[name] = self._place(name)
 
-    def renew(self, names: Sequence[str]) -> None:
-        for name in names:
-            if name in self._handles:
+    def follow(self, wish: FleetWish) -> None:
+        match wish:
+            case RenewEngine(name=name) if name in self._handles:
                 self._handles[name].renew.remote()
+            case PlaceEngines(names=names):
+                self._order = msgspec.structs.replace(self._order, names=names)
+                for name in self._handles.keys() - {*names}:
+                    self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        """Hold an engine no longer. One that was never met may wait for a machine: it is cancelled."""
+        import ray
+
+        handle = self._handles.pop(name)
+        self._asked.pop(name, None)
+        if name in self._met:
+            handle.release.remote(self._order.front)
+        else:
+            ray.kill(handle)
+        self._met.discard(name)
 
     def hold(self) -> FleetNews:
         """Hold all engines; return the addresses of those that answer in time."""
@@ -122,6 +153,7 @@ class Driver:
         except ray.exceptions.RayActorError:
             del self._handles[name]  # it is gone for good: another is placed
             return None
+        self._met.add(name)
         return news
 
     def release(self) -> None:
@@ -159,21 +191,21 @@ class Driver:
         return None
 
 
-class _Renewals(threading.Thread):
-    """Reads from stdin which engines the front wants to be renewed, a name a line, until the front is gone."""
+class _Wishes(threading.Thread):
+    """Reads the front's wishes from stdin, one a line, until the front is gone."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._names: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[FleetWish] = queue.SimpleQueue()
         self.is_over = threading.Event()
 
     def run(self) -> None:
         for line in sys.stdin.buffer:
-            self._names.put(msgspec.json.decode(line, type=str))
+            self._wishes.put(msgspec.json.decode(line, type=FleetWish))
         self.is_over.set()
 
-    def take(self) -> list[str]:
-        return [self._names.get() for _ in range(self._names.qsize())]
+    def take(self) -> list[FleetWish]:
+        return [self._wishes.get() for _ in range(self._wishes.qsize())]
 
 
 def main() -> None:
@@ -191,14 +223,15 @@ def main() -> None:
     except Exception as error:  # a border: Ray raises many kinds
         tell(FleetNews(problem=f"Ray at {order.cluster!r} can not be used: {_first_line(error)}"))
         sys.exit(1)
-    renewals = _Renewals()
-    renewals.start()
+    wishes = _Wishes()
+    wishes.start()
     is_over = False
     while not is_over:
+        for wish in wishes.take():
+            driver.follow(wish)
         driver.place()
-        driver.renew(renewals.take())
         tell(driver.hold())
-        is_over = renewals.is_over.wait(TICK_SECONDS)
+        is_over = wishes.is_over.wait(TICK_SECONDS)
     driver.release()
     time.sleep(TICK_SECONDS)  # for the last calls to be sent
 
