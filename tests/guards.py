@@ -1534,6 +1534,13 @@ GUARDS = [
         "no priority of another tenant counts where both are level, and a flood does not step once more before a chat",
     ),
     Guard(
+        "fair-absence", "engine/scheduler.py",
+        "(*self.waiting, *self.running) if not one.is_abandoned))",
+        "(*self.waiting, *self.running)))",
+        "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
+        "a tenant whose answers have ended is not there, though its rows are released a turn later",
+    ),
+    Guard(
         "fair-return", "engine/fairness.py",
         "self.served.get(who, 0.0) - forgiven",
         "self.served.get(who, 0.0)",
