@@ -1007,7 +1007,7 @@ GUARDS = [
         "slow-to-shrink", "serving/autoscaler.py",
         "self._long_since = self._idle_since = None",
         "self._long_since = None",
-        "tests/properties/test_autoscaler.py::test_a_replica_leaves_only_long_after_the_last_change",
+        "tests/properties/test_autoscaler.py::test_a_queue_that_stays_brings_all_replicas_and_its_end_leaves_the_least",
         "replicas and their caches do not come and go with every lull",
     ),
     Guard(
@@ -1044,6 +1044,13 @@ GUARDS = [
         "",
         "tests/serving/test_dispatcher.py::test_many_arrivals_with_long_own_parts_are_spread_by_need",
         "a prefix that many share is copied, not queued for",
+    ),
+    Guard(
+        "copies-by-waiting", "serving/router.py",
+        "share = sum(min(1.0, wait / BUSY_SECONDS) for wait in waits) / len(waits)",
+        "share = 0.0",
+        "tests/properties/test_routing.py::test_where_all_replicas_are_busy_a_prompt_waits_longer_for_what_is_cached",
+        "where all replicas are busy, little is computed that another has cached",
     ),
     Guard(
         "fewer-rows", "serving/router.py",
@@ -1532,6 +1539,13 @@ GUARDS = [
         "default=0.0)",
         "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
         "no priority of another tenant counts where both are level, and a flood does not step once more before a chat",
+    ),
+    Guard(
+        "fair-absence", "engine/scheduler.py",
+        "(*self.waiting, *self.running) if not one.is_abandoned))",
+        "(*self.waiting, *self.running)))",
+        "tests/engine/test_fairness.py::test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again",
+        "a tenant whose answers have ended is not there, though its rows are released a turn later",
     ),
     Guard(
         "fair-return", "engine/fairness.py",

@@ -62,6 +62,7 @@ def test_a_queue_that_stays_brings_all_replicas_and_its_end_leaves_the_least(bou
 
     assert busy[-1][1] == most
     assert idle[-1][1] == least
+    assert all(later - earlier >= LESS_SECONDS for (earlier, _), (later, _) in itertools.pairwise(steps(idle)))
 
 
 @given(RANGES, st.floats(0, 12), st.integers(1, 30))

@@ -12,7 +12,7 @@ from weft.ipc.messages import EngineStatus, ReportedChunk, Submit
 from weft.memory.prefix_tree import PrefixTree, key_of, root_key
 from weft.serving.in_flight import EngineClient
 from weft.serving.prefix_index import PrefixIndex, num_common
-from weft.serving.router import IDLE_WEIGHT, NEAR, SMALL_SECONDS, Router, wait_seconds
+from weft.serving.router import BUSY_SECONDS, BUSY_WEIGHT, IDLE_WEIGHT, NEAR, SMALL_SECONDS, Router, wait_seconds
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=2, max_size=12)
 NAMES = ("a", "b", "c")
@@ -109,6 +109,17 @@ def test_a_scope_is_a_world_of_its_own() -> None:
 LOADS = st.lists(st.tuples(st.integers(0, 50_000), st.sampled_from([0.0001, 0.001, 0.01])), min_size=2, max_size=5)
 
 
+def test_where_all_replicas_are_busy_a_prompt_waits_longer_for_what_is_cached() -> None:
+    def chosen(queued: tuple[int, int]) -> str:
+        replicas = [Loaded(name, one, 0.01) for name, one in zip("ab", queued, strict=True)]
+        router, prompt = Router(), list(range(1000, 1200))
+        router.index.report("a", [ReportedChunk(key_of(root_key(""), prompt[:100]), root_key(""), 100, has_checkpoint=True)], [])
+        return router.choose(Submit((0,), prompt, (Sampling(),)), replicas, replicas)[0].name
+
+    assert chosen((400, 0)) == "b"
+    assert chosen((600, 200)) == "a"
+
+
 @given(LOADS, st.dictionaries(st.integers(0, 4), st.integers(1, 199), max_size=3))
 @settings(max_examples=100 * MORE, deadline=None)
 def test_no_replica_has_the_first_token_much_sooner_than_the_chosen_one(
@@ -122,10 +133,12 @@ def test_no_replica_has_the_first_token_much_sooner_than_the_chosen_one(
     chosen, placement = router.choose(Submit((0,), prompt, (Sampling(),)), replicas, replicas)
 
     best = max([matched.get(one.name, 0) for one in replicas])
+    busy = sum(min(1.0, wait_seconds(one, replicas) / BUSY_SECONDS) for one in replicas) / len(replicas)
+    weight = IDLE_WEIGHT + busy * (BUSY_WEIGHT - IDLE_WEIGHT)
 
     def seconds(one: Loaded) -> float:
         has = matched.get(one.name, 0)
-        return wait_seconds(one, replicas) + (len(prompt) - has + IDLE_WEIGHT * (best - has)) * one.status.seconds_per_token
+        return wait_seconds(one, replicas) + (len(prompt) - has + weight * (best - has)) * one.status.seconds_per_token
 
     least = min(seconds(one) for one in replicas)
     assert seconds(chosen) <= max(least * NEAR, least + SMALL_SECONDS) + 1e-9
