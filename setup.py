@@ -11,10 +11,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = "src/weft/kernels/native"
-HEADERS = [
-    f"{NATIVE}/{name}.h"
-    for name in ("blocks", "choice", "delta", "kernels", "operation", "packed", "pool", "recurrences", "scores", "weft")
-]
+HEADERS = sorted(map(str, Path(NATIVE).glob("*.h")))
 
 
 def kernels() -> Extension:

@@ -462,7 +462,7 @@ def redteam(seconds: float, folder: Path, names: list[str]) -> list[str]:
         "the server lives": is_alive,
     }
     for what, holds in promises.items():
-        print(f"{'  ' if holds else '✗ '}{what}")
+        print(f"{'holds   ' if holds else 'BROKEN  '}{what}", flush=True)
     for what in beside.wrong[:5]:
         print("   ", what[:300])
     return [what for what, holds in promises.items() if not holds]
@@ -491,7 +491,11 @@ def main() -> int:
     minutes, names = float(sys.argv[1]) if len(sys.argv) > 1 else 10.0, sys.argv[2:]
     folder_of_run = Path(tempfile.mkdtemp(prefix="weft-redteam-"))
     broken = redteam(60 * minutes, folder_of_run, names)
-    return 1 if broken or (not names and fuzz(folder_of_run)) else 0
+    if not names and fuzz(folder_of_run):
+        broken.append("schemathesis: no server error in any operation")
+    verdict = "all promises hold" if not broken else f"{len(broken)} broken: " + "; ".join(broken)
+    print(f"VERDICT after {minutes:g} minutes ({folder_of_run}): {verdict}")
+    return int(bool(broken))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from guards import GUARDS
 from weft.api import problems
 from weft.cli import app
 from weft.metrics import Metrics
@@ -25,6 +26,8 @@ PAGES = [*OWN, "agents.md", "api.md", "cluster.md", "../README.md", "../CONTRIBU
 
 # The rows of requirements.md: number, requirement, the tests that show it, verdict and (after a colon) its reason.
 ROW = re.compile(r"^\| (R\d+) \| (.*?) \| (.*?) \| ([^|:]*?)(?:: ([^|]*))? \|$", re.MULTILINE)
+# The rows of its last table: number, attack, the tests that show that it is closed, guards.
+ATTACK = re.compile(r"^\| (H\d+) \| (.*?) \| (.*?) \| (.*?) \|$", re.MULTILINE)
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py): ([\w.]+)`")
 # Verdict → whether it needs tests, and whether it needs a reason. TODO(…): the tests in brackets are being written.
 VERDICTS = {
@@ -188,6 +191,20 @@ def test_every_test_that_shows_a_requirement_exists() -> None:
 
     assert len(named) > 100
     assert {f"{path}: {test}" for path, test in named if not (root / path).exists() or test not in names_in(root / path)} == set()
+
+
+def test_every_attack_has_tests_that_exist_and_guards_whose_mutants_break_one_of_them() -> None:
+    root, tests_of = DOCS.parent, {guard.name: guard.test.partition("[")[0] for guard in GUARDS}
+    rows = ATTACK.findall((DOCS / "requirements.md").read_text(encoding="utf-8"))
+
+    assert list(dict.fromkeys(number for number, *_ in rows)) == [f"H{number}" for number in range(1, 14)]
+    for number, _, shown, guarded in rows:
+        named, guards = NAMED_TEST.findall(shown), re.findall(r"`([\w-]+)`", guarded)
+        assert all(test in names_in(root / path) for path, test in named), (number, named)
+        assert set(guards) <= tests_of.keys(), number
+        assert {tests_of[guard] for guard in guards} & {f"{path}::{test}" for path, test in named}, (
+            f"{number} has no guard of its own"
+        )
 
 
 def test_the_verdicts_are_counted_right() -> None:

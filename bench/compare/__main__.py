@@ -41,6 +41,8 @@ def main() -> None:
     words.add_argument("--log", action="store_true", help="write docs/log.md, the README's table and the picture")
     words.add_argument("--only", nargs="+", help="weft and the servers whose label holds one of these words")
     words.add_argument("--models", nargs="+", choices=MODELS, help="these models only")
+    words.add_argument("--asked", nargs="+", choices=tuple(WORKLOADS), help="these workloads only")
+    words.add_argument("--rounds", type=int, default=ROUNDS, help=f"how often everybody is heard ({ROUNDS})")
     given = words.parse_args()
     console = Console()
     if console.width < table.WIDTH and not console.is_terminal:
@@ -60,7 +62,7 @@ def run(given: argparse.Namespace, console: Console) -> None:
     results = Results(facts(given.quick))
     rivals = installed(chosen(given.quick, given.only), results, console)
     models = given.models or (MODELS[:1] if given.quick else MODELS)
-    rounds = 1 if given.quick else ROUNDS
+    rounds = 1 if given.quick else given.rounds
     plan = [(round_, model, rival) for round_ in range(rounds) for model in models for rival in order(rivals, round_)]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     took: dict[tuple[str, str], float] = {}
@@ -73,7 +75,8 @@ def run(given: argparse.Namespace, console: Console) -> None:
             weft_to_come = sum(took.get((each.label, of), 0.0) for each, of in later if each.kind == "weft")
             if began + expected + weft_to_come < deadline or not round_:
                 until = deadline if round_ else deadline - VISIT_SECONDS * len(later)
-                one = visits.Visit(rival, model, round_, asked_of(rival, given.quick, round_), results.facts["crowd"], until)
+                asked = tuple(each for each in asked_of(rival, given.quick, round_) if each in (given.asked or WORKLOADS))
+                one = visits.Visit(rival, model, round_, asked, results.facts["crowd"], until)
                 begin = f"round {round_ + 1} of {rounds}, {model}, {rival.label}"
                 visits.run(one, results, partial(say, bar, task, begin, deadline))
                 took[rival.label, model] = time.monotonic() - began

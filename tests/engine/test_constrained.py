@@ -23,6 +23,7 @@ from weft.engine.sequence import Sequence
 from weft.errors import GrammarRejected, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Matcher
+from weft.grammar.grammar_cache import ONCE_USED_SECONDS, GrammarCache
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, EngineEvents, GrammarSpec, ReasoningSpec, Submit, TokenEvent
 from weft.memory.disk import DiskTier
@@ -245,6 +246,18 @@ def serve(run: Run, compiler: Compiler, *messages: Submit) -> dict[int, list[Tok
     for event in [event for message in wire.sent if isinstance(message, EngineEvents) for event in message.tokens]:
         events.setdefault(event.sequence, []).append(event)
     return events
+
+
+def test_an_idle_engine_drops_grammars_that_were_asked_for_once_and_long_ago(adapter: Adapter) -> None:
+    clock, compiler, run = Clock(), new_compiler(), Run(adapter, clock=Clock())
+    compiler.cache = GrammarCache(clock)
+    serve(run, compiler, Submit((0,), prompt(STORIES[0]), (GREEDY,), STRICT))
+    run.finish()
+    num_kept = len(compiler.cache)
+    clock.now += ONCE_USED_SECONDS + 1
+    Host(run.engine, compiler, Wire(), has_canary=False).receive()  # type: ignore[arg-type]
+
+    assert (num_kept, len(compiler.cache)) == (1, 0)
 
 
 def tokens_of(events: list[TokenEvent]) -> list[int]:

@@ -204,6 +204,39 @@ def test_guesses_made_behind_a_step_are_those_made_when_they_are_asked_for(adapt
     assert len(num_asked) <= 1 + num_rows  # when a row has joined or moved
 
 
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_guesses_of_weft_s_operations_are_those_of_the_head_s_own_code(adapter: Adapter, num_rows: int) -> None:
+    if adapter.head is None or adapter.head.fused is None:
+        pytest.skip("needs weft's own operations")
+    requests = [
+        Submit((number,), chat(question), (hot(number) if number % 2 else GREEDY,))
+        for number, question in enumerate(QUESTIONS[-num_rows:], 1)
+    ]
+    plain = copy.copy(adapter)
+    plain.head = copy.copy(adapter.head)
+    plain.head.fused = None
+    own_code, fused = guessing(plain), guessing(adapter)
+
+    assert outputs(finish(fused, *requests)) == outputs(finish(own_code, *requests))
+    assert fused.engine.speculation.counts == own_code.engine.speculation.counts
+    assert fused.engine.speculation.counts.num_accepted > 5 * num_rows
+
+
+def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adapter) -> None:
+    told = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+    run = Run(adapter, ON)
+    speculation, num_asked = run.engine.speculation, []
+
+    def never(sequences: tuple[Sequence, ...]) -> bool:
+        num_asked.append(len(sequences))
+        return False
+
+    speculation._would_pay = never  # type: ignore[method-assign]
+    finish(run, *(Submit((number,), chat(question), (told,)) for number, question in enumerate(QUESTIONS[:5])))
+
+    assert 3 <= num_asked.count(5) <= 12  # of some forty steps
+
+
 @pytest.mark.parametrize("after", [0, 7])
 def test_a_head_that_fails_costs_nobody_an_answer(adapter: Adapter, after: int) -> None:
     requests = [Submit((number,), chat(question), (GREEDY,)) for number, question in enumerate(QUESTIONS[:3])]

@@ -14,6 +14,7 @@ import pytest
 from driver import SMALL, Run, adapter_for, answers, random_prompts
 from weft.engine.host import Host
 from weft.errors import ContextTooLong, InvalidRequest
+from weft.grammar.grammar_cache import GrammarCache
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Cancel, EngineEvents, Submit
 from weft.model.adapter import Adapter
@@ -148,7 +149,7 @@ def test_a_cancel_message_that_comes_twice_ends_its_request_once(adapter: Adapte
     ]
     sent: list[EngineEvents] = []
     channel = SimpleNamespace(receive=lambda _: [messages.pop(0)] if messages else [], send=sent.append)
-    host = Host(Run(adapter).engine, None, channel, has_canary=False)  # type: ignore[arg-type]
+    host = Host(Run(adapter).engine, SimpleNamespace(cache=GrammarCache()), channel, has_canary=False)  # type: ignore[arg-type]
     while messages or not host.engine.idle:
         host.receive()
         host.engine.turn()

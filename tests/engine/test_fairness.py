@@ -13,7 +13,7 @@ import pytest
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.fairness import OUTPUT_WEIGHT, Fairness
+from weft.engine.fairness import FORGIVEN, OUTPUT_WEIGHT, Fairness, Shares
 from weft.engine.scheduler import Plan, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
@@ -176,8 +176,9 @@ def test_tokens_far_behind_the_beginning_cost_more() -> None:
 PRICED = dataclasses.replace(CONFIG, max_rows=16, row_cost=0.2)
 
 
-def priced() -> Planned:
-    return Planned(Scheduler(PRICED, MemoryBudget(lambda tokens: tokens, 0), Bisection()))
+def priced(row_cost: float = 0.2) -> Planned:
+    config = dataclasses.replace(PRICED, row_cost=row_cost)
+    return Planned(Scheduler(config, MemoryBudget(lambda tokens: tokens, 0), Bisection()))
 
 
 def gaps_of(planned: Planned, tenant: str, num_turns: int) -> list[float]:
@@ -207,15 +208,33 @@ def test_where_rows_have_a_price_a_flood_adds_less_to_a_chat_s_steps_than_they_c
     assert max(gaps_of(planned, "chat", 59)) <= 2
 
 
-@pytest.mark.parametrize(("many", "few"), [(8, 1), (8, 3), (15, 1), (12, 4), (2, 1)])
-def test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps(many: int, few: int) -> None:
-    planned = priced()
+@pytest.mark.parametrize(
+    ("many", "few", "row_cost"), [(8, 1, 0.2), (8, 3, 0.2), (15, 1, 0.2), (12, 4, 0.2), (2, 1, 0.2), (8, 1, 0.5), (15, 1, 0.5)]
+)
+def test_neither_many_rows_nor_few_of_another_tenant_double_anybody_s_gaps(many: int, few: int, row_cost: float) -> None:
+    planned = priced(row_cost)
     planned.add(*(sequence(number, "many", prompt=1, tokens=4000) for number in range(many)))
     planned.add(*(sequence(100 + number, "few", prompt=1, tokens=4000) for number in range(few)))
     costs = planned.scheduler.shares.costs
 
     for tenant, count in (("many", many), ("few", few)):
         assert max(gaps_of(planned, tenant, 50)) <= 2 * costs.of(count) + 1e-9
+
+
+@pytest.mark.parametrize("row_cost", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("num_chats", [1, 3, 8])
+def test_beside_a_flood_others_are_slowed_by_half_at_most_or_by_its_one_row(row_cost: float, num_chats: int) -> None:
+    planned = priced(row_cost)
+    planned.add(*(sequence(number, "flood", prompt=1, tokens=4000) for number in range(60)))
+    for _ in range(8):
+        planned.turn()
+    planned.add(*(sequence(100 + number, "chat", prompt=1, tokens=4000) for number in range(num_chats)))
+    for _ in range(8):
+        planned.turn()
+    costs = planned.scheduler.shares.costs
+
+    assert any(one.tenant == "flood" for one in planned.turn().steps)
+    assert max(gaps_of(planned, "chat", 50)) <= max(1.5 * costs.of(num_chats), costs.of(num_chats + 1)) + 1e-9
 
 
 def test_prompts_of_another_tenant_are_sliced_however_short_they_are() -> None:
@@ -242,6 +261,33 @@ def test_drafts_and_a_prompt_s_slice_beside_a_step_share_what_other_tenants_can_
     assert plan.slice_seconds is not None
     slowed = planned.scheduler.shares.costs.of(len(plan.steps))  # of the one row of the other tenant
     assert slowed * (plan.room + plan.slice_seconds / planned.scheduler.step_seconds) <= 2
+
+
+@pytest.mark.parametrize("row_cost", [0.2, 0.5])
+@pytest.mark.parametrize("kind", ["answers", "priority", "sessions"])
+def test_prompts_of_chats_are_computed_before_a_flood_s_rows_step_again(kind: str, row_cost: float) -> None:
+    planned = priced(row_cost)
+    planned.add(*flood(kind))
+    planned.run(lambda: planned.cost["flood"] > 3000)
+    for number in range(10):
+        chat = sequence(number, "chat", prompt=60, tokens=20)
+        planned.add(chat)
+        plan = planned.turn()
+
+        assert plan.chunk is not None
+        assert plan.chunk.sequence is chat
+        assert plan.steps == ()
+        planned.run(lambda chat=chat: chat.is_finished)  # type: ignore[misc]
+
+
+def test_what_a_tenant_was_served_more_than_others_is_not_forgotten_while_it_is_away() -> None:
+    shares: Shares[str] = Shares()
+    shares.arrive("flood", set())
+    shares.arrive("books", {"flood"})
+    shares.charge("books", 5000)
+    shares.arrive("books", {"flood"}, forgiven=FORGIVEN)
+
+    assert shares.level("books") == 5000 - FORGIVEN
 
 
 @pytest.mark.parametrize("is_flood", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from mlx_lm.models.cache import KVCache
 from driver import Run, adapter_for, answers, random_prompts
 from weft.engine.host import Host
 from weft.engine.sequence import Sequence
+from weft.grammar.grammar_cache import GrammarCache
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import EngineEvents, EngineStatus, Submit
 from weft.model.adapter import Adapter
@@ -126,7 +128,7 @@ class Channel:
 
 def test_the_front_is_sent_how_many_rows_decoded_alone(adapter: Adapter) -> None:
     channel = Channel(Submit((0,), PROMPTS[0][:1], (Sampling(temperature=0.0, max_tokens=3),)))
-    host = Host(Run(adapter).engine, None, channel, has_canary=False)  # type: ignore[arg-type]
+    host = Host(Run(adapter).engine, SimpleNamespace(cache=GrammarCache()), channel, has_canary=False)  # type: ignore[arg-type]
     host.receive()
     while host.live:
         host.engine.turn()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from driver import Clock
 from weft.errors import GrammarRejected
-from weft.grammar.grammar_cache import MAX_GRAMMARS, MAX_ONCE_USED, MAX_USES, GrammarCache, Owner
+from weft.grammar.grammar_cache import MAX_GRAMMARS, MAX_ONCE_USED, MAX_USES, ONCE_USED_SECONDS, GrammarCache, Owner
 from weft.ipc.messages import GrammarSpec
 
 ANNA, BEN = ("anna", ""), ("ben", "")
@@ -37,6 +38,20 @@ def test_grammars_that_nobody_asks_for_again_take_few_places() -> None:
         ask(cache, ANNA, number)
 
     assert len(cache) == MAX_ONCE_USED
+
+
+def test_grammars_that_nobody_asks_for_again_are_dropped_after_some_seconds() -> None:
+    clock = Clock()
+    cache = GrammarCache(clock)
+    for number in (1, 2, 2):
+        ask(cache, ANNA, number)
+    cache.drop_stale()
+    kept_at_first = len(cache)
+    clock.now += ONCE_USED_SECONDS + 1
+    cache.drop_stale()
+
+    assert (kept_at_first, len(cache)) == (2, 1)
+    assert [ask(cache, ANNA, number) for number in (2, 1, 1)] == [False, True, False]
 
 
 def test_they_displace_none_that_is_asked_for_again() -> None:

@@ -44,11 +44,23 @@ def test_a_packed_product_has_the_bits_of_a_float32_copy(bits: int, group: int, 
     packed.bind(both)
 
     assert type(both.layers[0]) is packed.PackedLinear
-    for rows in (1, 2, 7, 60, 300):
+    for rows in (*range(1, 10), 13, 60, 300):
         x = mx.random.normal((rows, 384))
         found = both.layers[0](x)
         assert same(found, both.layers[1](x))
         assert same(found, mx.addmm(copy.bias, x, copy.weight.T))
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize(("bits", "group", "mode"), [(4, 32, "affine"), (8, 32, "affine"), (4, 32, "mxfp4"), (4, 16, "nvfp4")])
+def test_rows_of_very_many_groups_have_the_bits_of_a_float32_copy(bits: int, group: int, mode: str) -> None:
+    layer = nn.Linear(2144, 9, bias=False).to_quantized(group_size=group, bits=bits, mode=mode)
+    copy = expanded(layer)
+    packed.bind(layer)
+
+    for rows in (1, 3, 8, 10):
+        x = mx.random.normal((rows, 2144))
+        assert same(layer(x), x @ copy.T)
 
 
 @pytest.mark.usefixtures("_instructions")

@@ -81,3 +81,25 @@ for _ in range(3):  # by default the second one would stay in the heap, below a 
 @pytest.mark.skipif(sys.platform != "linux", reason="it reads what Linux tells of a process")
 def test_of_a_bounded_heap_large_blocks_are_given_back_when_they_are_freed() -> None:
     subprocess.run([sys.executable, "-c", FREES], check=True)  # in a process in which nothing else allocates
+
+
+CYCLES = """
+from weft.memory.heap import collect_and_trim, resident_bytes
+
+def refuse():
+    body = bytearray(b"x") * (24 << 20)
+    try:
+        raise ValueError("too long")
+    except ValueError as error:
+        kept = error  # whose traceback has this frame
+
+refuse()
+before = resident_bytes()
+collect_and_trim()
+assert resident_bytes() < before - (20 << 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads what Linux tells of a process")
+def test_what_errors_and_their_frames_hold_is_given_back() -> None:
+    subprocess.run([sys.executable, "-c", CYCLES], check=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +14,15 @@ from tokenizers import Tokenizer as Inner
 
 import weft.model
 from weft.errors import ContextTooLong, RequestCancelled
+from weft.text.codec import Codec
+from weft.text.normalise import least_bytes
 from weft.text.prompt_length import PART_CHARACTERS, USUAL_CHARACTERS, LengthBound, LengthCheck
+from weft.text.template import LocalTemplates
 from weft.text.tokenizer import Tokenizer
+from weft.text.types import Conversation, Message
 
-TOKENIZER = Tokenizer(Path(weft.model.__file__).parent / "tiny-hybrid")
+FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
+TOKENIZER = Tokenizer(FOLDER)
 BOUND = LengthBound(TOKENIZER)
 
 
@@ -55,6 +62,37 @@ def test_a_text_that_is_too_long_by_its_bytes_is_not_tokenised_at_all() -> None:
 
     assert tokenizer.given == []
     assert (caught.value.limit, caught.value.got) == (100, 101)
+
+
+class Noting(LocalTemplates):
+    """Templates that note how often they are rendered."""
+
+    num_renders = 0
+
+    def render(self, source: str, values: Mapping[str, Any]) -> str:
+        self.num_renders += 1
+        return super().render(source, values)
+
+
+def test_for_a_message_that_is_too_long_by_its_bytes_no_template_is_run() -> None:
+    templates = Noting()
+    codec = Codec(FOLDER, runner=templates)
+    check, num_renders = codec.length_check(100), templates.num_renders
+    book = Conversation((Message("user", "words and more " * 10_000),))
+
+    with pytest.raises(ContextTooLong):
+        codec.encode(book, check=check)
+
+    assert templates.num_renders == num_renders
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["word", " ", "\n", "\\", "\\n", "\\u000a", "/think", "/no_think", "think", "é"]), max_size=40))
+def test_no_message_takes_fewer_bytes_of_a_prompt_than_is_said_before_it_is_written(parts: list[str]) -> None:
+    message = Message("user", "".join(parts))
+    written = " ".join("".join(parts).replace("/no_think", "").replace("/think", "").split())
+
+    assert least_bytes(message) <= len(written.encode())
 
 
 def test_a_text_that_is_likely_too_long_is_counted_no_further_than_the_context() -> None:

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 from weft.engine.sequence import Sequence
 
 OUTPUT_WEIGHT = 2  # an output token costs about as much as two prompt tokens
+HEAD_START = 1.0  # a tenant that arrives goes before those it is level with, whose rows may take long to step once more
+FORGIVEN = 128.0  # of what a tenant that arrives was served more than others: chats one after the other do not wait for that
 CONTEXT_TOKENS = 8192  # behind so many tokens a prompt token costs about twice as much: attention reads all of them
 
 Who = TypeVar("Who", bound=Hashable)
@@ -23,14 +25,23 @@ class Shares(Generic[Who]):
     def __init__(self) -> None:
         self.served: dict[Who, float] = {}  # cost, for those present and the last to arrive
 
-    def arrive(self, who: Who, present: set[Who], others: set[Who] | None = None, elsewhere: float = 0.0) -> None:
+    def arrive(
+        self,
+        who: Who,
+        present: set[Who],
+        others: set[Who] | None = None,
+        elsewhere: float = 0.0,
+        head_start: float = 0.0,
+        forgiven: float = 0.0,
+    ) -> None:
         """Raise an absent party's level to that of the least served of `others` (None: of all present); drop absent ones.
 
-        `elsewhere` is what it has had from other engines too: it is not behind that either.
+        `elsewhere` is what it has had from other engines too: it is not behind that either. It begins by `head_start` below
+        that level, and if it is above it, by `forgiven` lower.
         """
         if who not in present:
-            level = min((self.level(one) for one in (present if others is None else others)), default=0.0)
-            self.served[who] = max(self.served.get(who, 0.0), level, elsewhere)
+            level = min((self.level(one) for one in (present if others is None else others)), default=0.0) - head_start
+            self.served[who] = max(self.served.get(who, 0.0) - forgiven, level, elsewhere)
             self.served = {one: cost for one, cost in self.served.items() if one in present or one == who}
 
     def charge(self, who: Who, cost: float) -> None:
@@ -50,7 +61,8 @@ class Fairness:
     def arrive(self, sequence: Sequence, present: Iterable[Sequence]) -> None:
         """Note a new sequence beside those that wait or run already."""
         clients, (by_tenant, by_client) = {one.turn for one in present}, sequence.request.served
-        self.tenants.arrive(sequence.tenant, {tenant for tenant, _ in clients}, elsewhere=by_tenant)
+        tenants = {tenant for tenant, _ in clients}
+        self.tenants.arrive(sequence.tenant, tenants, elsewhere=by_tenant, head_start=HEAD_START, forgiven=FORGIVEN)
         own = {turn for turn in clients if turn[0] == sequence.tenant}
         self.clients.arrive(sequence.turn, clients, own, elsewhere=by_client)
 

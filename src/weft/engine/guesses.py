@@ -17,6 +17,7 @@ import numpy as np
 from weft.engine.row_memory import RowMemory
 from weft.engine.sampler import sample
 from weft.engine.sequence import Line, Sequence
+from weft.kernels.primitives import ops
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import MAX_STEP_TOKENS
 from weft.memory.views import Batch, StepSpan, make_room
@@ -35,7 +36,7 @@ class VerifyingStep(Protocol):
         """Return the tokens of all lines, (lines,)."""
 
 
-Ahead = tuple[list[tuple[Sequence, RowState]], mx.array]  # rows, and their guesses (rows, T)
+Ahead = tuple[list[tuple[Sequence, RowState]], list[mx.array]]  # rows, and their guesses: of each token (rows,)
 Batches = Callable[[tuple[Sequence, ...], StepSpan], Iterator[tuple[Batch, list[Sequence | None]]]]
 
 
@@ -82,23 +83,20 @@ class Guesses:
         tokens = batch.tokens
         if any(state.slab is None or state.slab.capacity < state.length + tokens + count + 1 for state in states):
             return False
-        sampled, counts = _verified(step, tokens)
+        sampled, counts, *uniform = _verified(step, tokens, count)
         spans = [StepSpan(tokens, 1), *(StepSpan(1, 1 + place) for place in range(1, count))]
         batches = [next(self._batches(tuple(step.sequences), span))[0] for span in spans]
-        hidden = self.adapter.read(sampled, [HIDDEN_STATES - tokens] * len(states), batches[0])
-        state = mx.take_along_axis(hidden, counts[:, None, None], axis=1)[:, 0]
+        state, logits = self.adapter.guess(sampled, [HIDDEN_STATES - tokens] * len(states), batches[0], counts)
         guessed: list[mx.array] = []
         for place, further in enumerate(batches):
             if guessed:
                 further.move_ahead(counts)
-                state = self.adapter.guess(guessed[-1], state, further)
+                state, logits = self.adapter.guess_on(guessed[-1], state, further)
             lines = [Line(row, (), 1 + place) for row in step.sequences]
-            uniform = _uniform(lines, counts, tokens)
-            guessed.append(sample(self.adapter.guessed_logits(state), lines, uniform=uniform).tokens)
+            guessed.append(sample(logits, lines, uniform=uniform[place] if uniform else None).tokens)
         self._has_written = True
-        found = mx.stack(guessed, axis=1)
-        mx.async_eval(found)  # type: ignore[no-untyped-call]
-        self._started = list(zip(step.sequences, states, strict=True)), found
+        mx.async_eval(guessed)  # type: ignore[no-untyped-call]
+        self._started = list(zip(step.sequences, states, strict=True)), guessed
         return True
 
     def settle_ahead(self) -> None:
@@ -117,10 +115,10 @@ class Guesses:
             return None
         rows, tokens = ready
         live = {one: place for place, (one, state) in enumerate(rows) if _has_read_next(state) and state in _in_pool((one,))}
-        if tokens.shape[1] >= count and all(one in live for one in sequences):
+        if len(tokens) >= count and all(one in live for one in sequences):
             mx.eval(tokens)  # sync: the next step is made of them
-            guesses = np.array(tokens).tolist()
-            return {one: tuple(guesses[place]) for one, place in live.items()}
+            guesses = list(zip(*(np.array(one).tolist() for one in tokens), strict=True))
+            return {one: guesses[place] for one, place in live.items()}
         for _, state in rows:
             state.unread = max(state.unread, 0)
         return None
@@ -145,7 +143,7 @@ class Guesses:
                 0 if state is None else min(state.unread, count - state.length + state.unread)
                 for state, count in zip(batch.rows, known, strict=True)
             ]
-            self._read(batch, rows, counts)
+            self.adapter.read(*self._unread(batch, rows, counts), batch)
             for state, count in zip(batch.rows, counts, strict=True):
                 if state is not None:
                     state.unread -= count
@@ -172,8 +170,8 @@ class Guesses:
         """Read what is unread of one batch's rows, and guess on from there; returns the live rows and their guesses (rows, T)."""
         (batch, rows), live = chain[0], [index for index, row in enumerate(chain[0][1]) if row is not None]
         ends = [0 if state is None else state.unread for state in batch.rows]
-        states = self._read(batch, rows, [end + 1 for end in ends])
-        state = mx.take_along_axis(states, mx.array(ends)[:, None, None], axis=1)[:, 0]
+        tokens, starts = self._unread(batch, rows, [end + 1 for end in ends])
+        state, logits = self.adapter.guess(tokens, starts, batch, mx.array(ends, mx.int32))
         guessed: list[mx.array] = []
         for ahead, (batch_ahead, _) in enumerate(chain):
             if guessed:
@@ -181,17 +179,18 @@ class Guesses:
                 if len(live) < len(rows):
                     tokens = mx.zeros(len(rows), mx.int32)
                     tokens[mx.array(live)] = guessed[-1]
-                state = self.adapter.guess(tokens, state, batch_ahead)
+                state, logits = self.adapter.guess_on(tokens, state, batch_ahead)
             lines = [Line(row, (), 1 + ahead) for row in rows if row is not None]
-            logits = self.adapter.guessed_logits(state)
             guessed.append(sample(logits if len(live) == len(rows) else logits[mx.array(live)], lines).tokens)
         for one in batch.rows:
             if one is not None:
                 one.unread = -1
         return [row for row in rows if row is not None], mx.stack(guessed, axis=1)
 
-    def _read(self, batch: Batch, rows: list[Sequence | None], counts: list[int]) -> mx.array:
-        """Let the MTP head read so many tokens of each row from the first that it has not read; returns its states (B, T, H)."""
+    def _unread(self, batch: Batch, rows: list[Sequence | None], counts: list[int]) -> tuple[mx.array, list[int]]:
+        """Return so many tokens of each row from the first that the MTP head has not read, to be read now, and by row the
+        place of the hidden state before.
+        """
         tokens, starts = [], []
         for row, state, count in zip(rows, batch.rows, counts, strict=True):
             first = 0 if state is None else state.length - state.unread
@@ -199,7 +198,7 @@ class Guesses:
             tokens.append(own + own[-1:] * (batch.tokens - len(own)))
             starts.append(HIDDEN_STATES - 1 - (0 if state is None else max(0, state.unread)))
         self._has_written = True
-        return self.adapter.read(mx.array(tokens, mx.int32), starts, batch)
+        return mx.array(tokens, mx.int32), starts
 
 
 def _in_pool(sequences: tuple[Sequence, ...]) -> list[RowState]:
@@ -210,23 +209,13 @@ def _has_read_next(state: RowState) -> bool:
     return state.unread == -1
 
 
-def _verified(step: VerifyingStep, tokens: int) -> tuple[mx.array, mx.array]:
-    """Return the sampled tokens of a step of so many per row, (B, T), and how many of each row's draft they are, (B,)."""
-    starts, drafts, places = 0, [], []
-    for one in step.sequences:
-        draft = step.drafts.get(one, ())
-        drafts.append([*draft, *[-1] * (tokens - 1 - len(draft))])
-        places += [starts + min(place, len(draft)) for place in range(tokens)]
-        starts += 1 + len(draft)
-    lines = step.sampled_tokens()
-    sampled = (lines if places == list(range(starts)) else lines[mx.array(places)]).reshape(-1, tokens)
-    is_right = (sampled[:, :-1] == mx.array(drafts, mx.int32)).astype(mx.int32)
-    return sampled, mx.sum(mx.cumprod(is_right, axis=1), axis=1).astype(mx.int32)
+def _verified(step: VerifyingStep, tokens: int, count: int) -> list[mx.array]:
+    """Return the sampled tokens of a step of so many per row, (B, T), and how many of each row's draft they are, (B,).
 
-
-def _uniform(lines: list[Line], counts: mx.array, tokens: int) -> mx.array | None:
-    """Return the random number of each line, so many tokens further on; None if no line needs one."""
-    if all(line.sampling.temperature == 0.0 for line in lines):
-        return None
-    table = mx.array([[line.uniform(line.num_tokens + place) for place in range(tokens)] for line in lines], mx.float32)
-    return mx.take_along_axis(table, counts[:, None], axis=1)[:, 0]
+    Where tokens are drawn, the rows' random numbers (B,) for each of `count` guesses behind these come after.
+    """
+    drafts = [list(step.drafts.get(one, ())) for one in step.sequences]
+    numbers: list[list[float]] = []
+    if any(one.sampling.temperature for one in step.sequences):
+        numbers = [[one.uniform(one.num_tokens + 1 + place) for place in range(tokens - 1 + count)] for one in step.sequences]
+    return ops.accepted(step.sampled_tokens(), drafts, tokens, numbers, count)

@@ -174,7 +174,8 @@ class Host:
             return POLL_SECONDS
         if self.canary is not None and self.canary.check():
             return 0.0
-        self.heap.look()  # now nobody waits for it
+        self.compiler.cache.drop_stale()  # now nobody waits for it
+        self.heap.look()
         return IDLE_SECONDS
 
     def _cancel(self, message: Cancel) -> None:

@@ -42,7 +42,7 @@ class Forward:
     batch: Batch
     rows: list[Sequence | None]
     known: list[int]  # by row: tokens that count for certain; draft tokens come behind them
-    is_finite: mx.array  # (B, T) of the logits
+    is_finite: mx.array | None  # (B, T) of the logits; None: all of them are sampled from, and looked at there
 
 
 @dataclass
@@ -70,6 +70,13 @@ class Step:
         """Return the tokens of all lines, (lines,), sampled and perhaps not computed yet."""
         assert self.sampled is not None
         return self.sampled.tokens
+
+    def finite_lines(self, forward: Forward) -> NDArray[np.bool_]:
+        """Return whether the logits are finite, (B, T), of a step's first forward, all of whose lines are sampled from."""
+        assert self.sampled is not None
+        count = len(forward.rows) * forward.batch.tokens
+        found: NDArray[np.bool_] = self.sampled.are_finite()[:count].reshape(-1, forward.batch.tokens)
+        return found
 
     def places(self) -> Iterator[tuple[Sequence, range]]:
         """Iterate over the sequences and the places of their lines."""
@@ -160,14 +167,16 @@ class Runner:
             drafts = [() if row is None else plan.drafts.get(row, ()) for row in rows]
             tokens = [_step_tokens(*row, plan.step_tokens) for row in zip(rows, known, drafts, strict=True)]
             found = self.adapter.decode(mx.array(tokens, mx.int32), batch)
-            step.forwards.append(Forward(batch, rows, known, mx.isfinite(mx.max(found, axis=-1))))
             places: list[int] = []
             for index, (row, count, draft) in enumerate(zip(rows, known, drafts, strict=True)):
                 if row is not None:
                     first = index * plan.step_tokens + count - 1
                     places += range(first, first + len(draft) + 1)
                     step.add(row, count)
-            logits.append(found.flatten(0, 1)[mx.array(places)])
+            lines = found.flatten(0, 1)
+            is_all = len(places) == lines.shape[0] and not step.forwards
+            step.forwards.append(Forward(batch, rows, known, None if is_all else mx.isfinite(mx.max(found, axis=-1))))
+            logits.append(lines if is_all else lines[mx.array(places)])
         for sequences, own_logits in self._decode_alone(plan.steps, None):
             step.add(sequences[0], 1)
             logits.append(own_logits)
@@ -179,7 +188,7 @@ class Runner:
         for forward in step.forwards:
             rows = zip(forward.rows, forward.known, strict=True)
             counts = [1 if row is None else known + accepted.get(row, 0) for row, known in rows]
-            finite = np.array(forward.is_finite)
+            finite = step.finite_lines(forward) if forward.is_finite is None else np.array(forward.is_finite)
             for index, (state, count) in enumerate(zip(forward.batch.rows, counts, strict=True)):
                 # A masked NaN still poisons: 0 · NaN.
                 if state is not None and state.slab is not None and not finite[index, count:].all():
@@ -190,7 +199,7 @@ class Runner:
     def start(self, step: Step) -> None:
         """Start computing a built step; returns at once on a GPU, while on a CPU this may take nearly as long as the step."""
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
-        flags = [forward.is_finite for forward in step.forwards]
+        flags = [forward.is_finite for forward in step.forwards if forward.is_finite is not None]
         mx.async_eval(step.logits, *flags, *self.pool.states(), *self.guesses.take_written())  # type: ignore[no-untyped-call]
 
     def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.engine.sequence import Line, Sequence
 from weft.ipc.messages import TokenLogprob
@@ -49,6 +50,11 @@ class SampledTokens:
 
     def arrays(self) -> list[mx.array]:
         return [self.tokens, self.problems, *(array for row in self.logprobs.values() for array in row.arrays())]
+
+    def are_finite(self) -> NDArray[np.bool_]:
+        """Return whether the rows' logits are finite, (B,); to be called when they have been read."""
+        found: NDArray[np.bool_] = np.array(self.problems) != PROBLEMS.index(NOT_FINITE)
+        return found
 
     def read(self) -> tuple[list[int], dict[int, str]]:
         """Wait for the device; return the tokens and, by row index, the error message of each row that has one.

@@ -5,7 +5,7 @@ token decode together; one prompt chunk at a time runs beside them.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from weft.config import EngineConfig
@@ -97,7 +97,7 @@ class Scheduler:
         return sum(max(0, len(one.prefill_ids) - one.num_computed) for one in (*self.waiting, *self.prompts))
 
     def add(self, sequence: Sequence) -> None:
-        self.fairness.arrive(sequence, (*self.waiting, *self.running))
+        self.fairness.arrive(sequence, (one for one in (*self.waiting, *self.running) if not one.is_abandoned))
         self.waiting.append(sequence)
 
     def admit(self, now: float) -> None:
@@ -180,13 +180,14 @@ class Scheduler:
         """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so a chunk goes first."""
         ready = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
         chunk = self._next_chunk(best_cut)
-        steps = self.shares.choose(ready, self.running)
+        flooding = self._flooding()
+        steps = self.shares.choose(ready, self.running, flooding)
         if self.mask_prices is not None:
             steps = self.mask_prices.choose(steps)
-        room = self.shares.room(steps, self.running)
-        spare = None if chunk is None else self.shares.room(steps, self.running, chunk.sequence.tenant)
+        room = self.shares.room(steps, self.running, None, flooding)
+        spare = None if chunk is None else self.shares.room(steps, self.running, chunk.sequence.tenant, flooding)
         is_short = chunk is not None and chunk.count <= self.config.unsliced_tokens and not chunk.has_images and spare is None
-        is_first = chunk is not None and ((is_short and len(self.prompts) > 1) or self._is_owed(chunk.sequence, ready))
+        is_first = chunk is not None and ((is_short and len(self.prompts) > 1) or self._is_owed(chunk.sequence, ready, flooding))
         if steps and is_first and may_hold_back and self._num_held_back < MAX_HELD_BACK:
             self._num_held_back += 1
             return Plan((), chunk, None, self._beside(chunk, ready, best_cut), self._upcoming())
@@ -198,9 +199,14 @@ class Scheduler:
             spare, room = (1 + spare) / 2, (1 + room) / 2  # the other half is for drafts, and for the slice
         return Plan(steps, chunk, self._slice_seconds(spare), beside, self._upcoming(), room)
 
-    def _is_owed(self, sequence: Sequence, ready: Collection[Sequence]) -> bool:
-        """Whether a prompt's tenant was served less than all whose rows would step, and these have more than is running."""
-        level, flooding = self.fairness.tenants.level(sequence.tenant), {one.tenant for one in self.waiting}
+    def _flooding(self) -> set[str]:
+        """Return the tenants that have more sequences waiting than running."""
+        running = Counter(one.tenant for one in self.running)
+        return {tenant for tenant, count in Counter(one.tenant for one in self.waiting).items() if count > running[tenant]}
+
+    def _is_owed(self, sequence: Sequence, ready: Collection[Sequence], flooding: Set[str]) -> bool:
+        """Whether a prompt's tenant was served less than all whose rows would step, and all these flood."""
+        level = self.fairness.tenants.level(sequence.tenant)
         others = {one.tenant for one in ready}
         return bool(others) and all(one in flooding and level < self.fairness.tenants.level(one) for one in others)
 

@@ -25,6 +25,7 @@ from weft.kernels import cpu
 log = logging.getLogger("weft.engine")
 
 LOOKED_AT_EVERY = 4  # tokens, in a crowd: searching the text of every row for every token costs more than it finds there
+MAX_UNASKED = 8  # steps of a crowd without drafts, one after the other, in which nobody is asked for any
 SHORT_DRAFT = 4  # tokens: a copy of fewer is a worse guess than the MTP head's
 LOOKUP, PREDICTION = "lookup", "prediction"
 
@@ -92,6 +93,7 @@ class Speculation:
         self.accepted_at = [0] * self.max_draft  # by place in a draft
         self._drafts: dict[Sequence, Draft] = {}  # of the step under way
         self._did_guess = False  # the head took part in the step under way
+        self._pause = self._num_unasked = 0  # steps of a crowd in which nobody is asked, and how many of them are over
 
     def _unused(self, config: EngineConfig) -> dict[str, str]:
         adapter = self.runner.adapter
@@ -121,6 +123,15 @@ class Speculation:
             return False  # beside other rows' drafts its own tokens would be followed by ones that do not count
         if any(one.is_replaying for one in sequences):
             return True
+        if len(sequences) > FEW_ROWS and self._num_unasked < self._pause and not any(map(_is_copying, sequences)):
+            self._num_unasked += 1
+            return False
+        found = self._would_pay(sequences)
+        self._pause, self._num_unasked = 0 if found else min(MAX_UNASKED, 1 + 2 * self._pause), 0
+        return found
+
+    def _would_pay(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether drafts of these sequences, as far as they can be told before the pending step is settled, are worth it."""
         able = [one for one in sequences if one.may_have_drafts and self._room(one) > 0]
         if self.uses_head and any(self.policy.depths([one.drafting.record for one in able], HEAD, len(sequences))):
             return True
@@ -250,6 +261,10 @@ class Speculation:
 
 def _is_looked_at(sequence: Sequence) -> bool:
     """Whether a row of a crowd is asked for drafts: under a constraint, amid a copy, and now and then."""
+    return _is_copying(sequence) or (sequence.num_output + sequence.id) % LOOKED_AT_EVERY == 0
+
+
+def _is_copying(sequence: Sequence) -> bool:
+    """Whether a draft is likely at any time: under a constraint, or amid a copy of earlier text."""
     lookup = sequence.drafting.lookup
-    is_following = lookup is not None and lookup.is_following
-    return sequence.constraint is not None or is_following or (sequence.num_output + sequence.id) % LOOKED_AT_EVERY == 0
+    return sequence.constraint is not None or (lookup is not None and lookup.is_following)

@@ -34,7 +34,7 @@ class CostTable:
 
 USUAL_COSTS = CostTable(start=0.0, base=0.075, row=0.025, head=0.2)
 # With weft's own operations a plain step has little but products left, which cost the same for a draft token as for a row.
-CPU_COSTS = CostTable(start=0.3, base=0.13, row=0.115, head=0.18)
+CPU_COSTS = CostTable(start=0.3, base=0.13, row=0.115, head=0.12)
 
 
 class StepCosts:

@@ -54,6 +54,31 @@ class DeltaLayer:
         self, convolution: mx.array, rate: mx.array, bias: mx.array, query_norm: Norm, key_norm: Norm, norm: Norm
     ) -> None: ...
 
+class MTPHead:
+    """The weights of an MTP head whose layer is attention and a gated MLP; embeddings and vocabulary are the trunk's."""
+
+    def __init__(
+        self,
+        embedding: Weights,
+        projection: Weights,
+        joint: list[Weights],
+        output: Weights,
+        gate: Weights,
+        up: Weights,
+        down: Weights,
+        vocabulary: Weights,
+        embedding_norm: Norm,
+        hidden_norm: Norm,
+        input_norm: Norm,
+        mlp_norm: Norm,
+        output_norm: Norm | None,
+        heads: Heads,
+        rates: mx.array,
+        scale: float,
+        hidden_first: bool,
+        is_normed: bool,
+    ) -> None: ...
+
 def linear(x: mx.array, weights: list[Weights], norm: Norm | None = None, residual: mx.array | None = None) -> mx.array: ...
 def gated(x: mx.array, gate: Weights, up: Weights, norm: Norm | None = None) -> mx.array: ...
 def switched(x: mx.array, indices: mx.array, weights: Weights) -> mx.array: ...
@@ -101,4 +126,21 @@ def recur(
     keeps: bool,
 ) -> list[mx.array]: ...
 def delta(lines: mx.array, columns: mx.array, state: mx.array, layer: DeltaLayer, keeps: bool) -> list[mx.array]: ...
+def head_lines(
+    tokens: mx.array, hidden: mx.array, starts: list[int], offsets: mx.array, head: MTPHead, ahead: mx.array | None = None
+) -> list[mx.array]: ...
+def head_guess(
+    lines: mx.array,
+    states: mx.array,
+    angles: mx.array,
+    keys: list[mx.array],
+    values: list[mx.array],
+    rows: StepRows,
+    head: MTPHead,
+    chosen: mx.array | None = None,  # by row: the token that is guessed from
+    ahead: mx.array | None = None,
+) -> list[mx.array]: ...
+def accepted(lines: mx.array, drafts: list[list[int]], tokens: int, numbers: list[list[float]], count: int) -> list[mx.array]: ...
+def shift(x: mx.array, last: mx.array) -> mx.array: ...
+def windows(arrays: list[mx.array], starts: list[list[int]], counts: list[int | None]) -> list[mx.array]: ...
 def window(x: mx.array, starts: list[int], count: int | None = None) -> mx.array: ...

@@ -153,17 +153,27 @@ class SlabTarget:
 
     def attend(self, lines: mx.array, angles: mx.array, plan: AttentionMixer) -> mx.array:
         """Append keys and values to the rows' slabs, then attend over all of them in one operation."""
-        batch, layer = self.view.batch, self.view.layer
-        rows = batch.once(("step rows",), self._rows)
         if angles.shape[0] != lines.shape[0]:
             angles = mx.broadcast_to(angles, (lines.shape[0], *angles.shape[1:]))
+        keys, values = self.append(lines, angles, plan.heads)
+        return ops.attend(lines, keys, values, angles, self.rows, plan.heads, self.view.batch.ahead)
+
+    def append(self, lines: mx.array, angles: mx.array, heads: "ops.Heads") -> tuple[list[mx.array], list[mx.array]]:
+        """Append keys and values to the rows' slabs; returns those of each slab."""
+        batch, layer, rows = self.view.batch, self.view.layer, self.rows
         keys, values = [], []
         for index, part in enumerate(batch.parts):
             held = part.slab.layers[layer]
-            keys.append(ops.append(held.keys, lines, angles, rows, plan.heads, index, False, batch.ahead))
-            values.append(ops.append(held.values, lines, None, rows, plan.heads, index, True, batch.ahead))
+            keys.append(ops.append(held.keys, lines, angles, rows, heads, index, False, batch.ahead))
+            values.append(ops.append(held.values, lines, None, rows, heads, index, True, batch.ahead))
             part.slab.layers[layer] = KeyValues(keys[-1], values[-1])
-        return ops.attend(lines, keys, values, angles, rows, plan.heads, batch.ahead)
+        return keys, values
+
+    @property
+    def rows(self) -> "ops.StepRows":
+        """The rows of the step, with their places in the slabs."""
+        found: ops.StepRows = self.view.batch.once(("step rows",), self._rows)
+        return found
 
     def _rows(self) -> "ops.StepRows":
         batch = self.view.batch
@@ -203,7 +213,12 @@ def _target(x: mx.array, mask: Any, cache: Any) -> CacheTarget | SlabTarget | Gr
         rows = zip(masks, cache.rows, strict=True)
         is_plain = all(type(row) is KVCache and _is_plain_prompt(x, its_mask, row) for its_mask, row in rows)
         return GroupTarget(tuple(cache.rows)) if is_plain else None
-    if type(cache) is not KeyValueView or mask is not None or not cache.batch.seam:
+    return None if mask is not None else slab_target(cache)
+
+
+def slab_target(cache: Any) -> SlabTarget | None:
+    """Return the slabs behind a step's view; None for other caches, or where only the layer's own code can take them."""
+    if type(cache) is not KeyValueView or not cache.batch.seam:
         return None
     spec = cache.spec
     is_plain = type(spec) is FullAttention and spec.keys.dtype == spec.values.dtype == mx.float32

@@ -83,11 +83,12 @@ class RotaryAngles:
             is_here = known is offset or (isinstance(known, int) and isinstance(offset, int) and known == offset)
             if is_here and its_freqs is freqs and its_kind == kind:
                 return angles
-        found = self._compute(offset, tokens, scale, self._rates_of(dims, base, freqs))
+        found = self._compute(offset, tokens, scale, self.rates_of(dims, base, freqs))
         self._known.appendleft((offset, freqs, kind, found))
         return found
 
-    def _rates_of(self, dims: int, base: float | None, freqs: mx.array | None) -> mx.array:
+    def rates_of(self, dims: int, base: float | None, freqs: mx.array | None) -> mx.array:
+        """Return the angle by which each frequency turns from one position to the next, (dims / 2,); made once."""
         kind = (dims, base, None if freqs is None else id(freqs))
         if kind not in self._rates:
             rates = rotary_rates(dims, base or 1.0) if freqs is None else 1.0 / freqs.astype(mx.float32)
@@ -173,10 +174,18 @@ class FusedRotation:
 
     def angles_for(self: Any, offset: int | mx.array, tokens: int) -> mx.array:
         """Return the angles (B or 1, 1, T, dims) of `tokens` positions from each row's offset, cosines then sines."""
-        freqs = getattr(self, "_freqs", None)
-        base, scale = (self.base, self.scale) if freqs is None else (None, 1.0)
+        base, scale, freqs = self._kind()
         found: mx.array = self.angles.at(offset, tokens, self.dims, base, scale, freqs)
         return found
+
+    def rates(self: Any) -> tuple[mx.array, float]:
+        """Return the angle by which each frequency turns from one position to the next, and what positions are scaled by."""
+        base, scale, freqs = self._kind()
+        return self.angles.rates_of(self.dims, base, freqs), scale
+
+    def _kind(self: Any) -> tuple[float | None, float, mx.array | None]:
+        freqs = getattr(self, "_freqs", None)
+        return (self.base, self.scale, None) if freqs is None else (None, 1.0, freqs)
 
 
 class FusedRoPE(FusedRotation, nn.RoPE):  # type: ignore[misc]

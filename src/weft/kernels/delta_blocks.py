@@ -12,7 +12,9 @@ import mlx.core as mx
 from weft.kernels.cpu import LANES, STATE_ROWS
 from weft.kernels.packed import KeptLinear, weights_of
 from weft.kernels.primitives import ops
+from weft.kernels.token_window import TokenWindow
 from weft.memory.positions import current_notes
+from weft.memory.views import StateView
 
 KEY_EPSILON = 1e-6  # in mlx-lm's code, not in the config: added to the sum of squares of a key
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
@@ -41,35 +43,17 @@ class DeltaMixer:
         if cache is not None and notes is None:
             cache[0], cache[1] = columns, states
         elif cache is not None and notes is not None:
-            cache[0], cache[1] = kept, last = columns[:, tokens:], states[:, -1]
-            notes.note(kept, TokenWindow(columns, self.kept_shape[0]))
-            notes.note(last, TokenStates(states))
+            windows = TokenWindow(columns, self.kept_shape[0]), TokenWindow(states, None)
+            if isinstance(cache, StateView):
+                for part, window in enumerate(windows):
+                    cache.leave_open(part, window)
+            else:
+                cache[0], cache[1] = columns[:, tokens:], states[:, -1]
+                for part, window in enumerate(windows):
+                    notes.note(cache[part], window)
         if cache is not None:
             cache.advance(tokens)
         return output
-
-
-@dataclass(frozen=True)
-class TokenWindow:
-    """The channels (B, K − 1 + T, C) of a step's tokens and of those before, of which a row's last K − 1 are its state."""
-
-    columns: mx.array
-    kept: int  # K − 1
-
-    def after(self, counts: list[int]) -> mx.array:
-        """Return each row's state after its first `counts` tokens, copied."""
-        return ops.window(self.columns, counts, self.kept)
-
-
-@dataclass(frozen=True)
-class TokenStates:
-    """The states (B, T, …) after each of a step's tokens."""
-
-    states: mx.array
-
-    def after(self, counts: list[int]) -> mx.array:
-        """Return each row's state (B, …) after its first `counts` tokens, copied."""
-        return ops.window(self.states, [count - 1 for count in counts])
 
 
 def delta_mixer(net: Any) -> DeltaMixer | None:

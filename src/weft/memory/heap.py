@@ -4,13 +4,14 @@ Imports no mlx: the front, its children and engines use it. On systems other tha
 """
 
 import ctypes
+import gc
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 GROWN_BYTES = 16 << 20  # above the least that this process had: worth a look
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 80.0  # between two trims: longer while they do not help
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 5.0, 10.0  # between two trims, of milliseconds: longer while they do not help
 PAGE_BYTES = 4096
 LARGE_BYTES = 1 << 20
 NUM_HEAPS = 2
@@ -63,6 +64,12 @@ def bound_heap() -> None:
 def resident_bytes() -> int:
     """Return how much memory this process has, in bytes; 0 where the system does not say."""
     return int(STATM.read_text().split()[1]) * PAGE_BYTES if sys.platform == "linux" else 0
+
+
+def collect_and_trim() -> None:
+    """Free what only cycles hold, and give it back: a refused request's error, its frames and so its body are such a cycle."""
+    gc.collect()
+    trim_heap()
 
 
 def trim_heap() -> None:

@@ -5,24 +5,30 @@ recurrent layer the states after every token are noted while the forward is buil
 each row then takes its own. A state that nobody notes is there for the last token only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 
 
-class Noted(Protocol):
+class Noted:
     """What a kernel has noted of one state of a step."""
 
     def after(self, counts: list[int]) -> mx.array:
         """Return each row's state (B, …) after its first `counts` tokens, copied, so that the others can be freed."""
+        raise NotImplementedError
+
+    @classmethod
+    def all_after(cls, noted: Sequence[Any], counts: list[int]) -> list[mx.array]:
+        """Return the states of several that were noted in this way."""
+        return [one.after(counts) for one in noted]
 
 
 @dataclass(frozen=True)
-class StatesByToken:
+class StatesByToken(Noted):
     """The states of one layer after each of a step's tokens: one array (B, T, …), or T arrays (B, …)."""
 
     states: mx.array | list[mx.array]
@@ -38,7 +44,7 @@ class StatesByToken:
 
 
 @dataclass(frozen=True)
-class ConvolutionInput:
+class ConvolutionInput(Noted):
     """The input (B, K − 1 + T, C) of a causal convolution: its state after a token is the K − 1 columns up to that token."""
 
     columns: mx.array

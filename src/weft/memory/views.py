@@ -74,13 +74,16 @@ class Batch:
         self.tokens = parts[0].tokens
         self.rows = rows  # None: an idle row that fills the width
         self.seam = seam
-        self.offsets = self._offsets()  # (B,) positions of first new tokens
+        self.offsets = self._offsets()  # (B,) positions of first new tokens, those `ahead` not counted
         self.ahead: mx.array | None = None  # (B,) see `move_ahead`
         self.table = pool.table_for(None if seam else parts[0].slab)
         self.table.arrange(rows)
         self._memo: dict[tuple[Any, ...], Any] = {}
         self._replaced: list[tuple[int, int, mx.array]] = []  # states that the forward wrote, in order: layer, part, value
         self._by_token: list[tuple[int, int, Noted | None]] = []  # the same with what was noted of them
+        self._left_open: list[
+            tuple[int, int, Noted]
+        ] = []  # states that are not replaced before it is known how many tokens count
 
     def _offsets(self) -> mx.array:
         held = [(row, first) for part in self.parts for row, first in zip(part.rows, part.first, strict=True)]
@@ -92,7 +95,6 @@ class Batch:
     def move_ahead(self, counts: mx.array) -> None:
         """Move each row's new tokens on by so many (B,) as only the device knows; for layers that are fused blocks."""
         self.ahead = counts
-        self.offsets = self.offsets + counts
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -111,6 +113,10 @@ class Batch:
         if self.tokens > 1:
             self._replaced.append((layer, part, value))
 
+    def leave_open(self, layer: int, part: int, noted: Noted) -> None:
+        """Let `keep` replace a state by what was noted of it, whichever of its tokens count."""
+        self._left_open.append((layer, part, noted))
+
     def keep(self, counts: list[int]) -> None:
         """Let the first `counts` tokens of each row count (idle rows too), and give up the others.
 
@@ -120,12 +126,18 @@ class Batch:
             if row is not None:
                 row.length += count
                 row.unread += count
-        if self.tokens == 1 or all(count == self.tokens for count in counts):
+        if self.tokens == 1:
             return
-        for layer, part, noted in self._by_token:
+        replaced = [] if all(count == self.tokens for count in counts) else self._by_token
+        by_kind: dict[type[Noted], list[tuple[int, int, Noted]]] = {}
+        for layer, part, noted in [*replaced, *self._left_open]:
             if noted is None:
                 raise InternalError(f"layer {layer}: of state {part} only the one after the last token is known")
-            self.table.states[layer][part] = noted.after(counts)
+            by_kind.setdefault(type(noted), []).append((layer, part, noted))
+        for kind, states in by_kind.items():
+            found = kind.all_after([noted for _, _, noted in states], counts)
+            for (layer, part, _), state in zip(states, found, strict=True):
+                self.table.states[layer][part] = state
 
     @property
     def last_only(self) -> list[int]:
@@ -229,7 +241,8 @@ class KeyValueView:
         self.batch = batch
         self.layer = layer
         self.spec: FullAttention = spec
-        self.offset = batch.offsets  # the same before and after the update
+        # The same before and after the update.
+        self.offset = batch.offsets if batch.ahead is None else batch.offsets + batch.ahead
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append the new tokens' keys and values; returns handles for slab attention (seam), else one slab's arrays."""
@@ -327,6 +340,10 @@ class StateView:
         if reason := part_mismatch(value, self.spec.parts[index], len(self.batch.rows)):
             raise InternalError(f"layer {self.layer}: state {index} became {reason}")
         self.batch.replace_state(self.layer, index, value)
+
+    def leave_open(self, index: int, noted: Noted) -> None:
+        """Replace a state when it is known how many of the step's tokens count, by what was noted of it."""
+        self.batch.leave_open(self.layer, index, noted)
 
     def advance(self, n: int) -> None:
         """Do nothing (mlx-lm calls it after each step): rows' lengths are Python integers, nothing is counted on the device."""

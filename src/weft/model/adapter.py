@@ -13,14 +13,15 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from weft.errors import UnsupportedModel
 from weft.kernels import cpu
 from weft.kernels.attention import seam_over
-from weft.kernels.blocks import FusedBlock
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_layers import bind as bind_cuda
 from weft.kernels.gated_delta import bind as bind_gated_delta
+from weft.kernels.primitives import ops
 from weft.kernels.recurrent import bind as bind_recurrent
+from weft.kernels.token_window import TokenWindow
 from weft.memory.grouped import GroupedKeyValues, GroupedStates
-from weft.memory.positions import current_notes
+from weft.memory.positions import ConvolutionInput, current_notes
 from weft.memory.spec import (
     MAX_STEP_TOKENS,
     FullAttention,
@@ -35,7 +36,7 @@ from weft.memory.transfer import ON_CUDA
 from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.load_phases import LoadPhases
 from weft.model.loader import LoadedModel
-from weft.model.mtp import load_head
+from weft.model.mtp import load_head, states_from
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from weft.model.vision.vision import Seen, load_vision
@@ -232,12 +233,16 @@ class Adapter:
         hidden, logits = self.head.trunk(tokens, own, embeddings)
         rows, count, size = hidden.shape
         earlier = mx.zeros((rows, HIDDEN_STATES, size), hidden.dtype) if last[0] is None else last[0]
+        if count == 1 and not reads and cpu.is_bound(hidden.dtype):
+            last[0] = ops.shift(earlier, hidden)
+            return logits
         columns = mx.concatenate([earlier, hidden], axis=1)
         if reads:
             self.head.read(tokens, columns[:, HIDDEN_STATES - 1 : -1], keys_and_values, embeddings)
-        last[0] = columns[:, count:] if count == 1 else mx.contiguous(columns[:, count:])
-        if (notes := current_notes()) is not None:
-            notes.note_convolution(columns)  # a row that goes back has other last states
+        last[0] = kept = columns[:, count:] if count == 1 else mx.contiguous(columns[:, count:])
+        if (notes := current_notes()) is not None:  # a row that goes back has other last states
+            kind = TokenWindow if cpu.is_bound(columns.dtype) else ConvolutionInput
+            notes.note(kept, kind(columns, HIDDEN_STATES))
         return logits
 
     def read(self, tokens: mx.array, starts: list[int], batch: Batch) -> mx.array:
@@ -246,28 +251,29 @@ class Adapter:
         `starts`: by row, where in its kept hidden states the one before its first token is.
         """
         assert self.head is not None
-        hidden, count = self._view(batch, self.layout[-1])[0], tokens.shape[1]
-        if len({*starts}) == 1:
-            before = hidden[:, starts[0] : starts[0] + count]
-        else:
-            places = mx.minimum(mx.array(starts)[:, None] + mx.arange(count), HIDDEN_STATES - 1)
-            before = mx.take_along_axis(hidden, places[..., None], axis=1)
-        return self.head.read(tokens, before, self._view(batch, self.layout[-2]))
+        hidden = self._view(batch, self.layout[-1])[0]
+        return self.head.read(tokens, states_from(hidden, starts, tokens.shape[1]), self._view(batch, self.layout[-2]))
 
-    def guess(self, tokens: mx.array, before: mx.array, batch: Batch) -> mx.array:
-        """Let the MTP head read one token (B,) that it guessed itself, from its own states (B, H) to its next ones (B, H)."""
+    def guess(
+        self, tokens: mx.array, starts: list[int], batch: Batch, chosen: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Let the MTP head read tokens (B, T), and guess behind one of each row: its states (B, 1, H) and logits (B, V).
+
+        `starts`: as for `read`. `chosen` (B,): the token that is guessed from; None: the last.
+        """
         assert self.head is not None
-        return self.head.read(tokens[:, None], before[:, None], self._view(batch, self.layout[-2]))[:, -1]
+        hidden = self._view(batch, self.layout[-1])[0]
+        return self.head.guess(tokens, hidden, starts, self._view(batch, self.layout[-2]), chosen)
+
+    def guess_on(self, tokens: mx.array, states: mx.array, batch: Batch) -> tuple[mx.array, mx.array]:
+        """Let the MTP head read one token (B,) that it guessed itself, from its own states (B, 1, H), and guess the next."""
+        assert self.head is not None
+        return self.head.guess(tokens, states, [0] * len(batch.rows), self._view(batch, self.layout[-2]))
 
     @property
     def guesses_ahead(self) -> bool:
         """Whether the MTP head can read tokens whose places in their rows only the device knows."""
-        return self.head is not None and self.way == "seam" and isinstance(self.head.layer, FusedBlock)
-
-    def guessed_logits(self, states: mx.array) -> mx.array:
-        """Return the logits (B, V) of the tokens that the MTP head's states (B, H) guess."""
-        assert self.head is not None
-        return self.head.logits(states[:, None])[:, -1]
+        return self.head is not None and self.way == "seam" and self.head.fused is not None
 
     def decode_alone(self, tokens: mx.array, caches: LayerCaches, position: int | None = None) -> mx.array:
         """Build and start, without waiting, the forward of one token of one row on its own caches, (1, 1) → logits (1, V).

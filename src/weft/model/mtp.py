@@ -16,6 +16,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 from weft.errors import ModelError, UnsupportedModel
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
+from weft.kernels.mtp_block import FusedHead, fused_head
 from weft.model.loader import LoadedModel
 from weft.model.mtp_tensors import BuiltHead, HeadModule, find_stack, read_head
 from weft.model.mtp_trial import choose_reading
@@ -34,6 +35,7 @@ class Trunk:
             raise UnsupportedModel("the model has no embedding beside its layers, which an MTP head would share")
         self.embed = embeddings[0]
         outputs = [part for path, part in model.named_modules() if path.rpartition(".")[2] == "lm_head"]
+        self.vocabulary = outputs[0] if outputs else self.embed  # the layer whose product with hidden states is the logits
         self.logits = outputs[0] if outputs else self.embed.as_linear
 
     def states(self, tokens: mx.array, caches: list[Any], embeddings: mx.array | None = None) -> mx.array:
@@ -61,6 +63,7 @@ class MTPHead:
         self.weights_bytes: int = sum(array.nbytes for _, array in tree_flatten(built.module.parameters()))
         self.after_norm = True  # hidden states that go in and come out are normed; which it is, and `agreement`, the trial finds
         self.agreement = 0.0  # share of tokens of the model's own text that the head guessed
+        self.fused: FusedHead | None = None  # the head as weft's own operations, where it can be computed by them
         self._trunk = trunk
         self._hidden_first = built.naming.hidden_first
         self._layer_index = built.layer_index
@@ -92,6 +95,26 @@ class MTPHead:
         states = self.layer(states, mask, cache)
         return self.module.norm(states) if self.after_norm else states  # type: ignore[no-any-return]
 
+    def guess(
+        self, tokens: mx.array, hidden: mx.array, starts: list[int], cache: Any, chosen: mx.array | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """Read tokens (B, T) or (B,), and return states (B, 1, H) and logits (B, V) of the guesses behind one token of each row.
+
+        `hidden` (B, N, H): states of earlier tokens; from starts[row] on those before each token of a row. `chosen` (B,):
+        which token is guessed from; None: the last.
+        """
+        if self.fused is not None and (found := self.fused.guess(tokens, hidden, starts, cache, chosen)) is not None:
+            return found
+        tokens = tokens[:, None] if tokens.ndim == 1 else tokens
+        states = self.read(tokens, states_from(hidden, starts, tokens.shape[1]), cache)
+        state = states[:, -1:] if chosen is None else mx.take_along_axis(states, chosen[:, None, None], axis=1)
+        return state, self.logits(state)[:, -1]
+
+    def fuse(self) -> None:
+        """Let guesses be computed by weft's own operations where these can; to be called when all layers are bound."""
+        made_of = (self.module, self._trunk.embed, self._trunk.vocabulary)
+        self.fused = fused_head(*made_of, hidden_first=self._hidden_first, is_normed=self.after_norm)
+
     def logits(self, hidden: mx.array) -> mx.array:
         """Return the logits (B, T, V) of guesses from the head's hidden states (B, T, H)."""
         return self._trunk.logits(hidden if self.after_norm else self.module.norm(hidden))  # type: ignore[no-any-return]
@@ -103,6 +126,14 @@ class MTPHead:
         except (TypeError, ValueError):
             return True
         return False
+
+
+def states_from(hidden: mx.array, starts: list[int], count: int) -> mx.array:
+    """Return `count` of each row's hidden states (B, N, H) from its own start on; beyond the end the last one."""
+    if len({*starts}) == 1:
+        return hidden[:, starts[0] : starts[0] + count]
+    places = mx.minimum(mx.array(starts)[:, None] + mx.arange(count), hidden.shape[1] - 1)
+    return mx.take_along_axis(hidden, places[..., None], axis=1)
 
 
 def load_head(loaded: LoadedModel) -> tuple[MTPHead | None, str | None]:
@@ -120,6 +151,7 @@ def load_head(loaded: LoadedModel) -> tuple[MTPHead | None, str | None]:
         head = MTPHead(built, Trunk(loaded.model))
         reason = choose_reading(head, built, loaded)
         bind_blocks(built.module)  # last: the weights of its norms are known now
+        head.fuse()
     except ModelError as error:
         return None, str(error)
     except (*PROBE_ERRORS, LookupError) as error:  # whatever a layer or a config stumbles over

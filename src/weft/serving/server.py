@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from weft import log
 from weft.config import ServerConfig, find_engine_key
 from weft.errors import UnknownModel, WeftError
-from weft.memory.heap import HeapKeeper, bound_heap
+from weft.memory.heap import HeapKeeper, bound_heap, collect_and_trim
 from weft.metrics import Metrics
 from weft.serving.autoscaler import Autoscaler
 from weft.serving.connections import make_http_server
@@ -99,7 +99,7 @@ async def _run(service: Service, config: ServerConfig, screen: ServerScreen, lis
 
 async def keep_heap_small() -> None:
     """Look now and then whether this process has grown, and give back what it does not use; until cancelled."""
-    keeper = HeapKeeper()
+    keeper = HeapKeeper(trim=collect_and_trim)
     while True:
         await asyncio.sleep(HEAP_LOOK_SECONDS)
         await asyncio.to_thread(keeper.look)

@@ -12,7 +12,7 @@ import msgspec
 
 from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
 from weft.ipc.messages import GrammarSpec
-from weft.memory.heap import bound_heap, trim_heap
+from weft.memory.heap import bound_heap, collect_and_trim
 from weft.serving.child_pool import READY
 from weft.serving.image_worker import REPLY, limit_process, renew_cpu_seconds
 from weft.text.schema import find_schema_errors
@@ -63,7 +63,7 @@ def main() -> None:
         replies.flush()
         if len(data) > LARGE_BYTES or len(body) > LARGE_BYTES:
             del data, body
-            trim_heap()
+            collect_and_trim()
 
 
 def _read_job(stream: BinaryIO) -> bytes | None:

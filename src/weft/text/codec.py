@@ -13,7 +13,7 @@ from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, Re
 from weft.log import escape_unprintable
 from weft.text.control_tokens import ControlTokens, Hiding
 from weft.text.image_writer import ImageWriter
-from weft.text.normalise import INSTRUCTING, PromptWriter
+from weft.text.normalise import INSTRUCTING, PromptWriter, least_bytes
 from weft.text.prompt_length import LengthBound, LengthCheck
 from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
 from weft.text.sampling import merge_sampling, recommended_sampling
@@ -118,6 +118,8 @@ class Codec:
         if self.writer is None:
             message = "this model has no chat template, so it can not take messages; use /v1/completions with a prompt"
             raise InvalidRequest(message, "messages")
+        if check is not None:  # before the template is run, which takes longer
+            check.check_bytes(max(map(least_bytes, prompt.messages), default=0))
         variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
         conversation = replace(prompt, template_kwargs=variables | prompt.template_kwargs)
         hiding = None if self.control is None else Hiding(self.control)

@@ -25,6 +25,7 @@ CUT = "⟦the answer goes on here⟧"
 # What templates trim, escape or take out of a text: white space and controls, as they are or in JSON, switches for reasoning.
 _LOST = re.compile(rb"\\(?:[nrtbf]|u00[01][0-9a-f])|/(?:no_)?think")
 _LOST_BYTES = bytes(range(33)) + b"\\"
+_LONGEST_SWITCH, _LONGEST_ESCAPE = len("/no_think"), len("u001f")
 
 
 class PromptWriter:
@@ -288,6 +289,21 @@ def _texts_to_show(message: Message) -> list[str]:
         return [call.name for call in message.tool_calls]
     reasons = any(mark in text for text in message.texts for markers in KNOWN for mark in markers)
     return [] if reasons and message.role == "assistant" else message.texts
+
+
+def least_bytes(message: Message) -> int:
+    """Return how many bytes of any prompt a message surely takes: a template that leaves out its text is refused.
+
+    What templates may take out of a text is not counted, and nothing is for answers, of which reasoning may be left out.
+    """
+    if message.role == "assistant" or message.tool_calls:
+        return 0
+    return max((_least_bytes(text.encode()) for text in message.texts), default=0)
+
+
+def _least_bytes(data: bytes) -> int:
+    num_lost = _LONGEST_SWITCH * data.count(b"think") + _LONGEST_ESCAPE * data.count(b"\\")
+    return max(0, len(data.translate(None, _LOST_BYTES)) - num_lost)
 
 
 def _comparable(text: str) -> bytes:

@@ -31,7 +31,11 @@ class LengthBound:
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that this text surely has."""
-        return 0 if self.max_token_bytes is None else -(-len(text) // self.max_token_bytes)  # a character has a byte or more
+        return self.least_tokens_of(len(text))  # a character has a byte or more
+
+    def least_tokens_of(self, num_bytes: int) -> int:
+        """Return a number of tokens that a text of so many bytes surely has."""
+        return 0 if self.max_token_bytes is None else -(-num_bytes // self.max_token_bytes)
 
 
 def _state(step: Any) -> Any:
@@ -85,6 +89,12 @@ class LengthCheck:
             raise _too_long(least, self.context_length)
         if len(text) > USUAL_CHARACTERS * self.context_length:
             self._count_parts(text)
+
+    def check_bytes(self, num_bytes: int) -> None:
+        """Raise ContextTooLong if a prompt with so many bytes or more surely has more tokens than the context."""
+        self.check_wanted()
+        if (least := self.bound.least_tokens_of(num_bytes)) > self.context_length:
+            raise _too_long(least, self.context_length)
 
     def check_wanted(self) -> None:
         if not self.is_wanted():

@@ -5,7 +5,7 @@
  */
 
 /* Memory of a thread that is kept from call to call; each use inside one call has its own. */
-enum scratch_use { ROWS_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH,
+enum scratch_use { ROWS_SCRATCH, WOVEN_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH,
                    NUM_SCRATCHES };
 
 static void *scratch(enum scratch_use use, size_t bytes) {
@@ -20,6 +20,9 @@ static void *scratch(enum scratch_use use, size_t bytes) {
     }
     return kept[use].at;
 }
+
+/* Memory for packed rows. */
+static float *rows_scratch(size_t count) { return (float *)scratch(ROWS_SCRATCH, (count + LANES) * sizeof(float)) + bound.kernels->shift; }
 
 static size_t whole_lanes(size_t count) { return (count + LANES - 1) / LANES * LANES; }
 
@@ -37,6 +40,7 @@ static void share_sized(work_function *work, const void *subject, size_t total, 
 
 enum {
     EXPANDED_FLOATS = 1 << 12,  /* weights that are expanded for a few rows at a time: they should stay in the nearest cache */
+    MAX_FEW_ROWS = 8,           /* up to here codes of 4 and 8 bits are expanded in registers (few.h), */
     MAX_WIDENED_ROWS = 24,      /* up to here numbers of 16 bits are widened each time they are used: by few tiles of rows */
     MANY_ROWS = 48,             /* from here on rows are packed and weights expanded once, for all pieces of the product: */
     PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */
@@ -46,12 +50,19 @@ enum {
 
 struct panel {
     struct product rows; /* packed as the dot kernels want them */
+    const float *woven;  /* the same as codes of four bits want them, or NULL: nobody asks for them */
     const struct weft_linear *linear;
     const struct weft_gated *gated;
     size_t first;                        /* row of the whole */
     const float *expanded, *expanded_up; /* the weights from `column` on as float32, or NULL */
     size_t column;
 };
+
+/* Whether so many rows are multiplied with these weights as they are. */
+static int is_taken_as_packed(const struct weft_weights *w, size_t m) {
+    const int is_packed = w->kind == WEFT_AFFINE || w->kind == WEFT_MXFP4 || w->kind == WEFT_NVFP4;
+    return bound.kernels->few != NULL && is_packed && (w->bits == 4 || w->bits == 8) && m <= MAX_FEW_ROWS;
+}
 
 /* Columns [begin, end) of rows * weights^T into c, whose first column is `begin`. */
 static void linear_columns(const struct panel *panel, const struct weft_weights *w, const float *weights, size_t begin, size_t end, float *c, size_t ldc) {
@@ -66,6 +77,12 @@ static void linear_columns(const struct panel *panel, const struct weft_weights 
         part.b = weights != NULL ? weights + (begin - panel->column) * width : (const float *)(const void *)own;
         part.n = end - begin, part.c = c;
         bound.kernels->dot(&part, 0, part.n);
+        return;
+    }
+    if (is_taken_as_packed(w, part.m)) {
+        part.c = c;
+        if (w->bits == 4) part.a = panel->woven;
+        bound.kernels->few(&part, w, begin, end);
         return;
     }
     const size_t tiles = EXPANDED_FLOATS / (tile * width), most = tile * (tiles > 0 ? tiles : 1);
@@ -114,12 +131,17 @@ struct shared_product {
 /* Few rows: the pieces are columns, and whoever takes some expands their weights. */
 static void over_columns(const struct shared_product *s) {
     const size_t k = s->weights->k, width = whole_lanes(k);
-    float *packed = scratch(ROWS_SCRATCH, s->m * width * sizeof(float));
+    float *packed = rows_scratch(s->m * width);
     const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1};
     pack(&rows, packed, width);
     struct panel panel = s->panel;
     panel.rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
-    share_sized(s->work, &panel, s->weights->n, 12, s->weights->n * k * ((s->m + 7) / 8));
+    if (is_taken_as_packed(s->weights, s->m) || (s->up != NULL && is_taken_as_packed(s->up, s->m))) {
+        float *woven = scratch(WOVEN_SCRATCH, s->m * width * sizeof(float));
+        bound.kernels->weave(packed, woven, s->m * width);
+        panel.woven = woven;
+    }
+    share_sized(s->work, &panel, s->weights->n, 24, s->weights->n * k * ((s->m + 7) / 8));
 }
 
 struct packing {
@@ -191,7 +213,7 @@ static size_t block_columns(const struct shared_product *s) {
 static void over_pieces(const struct shared_product *s, size_t first, size_t m) {
     const size_t n = s->weights->n, k = s->weights->k, width = whole_lanes(k), columns = block_columns(s);
     const struct packing packing = {.rows = {.m = m, .k = k, .a = s->a + first * s->lda, .a_row = s->lda, .a_column = 1},
-                                    .to = scratch(ROWS_SCRATCH, m * width * sizeof(float)), .width = width};
+                                    .to = rows_scratch(m * width), .width = width};
     share_sized(pack_rows, &packing, m, 4, m * width);
     struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
     grid.whole.first = first;

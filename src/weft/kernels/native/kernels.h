@@ -8,7 +8,9 @@
  * Tiles of other sizes interleave different elements; they never touch the order inside one.
  */
 #define PARTS (LANES / WIDTH)
-#define STRETCH 768
+#define STRETCH 576
+#define KEPT_ROWS 240 /* a multiple of DOT_ROWS */
+#define KEPT_COLUMNS (2 * DOT_COLUMNS)
 #define AXPY_STRIP (AXPY_VECTORS * WIDTH)
 #define DOT_SUMS (DOT_ROWS * DOT_COLUMNS)
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -95,6 +97,7 @@ DOT_HEIGHT(4, , 0) DOT_HEIGHT(4, half_, 1)
 #define DOT_HEIGHTS(kind) {NULL, NAME(kind##1), NAME(kind##2), NAME(kind##3)}
 #endif
 
+#if WIDTH == 16
 /* Many rows: the weights of a few columns come from memory for the first tile and from cache for the others. */
 static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t end) {
     static void (*const tiles[2][DOT_ROWS + 1])(const struct product *, size_t, size_t, const char *, int) = {
@@ -110,6 +113,81 @@ static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t en
     }
     return n;
 }
+#else
+/* Where a tile lies, and the stretch of k it takes now; `kept`: its sums between two stretches, PARTS times DOT_SUMS vectors. */
+struct NAME(piece) {
+    size_t m, n, begin, end;
+    float *kept;
+};
+
+/* One stretch of a tile of c. Of the parts of the sixteen lanes only one has its sums in registers at a time. */
+INLINE void NAME(dot_piece)(const int rows, const int columns, const int is_half, const struct product *p, const struct NAME(piece) *piece) {
+    const int count = rows * columns, is_first = piece->begin == 0, is_last = piece->end == p->k;
+    VECTOR sums[DOT_SUMS], waiting[PARTS - 1][DOT_SUMS];
+    const VECTOR *parts[PARTS];
+    for (int part = 0; part < PARTS; part++) {
+        const float *a = p->a + piece->m * p->a_row + part * WIDTH;
+        const size_t first = piece->n * p->ldb + part * WIDTH;
+        float *kept = piece->kept + part * DOT_SUMS * WIDTH;
+        if (is_first)
+            UNROLL for (int i = 0; i < count; i++) sums[i] = SPREAD(0.0f);
+        else
+            UNROLL for (int i = 0; i < count; i++) sums[i] = LOAD(kept + i * WIDTH);
+        size_t k = piece->begin;
+        for (; k + LANES <= piece->end; k += LANES) NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 1, WIDTH);
+        const int left = (int)(piece->end - k) - part * WIDTH;
+        if (left > 0) NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 0, left);
+        if (!is_last)
+            UNROLL for (int i = 0; i < count; i++) STORE(kept + i * WIDTH, sums[i]);
+        else if (part < PARTS - 1)
+            UNROLL for (int i = 0; i < count; i++) waiting[part][i] = sums[i];
+        parts[part] = part < PARTS - 1 ? waiting[part] : sums;
+    }
+    if (!is_last) return;
+    float totals[DOT_SUMS];
+    UNROLL for (int i = 0; i < count; i += 4) SUM4(totals + i, parts, i);
+    UNROLL for (int i = 0; i < rows; i++) settle(p, piece->m + i, piece->n, totals + i * columns, columns);
+}
+
+#define DOT_PIECE(rows, kind, is_half)                                                                                 \
+    static TARGET __attribute__((noinline)) void NAME(dot_piece_##kind##rows)(const struct product *p, const struct NAME(piece) *piece) { \
+        NAME(dot_piece)(rows, DOT_COLUMNS, is_half, p, piece);                                                         \
+    }
+DOT_PIECE(1, , 0) DOT_PIECE(2, , 0) DOT_PIECE(3, , 0) DOT_PIECE(1, half_, 1) DOT_PIECE(2, half_, 1) DOT_PIECE(3, half_, 1)
+#if DOT_ROWS == 4
+DOT_PIECE(4, , 0) DOT_PIECE(4, half_, 1)
+#endif
+
+/* Many rows and a few columns: a stretch of the columns' weights stays in the nearest cache for all rows, whose sums wait meanwhile. */
+static TARGET void NAME(dot_columns)(const struct product *p, size_t first, size_t m, size_t n, size_t columns) {
+    static void (*const pieces[2][DOT_ROWS + 1])(const struct product *, const struct NAME(piece) *) = {DOT_HEIGHTS(dot_piece_),
+                                                                                                      DOT_HEIGHTS(dot_piece_half_)};
+    float kept[KEPT_ROWS * KEPT_COLUMNS * LANES] __attribute__((aligned(64)));
+    const size_t num_tiles = (m + DOT_ROWS - 1) / DOT_ROWS;
+    const size_t num_stretches = (p->k + STRETCH - 1) / STRETCH, stretch = (p->k / num_stretches + LANES - 1) / LANES * LANES;
+    for (size_t begin = 0; begin < p->k; begin += stretch) {
+        struct NAME(piece) piece = {.begin = begin, .end = p->k - begin < stretch ? p->k : begin + stretch, .kept = kept};
+        for (size_t tile = 0; tile < num_tiles; tile++) {
+            piece.m = first + tile * m / num_tiles;
+            const size_t rows = first + (tile + 1) * m / num_tiles - piece.m;
+            for (size_t column = 0; column < columns; column += DOT_COLUMNS) {
+                piece.n = n + column;
+                pieces[p->is_half][rows](p, &piece);
+                piece.kept += PARTS * DOT_SUMS * WIDTH;
+            }
+        }
+    }
+}
+
+static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t end) {
+    while (n + DOT_COLUMNS <= end) {
+        const size_t fit = (end - n) / DOT_COLUMNS * DOT_COLUMNS, columns = fit < KEPT_COLUMNS ? fit : KEPT_COLUMNS;
+        for (size_t m = 0; m < p->m; m += KEPT_ROWS) NAME(dot_columns)(p, m, p->m - m < KEPT_ROWS ? p->m - m : KEPT_ROWS, n, columns);
+        n += columns;
+    }
+    return n;
+}
+#endif
 
 /* Columns [begin, end) of c = a b^T. */
 static void NAME(dot_block)(const struct product *p, size_t begin, size_t end) {
@@ -519,10 +597,14 @@ TARGET static void NAME(softmax_block)(float *c, size_t n, size_t tokens, size_t
 TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_row)(row, count); }
 
 #include "packed.h"
+#include "few.h"
 #include "scores.h"
 
 #undef PARTS
 #undef STRETCH
+#undef KEPT_ROWS
+#undef KEPT_COLUMNS
+#undef DOT_PIECE
 #undef AXPY_STRIP
 #undef DOT_SUMS
 #undef INLINE

@@ -10,6 +10,8 @@
 static const float FOUR_BIT_FLOATS[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
                                           -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
 
+static const float FOUR_BIT_WHOLES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 static inline float float_of_bits(uint32_t bits) {
     float number;
     memcpy(&number, &bits, sizeof number);

@@ -453,6 +453,14 @@ void require_ahead(const Optional& ahead, const StepRows& rows) {
   require(!ahead || (ahead->dtype() == mx::int32 && ahead->size() == rows.size()), "every row is a whole number of tokens ahead");
 }
 
+void require_slabs(const Arrays& keys, const Arrays& values, const StepRows& rows, const Heads& h) {
+  require(keys.size() == rows.slabs() && values.size() == keys.size(), "each slab has keys and values");
+  for (size_t i = 0; i < keys.size(); i++)
+    require(rows.fits(i, keys[i]) && keys[i].shape() == values[i].shape() && size_t(keys[i].shape(1)) == h.kv_heads &&
+                size_t(keys[i].shape(3)) == h.dim,
+            "rows have their place");
+}
+
 // A slab (slots, heads, places, dim) with the new keys, or values, of its rows.
 mx::array append(const mx::array& slab, const mx::array& lines, Optional angles, const Handle<StepRows>& rows, const Handle<Heads>& h,
                  size_t which, bool is_values, Optional ahead) {
@@ -480,11 +488,7 @@ mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional an
                  const Handle<Heads>& h, Optional ahead) {
   require_lines(lines, *h, *rows, angles);
   require_ahead(ahead, *rows);
-  require(keys.size() == rows->slabs() && values.size() == keys.size(), "each slab has keys and values");
-  for (size_t i = 0; i < keys.size(); i++)
-    require(rows->fits(i, keys[i]) && keys[i].shape() == values[i].shape() && size_t(keys[i].shape(1)) == h->kv_heads &&
-                size_t(keys[i].shape(3)) == h->dim,
-            "rows have their place");
+  require_slabs(keys, values, *rows, *h);
   const size_t num_slabs = keys.size();
   Arrays inputs{lines};
   inputs.insert(inputs.end(), keys.begin(), keys.end());
@@ -508,6 +512,7 @@ mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional an
 
 }  // namespace weft
 
+#include "mtp_head.h"
 #include "recurrences.h"
 
 NB_MODULE(_primitives, m) {
@@ -545,6 +550,21 @@ NB_MODULE(_primitives, m) {
     new (self) Handle<DeltaLayer>(std::make_shared<const DeltaLayer>(convolution, rate, bias, query_norm, key_norm, norm));
   }, "convolution"_a, "rate"_a, "bias"_a, "query_norm"_a, "key_norm"_a, "norm"_a);
 
+  nb::class_<Handle<MTPHead>>(m, "MTPHead")
+      .def("__init__", [](Handle<MTPHead>* self, const Handle<Weights>& embedding, const Handle<Weights>& projection,
+                          const std::vector<Handle<Weights>>& joint, const Handle<Weights>& output, const Handle<Weights>& gate,
+                          const Handle<Weights>& up, const Handle<Weights>& down, const Handle<Weights>& vocabulary,
+                          const Handle<Norm>& embedding_norm, const Handle<Norm>& hidden_norm, const Handle<Norm>& input_norm,
+                          const Handle<Norm>& mlp_norm, const Handle<Norm>* output_norm, const Handle<Heads>& heads, mx::array rates, float scale,
+                          bool hidden_first, bool is_normed) {
+        const MTPHead head{embedding, projection, output, gate, up, down, vocabulary, {joint.begin(), joint.end()}, embedding_norm, hidden_norm,
+                           input_norm, mlp_norm, pointer_of(output_norm), heads, settled(mx::astype(rates, mx::float32)), scale, hidden_first,
+                           is_normed};
+        require_head(head);
+        new (self) Handle<MTPHead>(std::make_shared<const MTPHead>(head));
+      }, "embedding"_a, "projection"_a, "joint"_a, "output"_a, "gate"_a, "up"_a, "down"_a, "vocabulary"_a, "embedding_norm"_a, "hidden_norm"_a,
+           "input_norm"_a, "mlp_norm"_a, "output_norm"_a.none(), "heads"_a, "rates"_a, "scale"_a, "hidden_first"_a, "is_normed"_a);
+
   m.def("linear", &linear, "x"_a, "weights"_a, "norm"_a.none() = nb::none(), "residual"_a.none() = nb::none());
   m.def("gated", &gated, "x"_a, "gate"_a, "up"_a, "norm"_a.none() = nb::none());
   m.def("switched", &switched, "x"_a, "indices"_a, "weights"_a);
@@ -563,5 +583,11 @@ NB_MODULE(_primitives, m) {
         "ahead"_a.none() = nb::none());
   m.def("recur", &recur, "state"_a, "value"_a, "key"_a, "query"_a, "gate"_a, "beta"_a.none(), "keeps"_a);
   m.def("delta", &delta, "lines"_a, "columns"_a, "state"_a, "layer"_a, "keeps"_a);
+  m.def("head_lines", &head_lines, "tokens"_a, "hidden"_a, "starts"_a, "offsets"_a, "head"_a, "ahead"_a.none() = nb::none());
+  m.def("head_guess", &head_guess, "lines"_a, "states"_a, "angles"_a, "keys"_a, "values"_a, "rows"_a, "head"_a, "chosen"_a.none() = nb::none(),
+        "ahead"_a.none() = nb::none());
+  m.def("accepted", &accepted, "lines"_a, "drafts"_a, "tokens"_a, "numbers"_a, "count"_a);
+  m.def("shift", &shift, "x"_a, "last"_a);
+  m.def("windows", &windows, "arrays"_a, "starts"_a, "counts"_a);
   m.def("window", &window, "x"_a, "starts"_a, "count"_a.none() = nb::none());
 }

@@ -95,22 +95,48 @@ std::vector<mx::array> delta(const mx::array& lines, const mx::array& columns, c
                                 std::make_shared<Operation>("weft.delta", std::move(work)), {lines, columns, state});
 }
 
-// Of each row of x (B, N, ...) the `count` entries from its own start, copied: (B, count, ...), or one entry as (B, ...).
-mx::array window(const mx::array& x, const std::vector<size_t>& starts, std::optional<size_t> wanted) {
-  const size_t count = wanted.value_or(1);
-  require(x.ndim() >= 2 && x.dtype() == mx::float32 && size_t(x.shape(0)) == starts.size(), "every row has its start");
-  for (const size_t start : starts) require(start + count <= size_t(x.shape(1)), "entries are those of the row");
-  auto shape = x.shape();
-  if (wanted)
-    shape[1] = static_cast<int>(count);
-  else
-    shape.erase(shape.begin() + 1);
-  auto work = [starts, count](const Arrays& in, Arrays& out) {
-    const size_t rows = starts.size(), row = in[0].size() / rows, entry = row / in[0].shape(1);
-    for (size_t i = 0; i < rows; i++)
-      std::memcpy(out[0].data<float>() + i * count * entry, in[0].data<float>() + i * row + starts[i] * entry, count * entry * sizeof(float));
+// Of each row of arrays (B, N, ...) the entries from its own start on, copied: of array i from starts[i][row] on as many as counts[i],
+// (B, count, ...), or one entry as (B, ...). All are outputs of one operation.
+std::vector<mx::array> windows(const Arrays& arrays, std::vector<std::vector<size_t>> starts, std::vector<std::optional<size_t>> counts) {
+  require(!arrays.empty() && starts.size() == arrays.size() && counts.size() == arrays.size(), "every array has its starts");
+  std::vector<mx::Shape> shapes;
+  for (size_t i = 0; i < arrays.size(); i++) {
+    const auto& x = arrays[i];
+    require(x.ndim() >= 2 && x.dtype() == mx::float32 && size_t(x.shape(0)) == starts[i].size(), "every row has its start");
+    for (const size_t start : starts[i]) require(start + counts[i].value_or(1) <= size_t(x.shape(1)), "entries are those of the row");
+    shapes.push_back(x.shape());
+    if (counts[i])
+      shapes[i][1] = static_cast<int>(*counts[i]);
+    else
+      shapes[i].erase(shapes[i].begin() + 1);
+  }
+  auto work = [starts = std::move(starts), counts = std::move(counts)](const Arrays& in, Arrays& out) {
+    for (size_t i = 0; i < in.size(); i++) {
+      const size_t rows = starts[i].size(), row = in[i].size() / rows, entry = row / in[i].shape(1), count = counts[i].value_or(1);
+      for (size_t at = 0; at < rows; at++)
+        std::memcpy(out[i].data<float>() + at * count * entry, in[i].data<float>() + at * row + starts[i][at] * entry, count * entry * sizeof(float));
+    }
   };
-  return operation("weft.window", shape, {x}, std::move(work));
+  return mx::array::make_arrays(std::move(shapes), std::vector<mx::Dtype>(arrays.size(), mx::float32),
+                                std::make_shared<Operation>("weft.windows", std::move(work)), arrays);
 }
+
+// Of each row of x (B, N, ...) the entries moved on by those of `last` (B, T, ...), which come to the end; in place where nobody else looks at x.
+mx::array shift(const mx::array& x, const mx::array& last) {
+  require(x.ndim() >= 2 && x.ndim() == last.ndim() && x.dtype() == mx::float32 && last.dtype() == mx::float32, "rows of float32");
+  for (size_t axis = 0; axis < x.ndim(); axis++) require(axis == 1 || x.shape(axis) == last.shape(axis), "entries have one shape");
+  require(last.shape(1) <= x.shape(1), "a row has as many entries as come, or more");
+  auto work = [](const Arrays& in, Arrays& out) {
+    const size_t rows = in[1].shape(0), row = out[0].size() / rows, moved = in[1].size() / rows;
+    for (size_t i = 0; i < rows; i++) {
+      float* to = out[0].data<float>() + i * row;
+      std::memmove(to, to + moved, (row - moved) * sizeof(float));
+      std::memcpy(to + row - moved, in[1].data<float>() + i * moved, moved * sizeof(float));
+    }
+  };
+  return operation("weft.shift", x.shape(), {x, last}, std::move(work), true);
+}
+
+mx::array window(const mx::array& x, std::vector<size_t> starts, std::optional<size_t> count) { return windows({x}, {std::move(starts)}, {count})[0]; }
 
 }  // namespace weft

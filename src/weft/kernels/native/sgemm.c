@@ -18,6 +18,8 @@
 #define EXPORT __attribute__((visibility("default")))
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 enum { LANES = WEFT_LANES, STATE_ROWS = WEFT_STATE_ROWS };
+/* Of a tile whose packed weights are expanded in registers; a block of columns stays in the nearest cache for all rows. */
+enum { FEW_ROWS = 8, FEW_COLUMNS = 8, FEW_SUMS = 20, FEW_BLOCK = 24 };
 
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
@@ -213,6 +215,7 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
 struct kernels {
     const char *name;
     size_t columns; /* of a tile of dot products */
+    size_t shift;   /* numbers before the first row of a, so that rows and weights lie in different halves of a cache line */
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
     void (*softmax)(float *, size_t n, size_t tokens, size_t begin, size_t end);
@@ -225,26 +228,28 @@ struct kernels {
     void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
     void (*recur)(const struct weft_recurrence *, size_t begin, size_t end);
     void (*expand)(const struct weft_weights *, size_t row, float *);
+    void (*few)(const struct product *, const struct weft_weights *, size_t begin, size_t end); /* NULL: there is none */
+    void (*weave)(const float *, float *, size_t count);
     void (*convolve)(const float *const *taps, size_t num_taps, const float *weights, size_t channels, float *);
     float (*most)(const float *, size_t count, int *is_number);
     int32_t (*choose)(float *, size_t count, float most, float temperature, float min_p, float uniform, float *sums);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
-#define KERNELS(set, columns, fast_rows)                                                                               \
-    {#set, columns, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
+#define KERNELS(set, columns, shift, few, weave, fast_rows)                                                                              \
+    {#set, columns, shift, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
      set##_soften, set##_silu_block, set##_gate_block, set##_norm_row, set##_turn_row, set##_recur_block,              \
-     set##_expand, set##_convolve, set##_most, set##_choose, fast_rows}
+     set##_expand, few, weave, set##_convolve, set##_most, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    KERNELS(avx512, 6, SIZE_MAX),
-    KERNELS(avx2, 4, 12),
+    KERNELS(avx512, 6, 0, avx512_few, avx512_weave, SIZE_MAX),
+    KERNELS(avx2, 4, 8, NULL, NULL, 12),
 #endif
 #if defined(__aarch64__)
-    KERNELS(plain, 6, 8),
+    KERNELS(plain, 6, 0, NULL, NULL, 8),
 #else
-    KERNELS(plain, 4, 8),
+    KERNELS(plain, 4, 0, NULL, NULL, 8),
 #endif
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
@@ -322,7 +327,7 @@ static void dot_panels(const struct product *p, size_t rows, float *packed, size
         panel.a = packed;
         panel.a_row = width;
         panel.a_column = 1;
-        share(dot_columns, &panel, panel.n, 6);
+        share(dot_columns, &panel, panel.n, 24);
     }
 }
 
@@ -331,13 +336,13 @@ static int dot_product(const struct product *p) {
     const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
     const size_t rows = p->m < most ? p->m : most;
     if (rows * width <= STACK_FLOATS) {
-        float packed[STACK_FLOATS] __attribute__((aligned(64)));
-        dot_panels(p, rows, packed, width);
+        float packed[STACK_FLOATS + LANES] __attribute__((aligned(64)));
+        dot_panels(p, rows, packed + bound.kernels->shift, width);
         return 1;
     }
     void *packed;
-    if (posix_memalign(&packed, 64, rows * width * sizeof(float)) != 0) return 0;
-    dot_panels(p, rows, packed, width);
+    if (posix_memalign(&packed, 64, (rows * width + LANES) * sizeof(float)) != 0) return 0;
+    dot_panels(p, rows, (float *)packed + bound.kernels->shift, width);
     free(packed);
     return 1;
 }
