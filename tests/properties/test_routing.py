@@ -116,7 +116,7 @@ def test_where_all_replicas_are_busy_a_prompt_waits_longer_for_what_is_cached() 
         router.index.report("a", [ReportedChunk(key_of(root_key(""), prompt[:100]), root_key(""), 100, has_checkpoint=True)], [])
         return router.choose(Submit((0,), prompt, (Sampling(),)), replicas, replicas)[0].name
 
-    assert chosen((400, 0)) == "b"
+    assert chosen((450, 0)) == "b"
     assert chosen((600, 200)) == "a"
 
 
