@@ -225,7 +225,7 @@ def test_guesses_of_weft_s_operations_are_those_of_the_head_s_own_code(adapter: 
 
 def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adapter) -> None:
     told = Sampling(temperature=0.0, max_tokens=120, ignore_eos=True)
-    run = Run(adapter, ON)
+    run = Run(adapter, dataclasses.replace(ON, gap_factor=1e6))  # all prompts are computed in the first turns
     speculation, steps, asked = run.engine.speculation, Counter[int](), Counter[int]()
     may_draft = speculation.may_draft
 
