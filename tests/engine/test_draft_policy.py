@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.engine.draft_policy import MAX_PAUSE, MIN_PAUSE, DraftPolicy, RowDrafts
-from weft.engine.step_costs import MAX_CHANGE, NUM_PLAIN, PLAIN_EVERY, WEIGHT, StepCosts
+from weft.engine.step_costs import MAX_CHANGE, NUM_PLAIN, PLAIN_EVERY, WEIGHT, CostTable, StepCosts
 
 Script = Callable[[int, int], int]  # from the row's emitted tokens and the draft tokens verified: how many are right
 Clock = Callable[[int, int, bool], float]  # from rows, tokens per row and whether the head drafted: seconds of a step
@@ -375,3 +375,18 @@ def test_a_machine_that_changes_its_speed_costs_nothing_for_long(speed: float) -
 
     assert world.gain(4, at_random(0.9), 1000) > 2.0
     assert world.gain(4, at_random(0.05), 4000) >= WORST
+
+
+def test_a_single_disturbed_step_does_not_end_drafts() -> None:
+    costs = StepCosts(4)
+    for _ in range(8):
+        costs.measure(1, 0, 0.01, with_head=False)
+    usual = [costs.measure(1, 2, 0.02, with_head=True) for _ in range(20)][-1]
+
+    assert costs.measure(1, 2, 0.2, with_head=True) <= 2 * usual
+
+
+def test_deeper_guesses_of_a_head_are_expected_to_be_worse_until_they_were_verified() -> None:
+    policy = DraftPolicy(by_clock=False, table=CostTable(start=0.0, base=0.2, row=0.0, head=0.0))
+
+    assert 0 < policy.depth(RowDrafts(), "mtp", 1) < policy.depth(RowDrafts(), "prediction", 1)

@@ -19,7 +19,8 @@ from weft.engine.step_costs import USUAL_COSTS, CostTable, StepCosts
 
 FORCED, HEAD = "forced", "mtp"  # sources: whose tokens are certain, and whose drafts take time to make
 START_RATES = {"lookup": 0.6, "prediction": 0.8, HEAD: 0.8}
-ROW_WEIGHT, SHARED_WEIGHT = 0.1, 0.05  # of one token verified: for the row's rate, and for the rate new rows start with
+HEAD_FADING = 0.85  # of that, for each further place, until more is known: the head guesses on from its own guesses
+ROW_WEIGHT, SHARED_WEIGHT = 0.1, 0.02  # of one token verified: for the row's rate, and for the rate new rows start with
 TRIAL_WEIGHT = 0.3  # of a token verified on trial: what is known is old then
 ALLOWANCE = 0.02  # share of the tokens emitted that drafts may cost in the long run
 MAX_BALANCE = 8.0  # plain steps; drafts that were good for long may then lose so much
@@ -121,7 +122,7 @@ class DraftPolicy:
         self._balance = min(MAX_BALANCE, self._balance + tokens / self._num_rows)
 
     def _record(self, row: RowDrafts, source: str) -> SourceRecord:
-        shared = self._rates.setdefault(source, [START_RATES.get(source, START_RATES["lookup"])] * self.max_tokens)
+        shared = self._rates.setdefault(source, _start_rates(source, self.max_tokens))
         if source not in row.records:
             row.records[source] = SourceRecord(list(shared), list(accumulate(shared, mul)))
         return row.records[source]
@@ -166,6 +167,12 @@ class DraftPolicy:
         else:
             record.pause = min(MAX_PAUSE, max(MIN_PAUSE, 2 * record.pause))
             record.resume_at = num_emitted + record.pause
+
+
+def _start_rates(source: str, max_tokens: int) -> list[float]:
+    """Return how often a source's tokens are expected to be accepted before any was verified, by place."""
+    first, fading = START_RATES.get(source, START_RATES["lookup"]), HEAD_FADING if source == HEAD else 1.0
+    return [first * fading**place for place in range(max_tokens)]
 
 
 def _pays(survival: list[float], costs: Sequence[float]) -> bool:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from statistics import median_low
 
 MAX_SURPRISE = 3.0  # times the expected cost; a step that takes longer was disturbed
+MAX_CHARGE = 1.5  # times the cost by now: single steps take several times as long on a busy machine, with drafts or without
 WEIGHT = 0.2  # of a new measurement
 MAX_CHANGE = 0.25  # a measurement counts as at most so much above or below what was expected
 SPREAD = 0.02  # how far a measurement moves the costs of other numbers of draft tokens along
@@ -65,7 +66,7 @@ class StepCosts:
         return len(self._class_of(num_rows).samples) < NUM_PLAIN
 
     def measure(self, num_rows: int, drafted: int, seconds: float, with_head: bool) -> float:
-        """Take a step's duration into account, and return what it cost, at least 1."""
+        """Take a step's duration into account, and return what it is charged with, at least 1."""
         size = self._class_of(num_rows)
         if drafted or with_head:
             return size.measure(size.curves[with_head], drafted, seconds)
@@ -99,7 +100,7 @@ class _SizeClass:
         if self.num_drafted == PLAIN_EVERY:
             self.num_drafted = 0
             self.samples.clear()
-        return cost
+        return max(1.0, min(cost, MAX_CHARGE * curve.costs[drafted]))
 
 
 class _Curve:
