@@ -13,7 +13,7 @@ import pytest
 from cli_command import WEFT, environment, weft
 
 from weft.cli import COMMANDS as SUMMARIES
-from weft.cli import main, make_app
+from weft.cli import main, make_command_line
 
 STORY = ("run", "tiny-hybrid", "Once upon a time", "--local", "--seed", "1")
 
@@ -108,7 +108,7 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(tmp_path: Path) -> None:
 
 
 def test_weft_s_help_has_the_first_line_of_every_command_s_own() -> None:
-    resolved = make_app().resolved_commands()
+    resolved = make_command_line().resolved_commands()
 
     assert {name: resolved[name].help.split("\n\n")[0] for name in SUMMARIES} == SUMMARIES
 

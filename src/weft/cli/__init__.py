@@ -61,7 +61,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="
     sys.stdout.write(app.generate_completion(prog_name="weft", shell=shell))
 
 
-def make_app(*, has_summaries: bool = False) -> App:
+def make_command_line(*, has_summaries: bool = False) -> App:
     """Make the command line; with summaries it can print its own help, and no command's, without reading their modules."""
     # Plain text keeps the examples' lines, and starts in half the time of markdown.
     found = App(name="weft", version=__version__, version_flags="--version", help=ABOUT, help_format="plaintext")
@@ -72,14 +72,14 @@ def make_app(*, has_summaries: bool = False) -> App:
     return found
 
 
-app = make_app()
+app = make_command_line()
 
 
 def main() -> None:
     """Run the command line; a WeftError or a usage error is printed to stderr as one line and exits with status 1."""
     is_overview = sys.argv[1:] in ([], ["--help"], ["-h"])
     try:
-        (make_app(has_summaries=True) if is_overview else app)(print_error=False, exit_on_error=False)
+        (make_command_line(has_summaries=True) if is_overview else app)(print_error=False, exit_on_error=False)
     except (WeftError, CycloptsError) as error:
         sys.stderr.write(f"weft: {error}\n")
         sys.exit(1)

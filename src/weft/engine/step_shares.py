@@ -14,10 +14,8 @@ from collections.abc import Sequence as Rows
 from weft.engine.row_costs import RowCosts
 from weft.engine.sequence import Sequence
 
-MAX_SHARE, MAX_SHARE_OF_FLOODS = (
-    0.9,
-    0.75,
-)  # of the time that equal tenants would have to wait for each other; the rest is for what can not be foreseen
+MAX_SHARE = 0.9  # of the time that equal tenants would have to wait for each other; the rest is for what can not be foreseen
+MAX_SHARE_OF_FLOODS = 0.75  # of the same, where one of them floods
 
 
 class StepShares:
