@@ -29,6 +29,8 @@ from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Masks
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, DraftCounts, GrammarSpec, ReasoningSpec, Submit
+from weft.kernels import mtp_block
+from weft.kernels.packed import weights_of
 from weft.memory.disk import DiskTier
 from weft.model.adapter import Adapter
 from weft.model.resolve import TINY_HYBRID
@@ -180,16 +182,13 @@ def test_a_request_that_wants_none_has_no_drafts_beside_others_that_have(adapter
     assert counts_of(rows[1]).num_accepted > 0
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 4])
 def test_guesses_made_behind_a_step_are_those_made_when_they_are_asked_for(adapter: Adapter, num_rows: int) -> None:
     if not adapter.guesses_ahead:
         pytest.skip("needs weft's own operations")
-    requests = [
-        Submit((number,), chat(question), (hot(number) if number % 2 else GREEDY,))
-        for number, question in enumerate(QUESTIONS[-num_rows:], 1)
-    ]
+    requests = mixed_requests(num_rows)
     ahead, asked = guessing(adapter), guessing(adapter)
-    asked.engine.runner.guesses.guess_ahead = lambda *_: False  # type: ignore[method-assign]
+    asked.engine.runner.guesses.samplings = lambda *_: []  # type: ignore[method-assign]
     guess, num_asked = ahead.engine.runner.guesses.guess, []
 
     def counted(*given: Any) -> Any:
@@ -205,22 +204,45 @@ def test_guesses_made_behind_a_step_are_those_made_when_they_are_asked_for(adapt
     assert len(num_asked) <= 1 + num_rows  # when a row has joined or moved
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
-def test_guesses_of_weft_s_operations_are_those_of_the_head_s_own_code(adapter: Adapter, num_rows: int) -> None:
-    if adapter.head is None or adapter.head.fused is None:
+@pytest.fixture(scope="module")
+def precise() -> Iterator[Adapter]:
+    """The model with a head that guesses with the weights of its file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mtp_block, "light_weights", lambda layers: [weights_of(layer) for layer in layers])
+        yield adapter_for(TINY_HYBRID)
+
+
+def mixed_requests(num_rows: int) -> list[Submit]:
+    """Greedy ones and drawn ones."""
+    chosen = enumerate(QUESTIONS[-num_rows:], 1)
+    return [Submit((number,), chat(question), (hot(number) if number % 2 else GREEDY,)) for number, question in chosen]
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_guesses_of_weft_s_operations_are_those_of_the_head_s_own_code(precise: Adapter, num_rows: int) -> None:
+    if precise.head is None or not precise.guesses_ahead:
         pytest.skip("needs weft's own operations")
-    requests = [
-        Submit((number,), chat(question), (hot(number) if number % 2 else GREEDY,))
-        for number, question in enumerate(QUESTIONS[-num_rows:], 1)
-    ]
-    plain = copy.copy(adapter)
-    plain.head = copy.copy(adapter.head)
+    requests = mixed_requests(num_rows)
+    plain = copy.copy(precise)
+    plain.head, plain.fused = copy.copy(precise.head), None
     plain.head.fused = None
-    own_code, fused = guessing(plain), guessing(adapter)
+    own_code, fused = guessing(plain), guessing(precise)
 
     assert outputs(finish(fused, *requests)) == outputs(finish(own_code, *requests))
     assert fused.engine.speculation.counts == own_code.engine.speculation.counts
     assert fused.engine.speculation.counts.num_accepted > 5 * num_rows
+
+
+def test_guesses_with_weights_of_few_bits_are_about_as_good(adapter: Adapter, precise: Adapter) -> None:
+    if not precise.guesses_ahead:
+        pytest.skip("needs weft's own operations")
+    requests = mixed_requests(4)
+    light, right = guessing(adapter), guessing(precise)
+
+    assert outputs(finish(light, *requests)) == outputs(finish(right, *requests))
+    found, wanted = light.engine.speculation.counts, right.engine.speculation.counts
+    assert found.drafted != wanted.drafted  # else they are the same weights
+    assert found.num_accepted > 0.9 * wanted.num_accepted
 
 
 def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adapter) -> None:
@@ -229,9 +251,9 @@ def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adap
     speculation, steps, asked = run.engine.speculation, Counter[int](), Counter[int]()
     may_draft = speculation.may_draft
 
-    def counted(sequences: tuple[Sequence, ...]) -> bool:
+    def counted(sequences: tuple[Sequence, ...], *, is_settled: bool) -> bool:
         steps[len(sequences)] += 1
-        return may_draft(sequences)
+        return may_draft(sequences, is_settled=is_settled)
 
     def never(sequences: tuple[Sequence, ...]) -> bool:
         asked[len(sequences)] += 1
@@ -243,10 +265,12 @@ def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adap
 
     assert crowded[1] > 2
     assert crowded[0] > 6 * crowded[1]
-    assert all(steps[num_rows] == asked[num_rows] for num_rows in range(1, 5))
+    # Of few rows drafts are asked for in every step; whether these would pay only where a step is pending.
+    assert sum(steps[num_rows] for num_rows in range(1, 5)) > 0
+    assert not any(asked[num_rows] for num_rows in range(1, 5))
 
 
-@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("after", range(9))
 def test_a_head_that_fails_costs_nobody_an_answer(adapter: Adapter, after: int) -> None:
     requests = [Submit((number,), chat(question), (GREEDY,)) for number, question in enumerate(QUESTIONS[:3])]
     run = guessing(adapter)
@@ -258,17 +282,16 @@ def test_a_head_that_fails_costs_nobody_an_answer(adapter: Adapter, after: int) 
 
 
 def test_a_head_that_fails_on_the_device_costs_nobody_an_answer(adapter: Adapter) -> None:
-    fragile = copy.copy(adapter)
-    guess, strikes = fragile.guess, iter([False] * 20 + [True])
+    requests = [Submit((number,), chat(question), (GREEDY,)) for number, question in enumerate(QUESTIONS[:3])]
+    run = guessing(adapter)
+    follow, strikes = run.engine.runner.follow, iter([False] * 20 + [True])
 
     def broken(*given: Any) -> Any:
         if next(strikes, False):
             raise RuntimeError("the device")
-        return guess(*given)
+        return follow(*given)
 
-    fragile.guess = broken  # type: ignore[method-assign]
-    requests = [Submit((number,), chat(question), (GREEDY,)) for number, question in enumerate(QUESTIONS[:3])]
-    run = guessing(fragile)
+    run.engine.runner.follow = broken  # type: ignore[method-assign]
     run.expected = RuntimeError
     rows = finish(run, *requests)
 

@@ -37,6 +37,7 @@ def check_of(adapter: Adapter, **config: Any) -> SelfCheck:
 def with_decode(adapter: Adapter, change: Callable[[mx.array, mx.array], mx.array]) -> Adapter:
     """The same model, with a change of each step's logits by the step's tokens (B, T)."""
     changed = copy.copy(adapter)
+    changed.fused = None  # so that steps are asked for here
 
     def decode(tokens: mx.array, batch: Any) -> mx.array:
         return change(adapter.decode(tokens, batch), tokens)

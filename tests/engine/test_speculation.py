@@ -268,6 +268,7 @@ def test_not_a_number_in_draft_tokens_that_do_not_count_is_in_no_later_token(
 def test_not_a_number_in_places_of_draft_tokens_that_do_not_count_is_overwritten(build: Build, name: str) -> None:
     """As where each token reads its own places only, so that the tokens before are finite."""
     adapter = copy.copy(build(name))
+    adapter.fused = None  # so that steps are asked for here; tests/engine/test_fused_steps.py has the same for the others
     expected = [answer(adapter, prompt, TOKENS).output for prompt in PROMPTS]
     decode = adapter.decode
 
@@ -449,6 +450,7 @@ def test_a_layer_that_fails_after_all_states_of_a_verified_draft_are_written_is_
     adapter: Adapter, marked_plain: list[list[int]]
 ) -> None:
     fragile = copy.copy(adapter)
+    fragile.fused = None  # so that steps are asked for here; tests/engine/test_fused_steps.py has the same for the others
     run, rows = marked(fragile, marked_plain)
     decode, strikes = fragile.decode, iter([False, True])
 

@@ -1,9 +1,10 @@
 """How many draft tokens each row verifies in the next step: as many as give the most tokens for the step's duration.
 
-A step computes B rows of T tokens, T = 1 + the longest draft, and costs the same however short the other drafts are. What it
-gives is estimated from the rates at which each row's drafts were accepted. Estimates may be wrong, so all drafts are paid from
-one balance, counted in plain steps: accepted tokens and a share of all tokens go in, the extra cost of drafts goes out. When it
-is overdrawn only forced tokens are verified. So drafts can never cost more than that share, whatever they are. A source
+A step computes B rows of T tokens, T = 1 + the longest draft, and costs the same however short the other drafts are; where it is
+*ragged*, as weft's own operations are, it costs as much as it has draft tokens. What it gives is estimated from the rates at
+which each row's drafts were accepted. Estimates may be wrong, so all drafts are paid from one balance, counted in plain steps:
+accepted tokens and a share of all tokens go in, the extra cost of drafts goes out. When it is overdrawn only forced tokens are
+verified. So drafts can never cost more than that share, whatever they are. A source
 that does not pay for a row pauses, longer each time, and is then tried again with one token.
 
 Without the clock all this depends on counts alone, so that the same requests make the same steps.
@@ -12,7 +13,7 @@ Without the clock all this depends on counts alone, so that the same requests ma
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from operator import mul
 
 from weft.engine.step_costs import USUAL_COSTS, CostTable, StepCosts
@@ -20,7 +21,7 @@ from weft.engine.step_costs import USUAL_COSTS, CostTable, StepCosts
 FORCED, HEAD = "forced", "mtp"  # sources: whose tokens are certain, and whose drafts take time to make
 START_RATES = {"lookup": 0.6, "prediction": 0.8, HEAD: 0.8}
 HEAD_FADING = 0.85  # of that, for each further place, until more is known: the head guesses on from its own guesses
-ROW_WEIGHT, SHARED_WEIGHT = 0.1, 0.02  # of one token verified: for the row's rate, and for the rate new rows start with
+ROW_WEIGHT, SHARED_WEIGHT = 0.05, 0.02  # of one token verified: for the row's rate, and for the rate new rows start with
 TRIAL_WEIGHT = 0.3  # of a token verified on trial: what is known is old then
 ALLOWANCE = 0.02  # share of the tokens emitted that drafts may cost in the long run
 MAX_BALANCE = 8.0  # plain steps; drafts that were good for long may then lose so much
@@ -52,9 +53,10 @@ class RowDrafts:
 class DraftPolicy:
     """Decides how many draft tokens to make and verify, from the rates of acceptance and the costs of steps."""
 
-    def __init__(self, *, by_clock: bool, max_tokens: int = 7, table: CostTable = USUAL_COSTS) -> None:
+    def __init__(self, *, by_clock: bool, max_tokens: int = 7, table: CostTable = USUAL_COSTS, is_ragged: bool = False) -> None:
         self.max_tokens = max_tokens
         self.by_clock = by_clock
+        self.is_ragged = is_ragged
         self._costs = StepCosts(max_tokens, table)
         self._rates: dict[str, list[float]] = {}  # of all rows, by source
         self._balance = MAX_BALANCE / 2
@@ -66,26 +68,24 @@ class DraftPolicy:
         if self._needs_plain_step(num_rows):
             return 0
         costs = self._costs.of(num_rows, source == HEAD)
-        return _best_count(self._survival(row, source, self.max_tokens, costs), 1, costs)
+        return _best_count(self._survival(row, source, self.max_tokens, costs), costs)
 
     def depths(self, rows: Sequence[RowDrafts | None], source: str, num_rows: int) -> list[int]:
         """Return how many tokens a source should draft for each row when making drafts takes time; None: it can not draft."""
         drafts = [None if row is None else (row, source, self.max_tokens) for row in rows]
-        return self._lengths(drafts, num_rows, self._costs.of(num_rows, source == HEAD))
+        return self._lengths(drafts, num_rows, with_head=source == HEAD)
 
     def pays(self, drafts: Sequence[Draft | None], num_rows: int) -> bool:
         """Whether a step with such drafts, none of the MTP head's, gives more for its time than a plain one."""
-        return any(self._lengths(drafts, num_rows, self._costs.of(num_rows, with_head=False)))
+        return any(self._lengths(drafts, num_rows, with_head=False))
 
     def choose(self, drafts: Sequence[Draft | None], num_rows: int) -> list[int]:
         """Return how many tokens of each row's draft the next step verifies; all 0: a plain step gives more for its time."""
         with_head = any(draft is not None and draft[1] == HEAD for draft in drafts)
-        costs = self._costs.of(num_rows, with_head)
-        if with_head:
-            costs = [self._costs.of_unused_head(num_rows), *costs[1:]]
-        lengths = self._lengths(drafts, num_rows, costs)
+        unused = self._costs.of_unused_head(num_rows) if with_head else 1.0
+        lengths = self._lengths(drafts, num_rows, with_head=with_head, plain=unused)
         if not self.by_clock:
-            self._balance -= costs[max(lengths, default=0)] - 1
+            self._balance -= (self._costs.at(num_rows, with_head, self._drafted(lengths)) if any(lengths) else unused) - 1
         return lengths
 
     def note(self, row: RowDrafts, source: str, drafted: int, accepted: int) -> None:
@@ -106,10 +106,10 @@ class DraftPolicy:
         row.num_emitted += tokens
         self._receive(tokens * ALLOWANCE)
 
-    def measure(self, num_rows: int, tokens: int, seconds: float, with_head: bool = False) -> None:
-        """Learn how long a step of `tokens` per row (1: without drafts) took, drafting with the head included."""
+    def measure(self, num_rows: int, drafted: float, seconds: float, with_head: bool = False) -> None:
+        """Learn how long a step with so many draft tokens per row took, drafting with the head included."""
         if self.by_clock and seconds > 0:
-            self._balance -= self._costs.measure(num_rows, tokens - 1, seconds, with_head) - 1
+            self._balance -= self._costs.measure(num_rows, drafted, seconds, with_head) - 1
 
     def cost(self, num_rows: int, tokens: int, with_head: bool = False) -> float:
         """Return the estimated duration of a step of `tokens` per row, in plain steps; at least 1."""
@@ -127,16 +127,29 @@ class DraftPolicy:
             row.records[source] = SourceRecord(list(shared), list(accumulate(shared, mul)))
         return row.records[source]
 
-    def _lengths(self, drafts: Sequence[Draft | None], num_rows: int, costs: list[float]) -> list[int]:
+    def _drafted(self, lengths: Sequence[int]) -> float:
+        """Return what counts of drafts of these lengths, by row: all their tokens, or the longest draft for every row."""
+        return sum(lengths) / self._num_rows if self.is_ragged else max(lengths)
+
+    def _lengths(self, drafts: Sequence[Draft | None], num_rows: int, *, with_head: bool, plain: float = 1.0) -> list[int]:
+        """Return the length of each draft that gives the most tokens for its cost; `plain`: the cost of a step without any."""
         self._num_rows = num_rows
         if self._needs_plain_step(num_rows):
             return [0] * len(drafts)
         survivals = [
             self._survival(*draft, self._costs.of(num_rows, draft[1] == HEAD)) if draft is not None else [] for draft in drafts
         ]
-        with_head = any(draft is not None and draft[1] == HEAD for draft in drafts)
-        count = _best_count(map(sum, zip_longest(*survivals, fillvalue=0.0)), num_rows, costs, self._wanted(num_rows, with_head))
-        return [min(count, len(survival)) for survival in survivals]
+        best, most = 0, self._wanted(num_rows, with_head) * num_rows / plain
+        tokens, drafted = float(num_rows), 0
+        for size in range(1, 1 + max(map(len, survivals), default=0)):
+            gains = [survival[size - 1] for survival in survivals if len(survival) >= size]
+            tokens, drafted = tokens + sum(gains), drafted + len(gains)
+            cost = self._costs.at(num_rows, with_head, drafted / num_rows if self.is_ragged else size)
+            if tokens > most * cost:
+                best, most = size, tokens / cost
+            elif best:
+                break  # further tokens are less likely, and cost no less
+        return [min(best, len(survival)) for survival in survivals]
 
     def _wanted(self, num_rows: int, with_head: bool) -> float:
         """Return how many times a plain step's tokens for its time a step with drafts must promise."""
@@ -185,13 +198,9 @@ def _pays(survival: list[float], costs: Sequence[float]) -> bool:
     return False
 
 
-def _best_count(gains: Iterable[float], num_rows: int, costs: Sequence[float], wanted: float = 1.0) -> int:
-    """Return the number of draft tokens with the most tokens per cost; `gains` are what each one adds to `num_rows` tokens.
-
-    0 unless it gives `wanted` times what a plain step does.
-    """
-    tokens = float(num_rows)
-    best, most = 0, wanted * tokens / costs[0]
+def _best_count(gains: Iterable[float], costs: Sequence[float]) -> int:
+    """Return the number of draft tokens that gives a row the most tokens per cost; 0 if none gives more than a plain step."""
+    tokens, best, most = 1.0, 0, 1.0 / costs[0]
     for count, gain in enumerate(gains, 1):
         tokens += gain
         if tokens > most * costs[count]:

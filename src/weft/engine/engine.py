@@ -100,7 +100,7 @@ class Engine:
             if plan.steps and plan.chunk is not None and plan.slice_seconds is None:  # so short that its row may join the step
                 plan = self._prefill_before_step(plan.chunk, plan.beside)
             plan = self._with_drafts(plan)
-            self.runner.allocate(plan)
+            self.runner.allocate(plan.steps, plan.upcoming)
             self._keep_step(plan)
             self.order.run(plan)
             if self.bisection.groups:
@@ -117,10 +117,10 @@ class Engine:
             self.prefix.release_allocated(sequence)
         if plan.chunk is not None:
             self.prefill(plan.chunk, plan.slice_seconds, plan.beside)
-        elif is_quiet and plan.steps and (plan.step_tokens > 1 if last is None else self.order.pending is not None):
+        elif is_quiet and self.order.is_whole_step(plan, last):
             seconds = self.clock() - started
             self.scheduler.measure_step(seconds, len(plan.steps), plan.step_tokens)
-            self.speculation.measure(len(plan.steps), plan.step_tokens, seconds)
+            self.speculation.measure(len(plan.steps), plan.num_further, seconds)
 
     def submit(
         self, prompt: list[int], sampling: Sampling, constraint: Constraint | None = None, images: tuple[Image, ...] = ()
@@ -243,19 +243,47 @@ class Engine:
         return replace(self.scheduler.plan(self.prefix.best_cut, may_hold_back=False), chunk=None, beside=())
 
     def _with_drafts(self, plan: Plan) -> Plan:
-        """Return the plan with draft tokens to verify, or known ones to replay; before that the pending step is settled."""
+        """Return the plan with draft tokens to verify, or known ones to compute; before that the pending step is settled."""
+        if self.speculation.emits_forced and any(one.constraint is not None for one in plan.steps):
+            self._emit_forced(plan.steps)
+            plan = replace(plan, steps=tuple(one for one in plan.steps if one.wants_token))
         most = self.speculation.affordable_tokens(len(plan.steps), plan.room)
-        if most < 2 or not self.speculation.may_draft(plan.steps):
+        if most < 2 or not self.speculation.may_draft(plan.steps, is_settled=self.order.pending is None):
             return plan
         self.order.flush()
         steps = tuple(one for one in plan.steps if one.wants_token)
-        self.runner.allocate(replace(plan, steps=steps))
+        self.runner.allocate(steps, plan.upcoming)
         drafts = self.speculation.drafts(steps, most - 1)
         tokens = max([1 + len(draft) for draft in drafts.values()], default=1)
-        if any(one.is_replaying for one in steps):
-            most = min(most, REPLAYED_TOKENS if any(not one.is_replaying for one in steps) else MAX_STEP_TOKENS)
-            tokens = max(tokens, min([most, *(one.num_known for one in steps if one.is_replaying)]))
-        return replace(plan, steps=steps, step_tokens=min(tokens, self.adapter.step_tokens), drafts=drafts)
+        if known := [one.num_known for one in steps if one.is_replaying]:
+            most = min(most, REPLAYED_TOKENS if len(known) < len(steps) else MAX_STEP_TOKENS)
+            tokens = max(tokens, min(most, max(known) if self.speculation.is_ragged else min(known)))
+        tokens = min(tokens, self.adapter.step_tokens)
+        if tokens == 1 and len(steps) == len(plan.steps):
+            return plan
+        if self.speculation.is_ragged:
+            further = sum(min(tokens, one.num_known) - 1 + len(drafts.get(one, ())) for one in steps)
+        else:
+            further = (tokens - 1) * len(steps)
+        return replace(plan, steps=steps, step_tokens=tokens, num_further=further, drafts=drafts)
+
+    def _emit_forced(self, sequences: tuple[Sequence, ...]) -> None:
+        """Emit tokens about which constraints leave no choice, where a step can compute them beside others' single tokens."""
+        for sequence in sequences:
+            count = 0
+            while sequence.num_known < MAX_STEP_TOKENS and (token := self._forced_token(sequence)) is not None:
+                sequence.expect_token()
+                self._settle_row(sequence, token, None, has_draft=True)
+                count += 1
+            if count:
+                self.speculation.note_forced(sequence, count)
+
+    def _forced_token(self, sequence: Sequence) -> int | None:
+        try:
+            return sequence.forced_token()
+        except Exception as error:  # a border: a constraint belongs to its own row, and fails there when its mask is made
+            log.warning("sequence %d: whether its next token is forced is not known", sequence.id, exc_info=error)
+            return None
 
     def prefill(self, row: Row, seconds: float | None, beside: tuple[Row, ...] = ()) -> None:
         """Compute a prompt chunk for about `seconds` (None: to its end), if it begins now with those beside it in one forward."""
@@ -355,7 +383,7 @@ class Engine:
         for sequence, places in step.places():
             if not sequence.is_finished:
                 accepted[sequence] = self._settle_lines(step, sequence, [(tokens[at], problems.get(at), at) for at in places])
-        if step.forwards:
+        if step.has_several:
             self.runner.keep(step, accepted)
         self.speculation.note(accepted)
 
@@ -364,7 +392,7 @@ class Engine:
         assert step.sampled is not None
         draft = step.drafts.get(sequence, ())
         for accepted, (token, problem, line) in enumerate(lines):
-            if problem == NOT_FINITE and step.forwards and not sequence.drafting.is_given_up:
+            if problem == NOT_FINITE and step.has_several and not sequence.drafting.is_given_up:
                 self._compute_without_drafts(sequence)
                 return accepted
             if problem is not None:

@@ -1,7 +1,7 @@
 """Guesses of a model's MTP head for the rows in the pool: it reads the tokens that the model computed, then guesses the next.
 
-Where the device can tell how many draft tokens of a step will be accepted, the next guesses are made behind the step, before its
-tokens are read (`guess_ahead`): the host builds them while the step runs. Else they are made when they are asked for (`guess`).
+Where a step is weft's own operation, the next guesses are made behind it, before its tokens are read: the device counts how many
+draft tokens are accepted, and the head reads on from there. Else they are made when they are asked for (`guess`).
 
 The head reads when it guesses, not in every step: of each row's last tokens the hidden states are kept until then. When they
 become too many it reads all the same, or skips them if the batch is a crowd, where guesses seldom pay. To the head a skipped
@@ -17,7 +17,7 @@ import numpy as np
 from weft.engine.row_memory import RowMemory
 from weft.engine.sampler import sample
 from weft.engine.sequence import Line, Sequence
-from weft.kernels.primitives import ops
+from weft.kernels.fused_model import GuessSampling
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import MAX_STEP_TOKENS
 from weft.memory.views import Batch, StepSpan, make_room
@@ -31,9 +31,6 @@ class VerifyingStep(Protocol):
 
     sequences: list[Sequence]
     drafts: Mapping[Sequence, tuple[int, ...]]
-
-    def sampled_tokens(self) -> mx.array:
-        """Return the tokens of all lines, (lines,)."""
 
 
 Ahead = tuple[list[tuple[Sequence, RowState]], list[mx.array]]  # rows, and their guesses: of each token (rows,)
@@ -69,35 +66,25 @@ class Guesses:
             found |= {row: tuple(guessed) for row, guessed in zip(rows, np.array(tokens).tolist(), strict=True)}
         return found
 
-    def guess_ahead(self, step: VerifyingStep, batch: Batch, count: int) -> bool:
-        """Start guessing the `count` tokens behind those that a step will emit, whose forward had this batch; False: it can not.
+    def samplings(self, step: VerifyingStep, count: int) -> list[GuessSampling]:
+        """Return how the head's next `count` guesses behind a step are drawn, by row; nothing if it can not guess there.
 
-        To be settled (`settle_ahead`) when the step's rows have kept their tokens.
+        It can where it has read all of each row's tokens but those that the step will emit, and rows have room.
         """
-        count = min(count, MAX_STEP_TOKENS - 1)
         self._ready = None
         states = _in_pool(tuple(step.sequences))
-        is_whole = len(states) == len(step.sequences) and [*batch.rows] == states
-        if not self.adapter.guesses_ahead or not is_whole or not all(map(_has_read_next, states)):
-            return False
-        tokens = batch.tokens
-        if any(state.slab is None or state.slab.capacity < state.length + tokens + count + 1 for state in states):
-            return False
-        sampled, counts, *uniform = _verified(step, tokens, count)
-        spans = [StepSpan(tokens, 1), *(StepSpan(1, 1 + place) for place in range(1, count))]
-        batches = [next(self._batches(tuple(step.sequences), span))[0] for span in spans]
-        state, logits = self.adapter.guess(sampled, [HIDDEN_STATES - tokens] * len(states), batches[0], counts)
-        guessed: list[mx.array] = []
-        for place, further in enumerate(batches):
-            if guessed:
-                further.move_ahead(counts)
-                state, logits = self.adapter.guess_on(guessed[-1], state, further)
-            lines = [Line(row, (), 1 + place) for row in step.sequences]
-            guessed.append(sample(logits, lines, uniform=uniform[place] if uniform else None).tokens)
-        self._has_written = True
-        mx.async_eval(guessed)  # type: ignore[no-untyped-call]
-        self._started = list(zip(step.sequences, states, strict=True)), guessed
-        return True
+        has_read = len(states) == len(step.sequences) and all(map(_has_read_next, states))
+        if not count or not self.adapter.guesses_ahead or not has_read:
+            return []
+        tokens = [1 + len(step.drafts.get(one, ())) for one in step.sequences]
+        rows = zip(states, tokens, strict=True)
+        if any(state.slab is None or state.slab.capacity < state.length + own + count for state, own in rows):
+            return []
+        return [_guess_sampling(one, own + count) for one, own in zip(step.sequences, tokens, strict=True)]
+
+    def begin_ahead(self, sequences: list[Sequence], states: list[RowState], guessed: list[mx.array]) -> None:
+        """Note guesses behind a step that is under way, to be settled (`settle_ahead`) when its rows have kept their tokens."""
+        self._started = list(zip(sequences, states, strict=True)), guessed
 
     def settle_ahead(self) -> None:
         """Note that the head has read the tokens of the step that was guessed behind; its rows have kept theirs by now."""
@@ -105,8 +92,8 @@ class Guesses:
         for _, state in self._ready[0] if self._ready is not None else ():
             state.unread = -1
 
-    def take_ahead(self, sequences: list[Sequence], count: int) -> dict[Sequence, tuple[int, ...]] | None:
-        """Return the guesses that were made behind the last step; None if they are not there, or too few, for these sequences.
+    def take_ahead(self, sequences: list[Sequence]) -> dict[Sequence, tuple[int, ...]] | None:
+        """Return the guesses that were made behind the last step; None if they are not there for one of these sequences.
 
         Then the head will read these rows' last tokens again.
         """
@@ -115,7 +102,7 @@ class Guesses:
             return None
         rows, tokens = ready
         live = {one: place for place, (one, state) in enumerate(rows) if _has_read_next(state) and state in _in_pool((one,))}
-        if len(tokens) >= count and all(one in live for one in sequences):
+        if all(one in live for one in sequences):
             mx.eval(tokens)  # sync: the next step is made of them
             guesses = list(zip(*(np.array(one).tolist() for one in tokens), strict=True))
             return {one: guesses[place] for one, place in live.items()}
@@ -123,12 +110,27 @@ class Guesses:
             state.unread = max(state.unread, 0)
         return None
 
+    def keeps_hidden(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether a step of these sequences must keep hidden states, which the head reads later; not in a crowd, where it skips.
+
+        To be asked before the step.
+        """
+        if self.adapter.head is None:
+            return False
+        states = _in_pool(sequences)
+        is_crowd = len(states) > MAX_READING_ROWS
+        if not is_crowd:
+            self._skip([state for state in states if state.is_blind])
+        for state in states:
+            state.is_blind = is_crowd
+        return not is_crowd
+
     def catch_up(self, sequences: tuple[Sequence, ...], tokens: int) -> None:
         """Before a step of so many tokens per row: read or skip, if more would be unread then than hidden states are kept."""
         self._started = None
         if tokens > 1 and self.adapter.guesses_ahead:  # behind this step, whose rows can not move any more then
             self._make_room(sequences, tokens + MAX_STEP_TOKENS)
-        states = _in_pool(sequences)
+        states = [state for state in _in_pool(sequences) if not state.is_blind]
         if self.adapter.head is None or max((state.unread for state in states), default=0) + tokens < HIDDEN_STATES:
             return
         self._has_written = True
@@ -161,10 +163,13 @@ class Guesses:
         return [array for one in held for array in (one.keys, one.values)]
 
     def _skip(self, states: list[RowState]) -> None:
-        for state in states:
-            if state.slab is not None and state.unread > 0:
+        skipped = [state for state in states if state.slab is not None and state.unread > 0]
+        if self.adapter.guesses_ahead and self.adapter.fused is not None:
+            self.adapter.fused.skip(skipped)
+        for state in skipped:
+            if not self.adapter.guesses_ahead and state.slab is not None:
                 state.slab.scrub_tokens(state.slot, state.length - state.unread, state.length, (self._layer,))
-                state.unread = 0
+            state.unread = 0
 
     def _guess(self, chain: list[tuple[Batch, list[Sequence | None]]]) -> tuple[list[Sequence], mx.array]:
         """Read what is unread of one batch's rows, and guess on from there; returns the live rows and their guesses (rows, T)."""
@@ -209,13 +214,8 @@ def _has_read_next(state: RowState) -> bool:
     return state.unread == -1
 
 
-def _verified(step: VerifyingStep, tokens: int, count: int) -> list[mx.array]:
-    """Return the sampled tokens of a step of so many per row, (B, T), and how many of each row's draft they are, (B,).
-
-    Where tokens are drawn, the rows' random numbers (B,) for each of `count` guesses behind these come after.
-    """
-    drafts = [list(step.drafts.get(one, ())) for one in step.sequences]
-    numbers: list[list[float]] = []
-    if any(one.sampling.temperature for one in step.sequences):
-        numbers = [[one.uniform(one.num_tokens + 1 + place) for place in range(tokens - 1 + count)] for one in step.sequences]
-    return ops.accepted(step.sampled_tokens(), drafts, tokens, numbers, count)
+def _guess_sampling(sequence: Sequence, count: int) -> GuessSampling:
+    """Return how guesses for a sequence are drawn: as its tokens are, with the random numbers of the next `count` positions."""
+    sampling, first = sequence.sampling, sequence.num_tokens + 1
+    numbers = [sequence.uniform(first + place) for place in range(count)] if sampling.temperature else []
+    return GuessSampling(sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, numbers)

@@ -25,6 +25,10 @@ class PlainOrder:
         self.engine = engine
         self.pending: Step | None = None  # started and not settled
 
+    def is_whole_step(self, plan: Plan, last: Step | None) -> bool:
+        """Whether a turn that ran this plan took as long as one step takes; `last`: the step that was pending before it."""
+        return bool(plan.steps) and last is None
+
     def run(self, plan: Plan) -> None:
         """Run a plan's decode step; `pending` must be settled where the step has several tokens per row."""
         step = self.engine.runner.forward(plan, None)
@@ -32,7 +36,7 @@ class PlainOrder:
             self.engine.runner.start(step)
             self.engine.sample(step)
             if plan.step_tokens > 1:
-                self.engine.speculation.guess_ahead(step)  # built while the step runs
+                self.engine.speculation.follow(step)  # built while the step runs
             self.engine.settle(step)
             self.engine.on_events()
 
@@ -52,6 +56,9 @@ class PlainOrder:
 class OverlappedOrder(PlainOrder):
     """For GPUs: starts a step before the previous one's tokens are read, so that the device never waits for the host."""
 
+    def is_whole_step(self, plan: Plan, last: Step | None) -> bool:
+        return bool(plan.steps) and (plan.step_tokens > 1 if last is None else self.pending is not None)
+
     def run(self, plan: Plan) -> None:
         if plan.step_tokens > 1:
             super().run(plan)
@@ -66,7 +73,7 @@ class OverlappedOrder(PlainOrder):
             self.engine.sample(self.pending)
 
 
-class SettleFirstOrder(PlainOrder):
+class SettleFirstOrder(OverlappedOrder):
     """For CPUs: reads and sends the previous step's tokens before it starts the next step, which is already built.
 
     MLX's CPU queue holds ten operations, so starting a step takes nearly as long as the step.
@@ -74,7 +81,7 @@ class SettleFirstOrder(PlainOrder):
 
     def run(self, plan: Plan) -> None:
         if plan.step_tokens > 1:
-            super().run(plan)
+            PlainOrder.run(self, plan)
             return
         last, self.pending = self.pending, None
         self.pending = self.engine.runner.forward(plan, last)  # built while the last one ends
@@ -89,7 +96,10 @@ class SettleFirstOrder(PlainOrder):
 
 
 def make_order(config: EngineConfig, engine: "Engine") -> PlainOrder:
-    """Return the execution order for these settings: plain if not pipelined, settle-first if set, else overlapped."""
-    if not config.pipelined:
+    """Return the execution order for these settings: plain if not pipelined, settle-first if set, else overlapped.
+
+    Steps that are weft's own operations are computed at once by the thread that asks for them: nothing can overlap with them.
+    """
+    if not config.pipelined or engine.runner.has_fused_steps:
         return PlainOrder(engine)
     return SettleFirstOrder(engine) if config.settle_first else OverlappedOrder(engine)

@@ -25,6 +25,7 @@ from weft.engine.sampler import SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
+from weft.kernels.fused_model import FusedStep
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.slabs import Pool, Refusal
 from weft.memory.spec import Recurrent, mismatch
@@ -45,6 +46,15 @@ class Forward:
     is_finite: mx.array | None  # (B, T) of the logits; None: all of them are sampled from, and looked at there
 
 
+@dataclass(frozen=True)
+class FusedForward:
+    """The forward of a step as weft's own operation, until it is known how many of each row's tokens count."""
+
+    step: FusedStep
+    known: list[int]  # by row: tokens that count for certain; draft tokens come behind them
+    has_several: bool  # tokens of any row; else all of them count, and did when it was built
+
+
 @dataclass
 class Step:
     """A decode step in progress: its sequences in batch order, the lines it samples with lazy logits, later their tokens."""
@@ -55,6 +65,7 @@ class Step:
     new: set[Sequence]  # those whose token is a new one; the others replay tokens they emitted before, or were preempted
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)
     forwards: list[Forward] = field(default_factory=list)  # of a step with several tokens per row
+    fused: FusedForward | None = None  # the forward of all rows, where it is an operation of its own
     sampled: SampledTokens | None = None
     errors: dict[int, str] = field(default_factory=dict)  # by line: why its grammar can not go on, should the line count
 
@@ -65,6 +76,11 @@ class Step:
         self.lines += [sequence, *(Line(sequence, draft[: place + 1]) for place in range(len(draft)))]
         if sequence.begin_step(num_known):
             self.new.add(sequence)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether rows have several tokens, of which it is not known yet how many count."""
+        return bool(self.forwards) or (self.fused is not None and self.fused.has_several)
 
     def sampled_tokens(self) -> mx.array:
         """Return the tokens of all lines, (lines,), sampled and perhaps not computed yet."""
@@ -132,11 +148,14 @@ class Runner:
         )
         self.guesses = Guesses(self.adapter, self.pool, self._batches)
 
-    def allocate(self, plan: Plan) -> None:
-        """Copy the states of rows that are new in this plan's step into the pool, lazily; raises RowFailure."""
-        for sequence in plan.steps:
+    def allocate(self, sequences: tuple[Sequence, ...], upcoming: tuple[int, ...]) -> None:
+        """Copy the states of rows that are new in a step into the pool, lazily; raises RowFailure.
+
+        `upcoming`: prompt lengths of rows that will join next.
+        """
+        for sequence in sequences:
             try:
-                self._allocate(sequence, plan.upcoming)
+                self._allocate(sequence, upcoming)
             except Exception as error:  # a border: whatever fails here belongs to this row
                 raise RowFailure(sequence, error) from error
 
@@ -146,7 +165,10 @@ class Runner:
             return None
         self.faults.at("decode", *plan.steps)
         self.guesses.catch_up(plan.steps, plan.step_tokens)
-        step = self._forward_tokens(plan) if plan.step_tokens > 1 else self._forward_token(plan, last)
+        if self._is_fused(plan.steps):
+            step = self._forward_fused(plan, last)
+        else:
+            step = self._forward_tokens(plan) if plan.step_tokens > 1 else self._forward_token(plan, last)
         if lines := self.faults.struck("logits", [_sequence(line) for line in step.lines]):
             step.logits[mx.array(lines)] = mx.nan
         return step
@@ -183,8 +205,49 @@ class Runner:
         step.logits = mx.concatenate(logits)
         return step
 
+    def _is_fused(self, sequences: tuple[Sequence, ...]) -> bool:
+        """Whether a step of these sequences is computed by weft's own operation: all of them have places in the pool."""
+        fused = self.adapter.fused if self.has_fused_steps else None
+        return fused is not None and fused.is_current and all(_memory(one).own is None for one in sequences)
+
+    @property
+    def has_fused_steps(self) -> bool:
+        """Whether steps are weft's own operations, where all of a step's rows are in the pool; they can not overlap."""
+        is_overlapped = self.config.pipelined and not self.config.settle_first
+        return self.adapter.fused is not None and self.adapter.way == "seam" and self.config.width is None and not is_overlapped
+
+    def _forward_fused(self, plan: Plan, last: Step | None) -> Step:
+        """Build a step as one operation, in which each row has its known tokens and its draft, and nothing to fill."""
+        assert self.adapter.fused is not None
+        owner = {_memory(one).state: one for one in plan.steps}
+        known = {state: min(one.num_known, plan.step_tokens) for state, one in owner.items()}
+        counts = {state: known[state] + len(plan.drafts.get(one, ())) for state, one in owner.items()}
+        rows = self.adapter.fused.arrange(self.pool, counts)
+        order = [owner[state] for state in rows.states]
+        drafts = [plan.drafts.get(one, ()) for one in order]
+        has_several = plan.step_tokens > 1
+        if has_several:
+            pairs = zip(order, rows.states, drafts, strict=True)
+            lines = [(*one.known_tokens(known[state]), *draft) for one, state, draft in pairs]
+            tokens = mx.array([token for line in lines for token in line], mx.int32)
+        else:
+            tokens = self._inputs(list(order), last)
+        keeps_hidden = self.guesses.keeps_hidden(plan.steps)
+        counts_known = [known[state] for state in rows.states]
+        fused = self.adapter.fused.decode(rows, tokens, counts_known, drafts, keeps_hidden=keeps_hidden)
+        step = Step([], [], fused.logits, set(), plan.drafts)
+        for one, state in zip(order, rows.states, strict=True):
+            step.add(one, known[state])
+            if not has_several:
+                state.advance(1)
+        step.fused = FusedForward(fused, counts_known, has_several)
+        return step
+
     def keep(self, step: Step, accepted: Mapping[Sequence, int]) -> None:
         """After a step with several tokens per row, keep the known tokens and as many draft tokens as were accepted."""
+        if step.fused is not None:
+            self._keep_fused(step, step.fused, accepted)
+            return
         for forward in step.forwards:
             rows = zip(forward.rows, forward.known, strict=True)
             counts = [1 if row is None else known + accepted.get(row, 0) for row, known in rows]
@@ -196,11 +259,39 @@ class Runner:
             forward.batch.keep(counts)
         self.guesses.settle_ahead()
 
+    def _keep_fused(self, step: Step, forward: FusedForward, accepted: Mapping[Sequence, int]) -> None:
+        """Count the tokens that each row keeps; states and hidden states of these are there by `follow`."""
+        assert step.sampled is not None
+        finite = step.sampled.are_finite()
+        rows = zip(step.places(), forward.step.rows.states, forward.known, strict=True)
+        for (sequence, places), state, known in rows:
+            count = accepted.get(sequence, 0)
+            # Keys and values of tokens that do not count are overwritten before they are read, but a masked NaN still poisons.
+            if state.slab is not None and not finite[places.start + count + 1 : places.stop].all():
+                state.slab.scrub_tokens(state.slot, state.length + known + count, state.length + known + len(places) - 1)
+            state.advance(known + count)
+        self.guesses.settle_ahead()
+
+    def follow(self, step: Step, num_guesses: int) -> bool:
+        """Start what comes behind a sampled step of several tokens per row: what rows keep, and guesses of the MTP head.
+
+        Returns whether the head guesses. Its rows' tokens need not be read before.
+        """
+        if step.fused is None:
+            return False
+        samplings = self.guesses.samplings(step, num_guesses)
+        _, guessed = step.fused.step.keep(step.sampled_tokens(), num_guesses if samplings else 0, samplings)
+        if guessed:
+            self.guesses.begin_ahead(step.sequences, step.fused.step.rows.states, guessed)
+        return bool(guessed)
+
     def start(self, step: Step) -> None:
         """Start computing a built step; returns at once on a GPU, while on a CPU this may take nearly as long as the step."""
         # Slabs are on the logits' way; states may not be, and would drag the graphs of all steps behind them.
         flags = [forward.is_finite for forward in step.forwards if forward.is_finite is not None]
-        mx.async_eval(step.logits, *flags, *self.pool.states(), *self.guesses.take_written())  # type: ignore[no-untyped-call]
+        states = [] if step.fused is not None else [step.logits, *flags, *self.pool.states()]  # else it is computed
+        if started := [*states, *self.guesses.take_written()]:
+            mx.async_eval(*started)  # type: ignore[no-untyped-call]
 
     def sample(self, step: Step, allowed: NDArray[np.bool_] | None) -> None:
         """Start sampling a step's tokens into `step.sampled`, restricted to `allowed` (lines, V) if given; does not read them."""
@@ -446,8 +537,7 @@ def _step_tokens(sequence: Sequence | None, num_known: int, draft: tuple[int, ..
     """Return the `count` tokens of a row in a step: known ones, its draft, and its last token over again to fill the rest."""
     if sequence is None:
         return [0] * count
-    known = [sequence.token_at(position) for position in range(sequence.num_computed, sequence.num_computed + num_known)]
-    tokens = [*known, *draft]
+    tokens = [*sequence.known_tokens(num_known), *draft]
     return tokens + tokens[-1:] * (count - len(tokens))
 
 

@@ -198,7 +198,8 @@ def _pick(weights: mx.array, uniform: mx.array) -> mx.array:
 
 def _adjust(logits: mx.array, rows: Rows[Sequence | Line]) -> mx.array:
     """Apply penalties, logit_bias and min_tokens (stop tokens to −infinity) to the rows' logits as one sparse update."""
-    changes = [((index, token), change) for index, row in enumerate(rows) for token, change in adjustments(row).items()]
+    changed = [(index, row) for index, row in enumerate(rows) if row.sampling.adjusts_logits]
+    changes = [((index, token), change) for index, row in changed for token, change in adjustments(row).items()]
     if not changes:
         return logits
     row_index, token_index = mx.array([place for place, _ in changes]).T

@@ -50,7 +50,8 @@ class Plan:
     beside: tuple[Row, ...] = ()  # chunks of other prompts that are begun in one forward with the chunk
     upcoming: tuple[int, ...] = ()  # prompt lengths of the sequences that will join the steps next
     room: float | None = None  # how many times the time of one token per row the step may take; None: any
-    step_tokens: int = 1  # of every row in the decode step
+    step_tokens: int = 1  # of every row in the decode step, or at most of one, where rows may have fewer
+    num_further: int = 0  # tokens that the step computes beside one of each row
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)  # tokens that the step verifies, by sequence
 
 

@@ -193,6 +193,10 @@ class Sequence:
     def token_at(self, position: int) -> int:
         return self.prompt[position] if position < len(self.prompt) else self.output[position - len(self.prompt)]
 
+    def known_tokens(self, count: int) -> list[int]:
+        """Return the next `count` tokens whose states are not computed yet."""
+        return [self.token_at(position) for position in range(self.num_computed, self.num_computed + count)]
+
     def uniform(self, position: int) -> float:
         """Return the random number in [0, 1) for the token at `position`, derived from the seed and the position alone."""
         key = (self.seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
@@ -212,6 +216,17 @@ class Sequence:
         self.num_computed += num_known
         self.num_in_flight += is_new
         return is_new
+
+    def forced_token(self) -> int | None:
+        """Return the one token that its constraint leaves; None where there is a choice, an end, or something to say about it."""
+        if self.constraint is None or self.is_finished or not self.may_have_drafts or self.sampling.logprobs is not None:
+            return None
+        token = self.constraint.forced_token()
+        return None if token is None or token in self.stop_ids or token in self.sampling.logit_bias else token
+
+    def expect_token(self) -> None:
+        """Count a token that is appended next without having been sampled by a step."""
+        self.num_in_flight += 1
 
     def accept_draft_token(self) -> None:
         """Count a draft token that the sampler chose: its state is computed, and one more token was sampled."""

@@ -9,6 +9,7 @@ the model's MTP head. How many are verified is the policy's affair (`draft_polic
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -83,9 +84,16 @@ class Speculation:
         has_head = adapter.head is not None  # a model without one is no reason to say anything
         self.names = tuple(name for name in config.speculate if name not in self.unused and (name != HEAD or has_head))
         self.max_draft = 0 if config.width is not None else adapter.step_tokens - 1
+        self.is_ragged = runner.has_fused_steps  # rows of a step may have different numbers of tokens
         table = CPU_COSTS if cpu.has_operations() else USUAL_COSTS
-        self.policy = DraftPolicy(by_clock=config.exact, max_tokens=max(1, self.max_draft), table=table)
-        self.sources: list[Source] = [one for one in (ForcedTokens(), EarlierText()) if one.name in self.names]
+        most = max(1, self.max_draft)
+        self.policy = DraftPolicy(by_clock=config.exact, max_tokens=most, table=table, is_ragged=self.is_ragged)
+        # Forced tokens need not be verified; but where all rows have as many tokens it must be asked whether they pay.
+        self.emits_forced = self.is_ragged and FORCED in self.names
+        sources = (ForcedTokens(), EarlierText())
+        self.sources: list[Source] = [
+            one for one in sources if one.name in self.names and not (self.emits_forced and one.name == FORCED)
+        ]
         self.uses_head = HEAD in self.names
         self.drafted: Counter[str] = Counter()  # tokens verified so far, by source
         self.accepted: Counter[str] = Counter()
@@ -93,6 +101,7 @@ class Speculation:
         self.accepted_at = [0] * self.max_draft  # by place in a draft
         self._drafts: dict[Sequence, Draft] = {}  # of the step under way
         self._did_guess = False  # the head took part in the step under way
+        self._is_beginning = False  # it had to read first what it had left unread
         self._pause = self._num_unasked = 0  # steps of a crowd in which nobody is asked, and how many of them are over
 
     def _unused(self, config: EngineConfig) -> dict[str, str]:
@@ -113,12 +122,12 @@ class Speculation:
             return self.max_draft + 1
         return sum(self.policy.cost(num_rows, tokens, self.uses_head) <= room for tokens in range(1, self.max_draft + 2))
 
-    def may_draft(self, sequences: tuple[Sequence, ...]) -> bool:
+    def may_draft(self, sequences: tuple[Sequence, ...], *, is_settled: bool) -> bool:
         """Whether a step of these sequences may have several tokens per row: drafts, or known ones that are replayed.
 
-        For drafts the pending step must be settled first, which costs time, so it is asked whether they pay.
+        For drafts the pending step must be settled first, which costs time, so it is asked whether they pay, if there is one.
         """
-        self._did_guess = False
+        self._did_guess = self._is_beginning = False
         if not self.max_draft or not sequences or any(one.drafting.is_given_up for one in sequences):
             return False  # beside other rows' drafts its own tokens would be followed by ones that do not count
         if any(one.is_replaying for one in sequences):
@@ -126,6 +135,8 @@ class Speculation:
         if len(sequences) > FEW_ROWS and self._num_unasked < self._pause and not any(map(_is_copying, sequences)):
             self._num_unasked += 1
             return False
+        if is_settled and len(sequences) <= FEW_ROWS:
+            return True
         found = self._would_pay(sequences)
         self._pause, self._num_unasked = 0 if found else min(MAX_UNASKED, 1 + 2 * self._pause), 0
         return found
@@ -133,12 +144,16 @@ class Speculation:
     def _would_pay(self, sequences: tuple[Sequence, ...]) -> bool:
         """Whether drafts of these sequences, as far as they can be told before the pending step is settled, are worth it."""
         able = [one for one in sequences if one.may_have_drafts and self._room(one) > 0]
-        if self.uses_head and any(self.policy.depths([one.drafting.record for one in able], HEAD, len(sequences))):
+        if self._asks_head(sequences) and any(self.policy.depths([one.drafting.record for one in able], HEAD, len(sequences))):
             return True
         if len(sequences) > FEW_ROWS:
             able = [one for one in able if _is_looked_at(one)]
         found = [(one, draft) for one in able if (draft := self._expected(one)) is not None]
         return self.policy.pays([(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in found], len(sequences))
+
+    def _asks_head(self, sequences: Rows[Sequence]) -> bool:
+        """Whether the MTP head may guess for these sequences; on a CPU in no crowd, where a line costs as much as a row."""
+        return self.uses_head and (not self.is_ragged or len(sequences) <= FEW_ROWS)
 
     def _expected(self, sequence: Sequence) -> Draft | None:
         """Return the draft behind a sequence's token in flight, if any, as far as it can be told without that token."""
@@ -154,7 +169,7 @@ class Speculation:
         None is longer than `most` tokens.
         """
         found = {one: draft for one in sequences if (draft := self._known_draft(one, most)) is not None}
-        if self.uses_head:
+        if self._asks_head(sequences):
             self._add_guesses(sequences, found, most)
         rows = [(one, found[one]) for one in sequences if one in found]
         entries = [(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in rows]
@@ -179,9 +194,17 @@ class Speculation:
                 self.accepted_at[place] += 1
         self._drafts = {}
 
-    def measure(self, num_rows: int, tokens: int, seconds: float) -> None:
-        """Learn how long a turn with a step of so many rows and tokens per row took."""
-        self.policy.measure(num_rows, tokens, seconds, self._did_guess)
+    def note_forced(self, sequence: Sequence, count: int) -> None:
+        """Count tokens of a sequence that its constraint forced, and that were not sampled."""
+        for counter in (self.drafted, self.accepted, sequence.drafting.drafted, sequence.drafting.accepted):
+            counter[FORCED] += count
+        sequence.timings.drafts = sequence.drafting.counts
+        self.policy.advance(sequence.drafting.record, count)
+
+    def measure(self, num_rows: int, num_further: int, seconds: float) -> None:
+        """Learn how long a turn with a step of so many rows took, and of so many tokens beside one of each row."""
+        if not self._is_beginning:  # which costs more, once
+            self.policy.measure(num_rows, num_further / num_rows, seconds, self._did_guess)
 
     def _add_guesses(self, sequences: tuple[Sequence, ...], found: dict[Sequence, Draft], most: int) -> None:
         """Add the MTP head's guesses for the rows that have no better draft, as many as pay."""
@@ -190,27 +213,29 @@ class Speculation:
             return one in found and (found[one].source == FORCED or len(found[one].tokens) >= SHORT_DRAFT)
 
         rows = [one for one in sequences if not has_better(one) and self._room(one) > 0 and one.may_have_drafts]
-        depths = self.policy.depths([one.drafting.record for one in rows], HEAD, len(sequences))
-        if not any(depths):
-            return
-        count = min(most, max(depths))
-        ready = self.runner.guesses.take_ahead([one for one, depth in zip(rows, depths, strict=True) if depth], count)
-        self._did_guess = ready is None
-        guess = partial(self.runner.guesses.guess, sequences, count)
-        guessed = ready or self._ask_head(sequences, guess) or {}
-        for one, depth in zip(rows, depths, strict=True):
-            if depth and (tokens := self._usable(one, guessed.get(one, ())[: min(depth, most, self._room(one))])):
+        guessed = self.runner.guesses.take_ahead(rows)
+        if guessed is None:
+            depths = self.policy.depths([one.drafting.record for one in rows], HEAD, len(sequences))
+            if not any(depths):
+                return
+            self._is_beginning = True
+            guess = partial(self.runner.guesses.guess, sequences, min(most, max(depths)))
+            tokens_of = self._ask_head(sequences, guess) or {}
+            guessed = {one: tokens_of.get(one, ())[:depth] for one, depth in zip(rows, depths, strict=True)}
+        for one in rows:
+            if tokens := self._usable(one, guessed[one][: min(most, self._room(one))]):
                 found[one] = Draft(HEAD, tokens)
 
-    def guess_ahead(self, step: Step) -> None:
-        """Let the MTP head guess on behind a step whose tokens are sampled and not read, if its guesses will pay."""
-        if not self.uses_head or len(step.forwards) != 1 or any(one.is_replaying for one in step.sequences):
-            return
-        records = [one.drafting.record if one.may_have_drafts else None for one in step.sequences]
-        count = max(self.policy.depths(records, HEAD, len(records)), default=0)
-        if count:
-            ahead = partial(self.runner.guesses.guess_ahead, step, step.forwards[0].batch, count)
-            self._did_guess |= bool(self._ask_head(tuple(step.sequences), ahead))
+    def follow(self, step: Step) -> None:
+        """Start what comes behind a step whose tokens are sampled and not read: the MTP head's guesses too, if these will pay."""
+        count = 0
+        if self._asks_head(step.sequences) and not any(one.is_replaying for one in step.sequences):
+            records = [one.drafting.record if one.may_have_drafts else None for one in step.sequences]
+            count = min(self.max_draft, max(self.policy.depths(records, HEAD, len(records)), default=0))
+        guessed = self._ask_head(tuple(step.sequences), partial(self.runner.follow, step, count)) if count else None
+        if guessed is None:
+            self.runner.follow(step, 0)  # rows keep their tokens all the same
+        self._did_guess |= bool(guessed)
 
     def _ask_head(self, sequences: tuple[Sequence, ...], ask: Callable[[], Found]) -> Found | None:
         """Ask the MTP head; if it fails, these sequences go on without drafts, computed anew if it failed on the device."""

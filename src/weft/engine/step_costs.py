@@ -1,18 +1,19 @@
 """What it costs to verify drafts: the duration of a step with k draft tokens per row over that of a plain step.
 
 Costs differ with the number of rows, which is counted in size classes (1, 2, 3 – 4, 5 – 8 …), and are higher when the MTP
-head made the drafts. They start as a fixed table; where steps are measured, they follow the clock. `draft_policy` uses them.
+head made the drafts. They start as a fixed table; where steps are measured, they follow the clock. Where rows need not have
+equally many tokens, k is their mean and may be a fraction. `draft_policy` uses them.
 """
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import median_low
+from math import ceil
 
 MAX_SURPRISE = 3.0  # times the expected cost; a step that takes longer was disturbed
 MAX_CHARGE = 1.5  # times the cost by now: single steps take several times as long on a busy machine, with drafts or without
-WEIGHT = 0.2  # of a new measurement
+WEIGHT = 0.1  # of a new measurement
 MAX_CHANGE = 0.25  # a measurement counts as at most so much above or below what was expected
-SPREAD = 0.02  # how far a measurement moves the costs of other numbers of draft tokens along
+SPREAD = 0.05  # how far a measurement moves the costs of other numbers of draft tokens along
 FORGET = 0.002  # how far each plain step moves all costs back to the table: they are measured again some day
 NUM_PLAIN = 4  # plain steps measured before drafts are verified, and again after PLAIN_EVERY steps with drafts
 PLAIN_EVERY = 256
@@ -35,7 +36,7 @@ class CostTable:
 
 USUAL_COSTS = CostTable(start=0.0, base=0.075, row=0.025, head=0.2)
 # With weft's own operations a plain step has little but products left, which cost the same for a draft token as for a row.
-CPU_COSTS = CostTable(start=0.3, base=0.13, row=0.115, head=0.12)
+CPU_COSTS = CostTable(start=0.12, base=0.0, row=0.15, head=0.11)
 
 
 class StepCosts:
@@ -57,6 +58,12 @@ class StepCosts:
         """Return the costs of steps with 0, 1, … tokens in the longest draft; they begin with 1 and never fall."""
         return self._class_of(num_rows).curves[with_head].rising
 
+    def at(self, num_rows: int, with_head: bool, drafted: float) -> float:
+        """Return the cost of a step with so many draft tokens per row; between whole numbers it is interpolated."""
+        costs = self.of(num_rows, with_head)
+        below = min(int(drafted), len(costs) - 2)
+        return costs[below] + (drafted - below) * (costs[below + 1] - costs[below])
+
     def of_unused_head(self, num_rows: int) -> float:
         """Return the cost of a step that verifies nothing although the head has drafted."""
         return max(1.0, self._class_of(num_rows).curves[True].costs[0])
@@ -65,11 +72,11 @@ class StepCosts:
         """Whether a plain step must be measured first, for steps with drafts to be compared with."""
         return len(self._class_of(num_rows).samples) < NUM_PLAIN
 
-    def measure(self, num_rows: int, drafted: int, seconds: float, with_head: bool) -> float:
-        """Take a step's duration into account, and return what it is charged with, at least 1."""
+    def measure(self, num_rows: int, drafted: float, seconds: float, with_head: bool) -> float:
+        """Take the duration of a step with so many draft tokens per row into account; returns its charge, at least 1."""
         size = self._class_of(num_rows)
         if drafted or with_head:
-            return size.measure(size.curves[with_head], drafted, seconds)
+            return size.measure(size.curves[with_head], min(drafted, self.max_tokens), seconds)
         size.measure_plain(seconds)
         return 1.0
 
@@ -84,23 +91,26 @@ class _SizeClass:
     def measure_plain(self, seconds: float) -> None:
         if len(self.samples) < NUM_PLAIN:
             self.samples.append(seconds)
-            self.plain_seconds = median_low(self.samples)
+            self.plain_seconds = min(self.samples)  # the first ones find cold caches
         else:
             self.plain_seconds = _moved(self.plain_seconds, seconds)
         for curve in self.curves:
             curve.pull(1.0, FORGET)
 
-    def measure(self, curve: "_Curve", drafted: int, seconds: float) -> float:
+    def measure(self, curve: "_Curve", drafted: float, seconds: float) -> float:
+        place = ceil(drafted)  # what a step between two numbers of tokens added counts for the larger one, in proportion
+        share = drafted / place if place else 1.0
+        expected = 1 + share * (curve.costs[place] - 1)
         if not self.plain_seconds:
-            return curve.costs[drafted]
-        cost = max(1.0, min(seconds / self.plain_seconds, MAX_SURPRISE * curve.costs[drafted]))
-        curve.costs[drafted] = _moved(curve.costs[drafted], cost)
-        curve.pull(curve.costs[drafted] / curve.table[drafted], SPREAD)
+            return expected
+        cost = max(1.0, min(seconds / self.plain_seconds, MAX_SURPRISE * expected))
+        curve.costs[place] = _moved(curve.costs[place], 1 + (cost - 1) / share)
+        curve.pull(curve.costs[place] / curve.table[place], SPREAD)
         self.num_drafted += 1
         if self.num_drafted == PLAIN_EVERY:
             self.num_drafted = 0
             self.samples.clear()
-        return max(1.0, min(cost, MAX_CHARGE * curve.costs[drafted]))
+        return max(1.0, min(cost, MAX_CHARGE * (1 + share * (curve.costs[place] - 1))))
 
 
 class _Curve:

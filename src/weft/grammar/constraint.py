@@ -141,6 +141,16 @@ class Constraint:
             return now.forced
         return tuple(self.matcher.fork().inner.compute_ff_tokens())
 
+    def forced_token(self) -> int | None:
+        """Return the only token that may come next; None where there is a choice or the answer may end."""
+        if not (tokens := self.forced()):
+            return None
+        if self._history[-1].forced or self.matcher is None:
+            return tokens[0]
+        # What llguidance forces is all that its mask allows; were it not, the token would be no more than a good guess.
+        mask = int.from_bytes(self.matcher.inner.compute_bitmask(), "little")
+        return tokens[0] if mask == 1 << tokens[0] else None
+
     def _light_fork(self) -> Self:
         """Return a fork that can not go back behind this state."""
         other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning)

@@ -77,6 +77,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits may have to be changed before a token is sampled."""
+        return bool(self.logit_bias) or self.min_tokens > 0 or self.has_penalties
+
 
 class Limits(msgspec.Struct, frozen=True):
     """The limits of a served model: vocabulary, context length, and the longest sequence that fits into memory."""

@@ -1,5 +1,7 @@
 """Types of the compiled operations (native/primitives.cpp): each function builds a lazy node of MLX's graph."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
 mlx_version: str  # it was built against
@@ -54,6 +56,27 @@ class DeltaLayer:
         self, convolution: mx.array, rate: mx.array, bias: mx.array, query_norm: Norm, key_norm: Norm, norm: Norm
     ) -> None: ...
 
+class FusedModel:
+    """A model's embeddings, decoder layers, last norm, vocabulary and kinds of rotary positions (rates, scale).
+
+    Of each layer: norm, joint weights, heads or delta layer, which positions, output, norm, gate, up and down.
+    """
+
+    def __init__(
+        self,
+        embedding: Weights,
+        layers: list[tuple[Norm, list[Weights], Heads | None, DeltaLayer | None, int, Weights, Norm, Weights, Weights, Weights]],
+        norm: Norm,
+        vocabulary: Weights,
+        turns: list[tuple[mx.array, float]],
+        is_normed: bool,
+    ) -> None: ...
+
+class FusedRows:
+    """A step's rows: of each its slab, the slot there, the tokens it has, its position, known new tokens, and its draft."""
+
+    def __init__(self, rows: list[tuple[int, int, int, int, int, list[int]]]) -> None: ...
+
 class MTPHead:
     """The weights of an MTP head whose layer is attention and a gated MLP; embeddings and vocabulary are the trunk's."""
 
@@ -63,8 +86,7 @@ class MTPHead:
         projection: Weights,
         joint: list[Weights],
         output: Weights,
-        gate: Weights,
-        up: Weights,
+        inward: list[Weights],  # gate, then up
         down: Weights,
         vocabulary: Weights,
         embedding_norm: Norm,
@@ -105,7 +127,6 @@ def append(
     heads: Heads,
     which: int,
     is_values: bool,
-    ahead: mx.array | None = None,  # by row: how many tokens further on its new ones are
 ) -> mx.array: ...
 def attend(
     lines: mx.array,
@@ -114,7 +135,6 @@ def attend(
     angles: mx.array | None,
     rows: StepRows,
     heads: Heads,
-    ahead: mx.array | None = None,
 ) -> mx.array: ...
 def recur(
     state: mx.array,
@@ -126,9 +146,7 @@ def recur(
     keeps: bool,
 ) -> list[mx.array]: ...
 def delta(lines: mx.array, columns: mx.array, state: mx.array, layer: DeltaLayer, keeps: bool) -> list[mx.array]: ...
-def head_lines(
-    tokens: mx.array, hidden: mx.array, starts: list[int], offsets: mx.array, head: MTPHead, ahead: mx.array | None = None
-) -> list[mx.array]: ...
+def head_lines(tokens: mx.array, hidden: mx.array, starts: list[int], offsets: mx.array, head: MTPHead) -> list[mx.array]: ...
 def head_guess(
     lines: mx.array,
     states: mx.array,
@@ -138,9 +156,25 @@ def head_guess(
     rows: StepRows,
     head: MTPHead,
     chosen: mx.array | None = None,  # by row: the token that is guessed from
-    ahead: mx.array | None = None,
 ) -> list[mx.array]: ...
-def accepted(lines: mx.array, drafts: list[list[int]], tokens: int, numbers: list[list[float]], count: int) -> list[mx.array]: ...
 def shift(x: mx.array, last: mx.array) -> mx.array: ...
 def windows(arrays: list[mx.array], starts: list[list[int]], counts: list[int | None]) -> list[mx.array]: ...
 def window(x: mx.array, starts: list[int], count: int | None = None) -> mx.array: ...
+
+# These three compute at once, and empty the lists of arrays that they are given: memory that only these hold is changed in place.
+def decode_step(
+    tokens: mx.array, rows: FusedRows, model: FusedModel, memory: list[mx.array], table: list[mx.array]
+) -> list[mx.array]: ...
+def clear_places(slabs: list[mx.array], ranges: list[tuple[int, int, int]]) -> list[mx.array]: ...
+def keep_step(
+    sampled: mx.array,
+    rows: FusedRows,
+    model: FusedModel,
+    states: list[mx.array],  # by gated delta layer: lines, channels, states
+    hidden: mx.array | None,
+    table: list[mx.array],
+    head: MTPHead | None,
+    slabs: list[mx.array],  # the head's: of keys, then of values
+    sampling: Sequence[tuple[float, float, int, float, list[float]]],  # temperature, min_p, top_k, top_p, random numbers
+    count: int,
+) -> list[mx.array]: ...

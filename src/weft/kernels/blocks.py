@@ -21,8 +21,8 @@ from weft.kernels.delta_blocks import delta_mixer
 from weft.kernels.packed import KeptLinear, weights_of
 from weft.kernels.primitives import ops
 from weft.memory.grouped import GroupedKeyValues, RowMasks
-from weft.memory.spec import FullAttention, KeyValues
-from weft.memory.views import KeyValueView
+from weft.memory.spec import FullAttention, KeyValues, LayerSpec
+from weft.memory.views import Batch, KeyValueView
 
 log = logging.getLogger("weft.kernels")
 
@@ -156,30 +156,18 @@ class SlabTarget:
         if angles.shape[0] != lines.shape[0]:
             angles = mx.broadcast_to(angles, (lines.shape[0], *angles.shape[1:]))
         keys, values = self.append(lines, angles, plan.heads)
-        return ops.attend(lines, keys, values, angles, self.rows, plan.heads, self.view.batch.ahead)
+        return ops.attend(lines, keys, values, angles, step_rows(self.view.batch), plan.heads)
 
     def append(self, lines: mx.array, angles: mx.array, heads: "ops.Heads") -> tuple[list[mx.array], list[mx.array]]:
         """Append keys and values to the rows' slabs; returns those of each slab."""
-        batch, layer, rows = self.view.batch, self.view.layer, self.rows
+        batch, layer, rows = self.view.batch, self.view.layer, step_rows(self.view.batch)
         keys, values = [], []
         for index, part in enumerate(batch.parts):
             held = part.slab.layers[layer]
-            keys.append(ops.append(held.keys, lines, angles, rows, heads, index, False, batch.ahead))
-            values.append(ops.append(held.values, lines, None, rows, heads, index, True, batch.ahead))
+            keys.append(ops.append(held.keys, lines, angles, rows, heads, index, False))
+            values.append(ops.append(held.values, lines, None, rows, heads, index, True))
             part.slab.layers[layer] = KeyValues(keys[-1], values[-1])
         return keys, values
-
-    @property
-    def rows(self) -> "ops.StepRows":
-        """The rows of the step, with their places in the slabs."""
-        found: ops.StepRows = self.view.batch.once(("step rows",), self._rows)
-        return found
-
-    def _rows(self) -> "ops.StepRows":
-        batch = self.view.batch
-        by_part = [zip(part.rows, part.first, strict=True) for part in batch.parts]
-        places = [(index, row.slot, first) for index, rows in enumerate(by_part) for row, first in rows]
-        return ops.StepRows([(*place, batch.tokens, line * batch.tokens) for line, place in enumerate(places)])
 
 
 @dataclass(frozen=True)
@@ -220,9 +208,24 @@ def slab_target(cache: Any) -> SlabTarget | None:
     """Return the slabs behind a step's view; None for other caches, or where only the layer's own code can take them."""
     if type(cache) is not KeyValueView or not cache.batch.seam:
         return None
-    spec = cache.spec
-    is_plain = type(spec) is FullAttention and spec.keys.dtype == spec.values.dtype == mx.float32
-    return SlabTarget(cache) if is_plain and None not in cache.batch.rows else None
+    return SlabTarget(cache) if is_plain_attention(cache.spec) and None not in cache.batch.rows else None
+
+
+def is_plain_attention(spec: LayerSpec) -> bool:
+    """Whether a layer's keys and values are such as weft's operations take: float32, of all tokens."""
+    return type(spec) is FullAttention and spec.keys.dtype == spec.values.dtype == mx.float32
+
+
+def step_rows(batch: Batch) -> "ops.StepRows":
+    """Return the rows of a step with their places in the slabs, made once for all layers."""
+
+    def make() -> "ops.StepRows":
+        by_part = [zip(part.rows, part.first, strict=True) for part in batch.parts]
+        places = [(index, row.slot, first) for index, rows in enumerate(by_part) for row, first in rows]
+        return ops.StepRows([(*place, batch.tokens, line * batch.tokens) for line, place in enumerate(places)])
+
+    found: ops.StepRows = batch.once(("step rows",), make)
+    return found
 
 
 def _is_plain_prompt(x: mx.array, mask: Any, cache: KVCache) -> bool:

@@ -183,6 +183,13 @@ class FusedRotation:
         base, scale, freqs = self._kind()
         return self.angles.rates_of(self.dims, base, freqs), scale
 
+    def is_like(self: Any, other: "FusedRotation") -> bool:
+        """Whether another layer's angles are this one's at every position."""
+        base, scale, freqs = self._kind()
+        its_base, its_scale, its_freqs = other._kind()
+        is_same = freqs is its_freqs or (freqs is not None and its_freqs is not None and bool(mx.array_equal(freqs, its_freqs)))
+        return (self.dims, base, scale) == (other.dims, its_base, its_scale) and is_same  # type: ignore[attr-defined]
+
     def _kind(self: Any) -> tuple[float | None, float, mx.array | None]:
         freqs = getattr(self, "_freqs", None)
         return (self.base, self.scale, None) if freqs is None else (None, 1.0, freqs)

@@ -4,6 +4,7 @@ Convolution, SiLU, norms of keys and queries, gates, the delta rule and the gate
 forward of its model, prompts and steps, so it need not have the bits of mlx-lm's code, which rounds differently here and there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +36,7 @@ class DeltaMixer:
         if mask is not None or (cache is not None and cache.lengths is not None):
             return None
         (rows, tokens, _), notes = x.shape, current_notes()
-        columns, state = (None, None) if cache is None else (cache[0], cache[1])
-        columns = mx.zeros((rows, *self.kept_shape)) if columns is None else columns
-        state = mx.zeros((rows, *self.state_shape)) if state is None else state
+        columns, state = self.states_of((None, None) if cache is None else (cache[0], cache[1]), rows)
         lines = ops.linear(x, self.joint, norm)
         output, columns, states = ops.delta(lines, columns, state, self.layer, notes is not None)
         if cache is not None and notes is None:
@@ -54,6 +53,12 @@ class DeltaMixer:
         if cache is not None:
             cache.advance(tokens)
         return output
+
+    def states_of(self, held: Sequence[mx.array | None], num_rows: int) -> tuple[mx.array, mx.array]:
+        """Return the rows' channels and states: those that are held, or zeros where no token came before."""
+        columns, state = held
+        columns = mx.zeros((num_rows, *self.kept_shape)) if columns is None else columns
+        return columns, mx.zeros((num_rows, *self.state_shape)) if state is None else state
 
 
 def delta_mixer(net: Any) -> DeltaMixer | None:

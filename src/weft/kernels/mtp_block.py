@@ -11,10 +11,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from weft.kernels.blocks import AttentionMixer, FusedBlock, slab_target
+from weft.kernels.blocks import AttentionMixer, FusedBlock, slab_target, step_rows
 from weft.kernels.cpu import FusedRMSNorm, norm_of
 from weft.kernels.packed import KeptEmbedding, KeptLinear, weights_of
 from weft.kernels.primitives import ops
+
+LIGHT_BITS, LIGHT_GROUP = 4, 64
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class FusedHead:
         if (target := slab_target(cache)) is None or hidden.dtype != mx.float32:
             return None
         batch = target.view.batch
-        lines, states, angles = ops.head_lines(tokens, hidden, starts, batch.offsets, self.head, batch.ahead)
+        lines, states, angles = ops.head_lines(tokens, hidden, starts, batch.offsets, self.head)
         keys, values = target.append(lines, angles, self.mixer.heads)
-        state, logits = ops.head_guess(lines, states, angles, keys, values, target.rows, self.head, chosen, batch.ahead)
+        state, logits = ops.head_guess(lines, states, angles, keys, values, step_rows(batch), self.head, chosen)
         return state, logits
 
 
@@ -57,17 +59,16 @@ def fused_head(
     if not isinstance(module.norm, FusedRMSNorm | nn.Identity):
         return None
     plan, mixer = layer.weft_plan, layer.weft_plan.mixer
-    gate, up, (down,) = layer.weft_plan.mlp
     rates, scale = mixer.rope.rates()
+    own, mlp = module.layer.self_attn, module.layer.mlp
     head = ops.MTPHead(
         embedding=weights_of(embedding),
-        projection=weights_of(module.projection),
-        joint=mixer.joint,
-        output=plan.output[0],
-        gate=gate,
-        up=up,
-        down=down,
-        vocabulary=weights_of(vocabulary),
+        projection=light_weights([module.projection])[0],
+        joint=light_weights([own[f"{name}_proj"] for name in "qkv"]),
+        output=light_weights([own.o_proj])[0],
+        inward=light_weights([mlp.gate_proj, mlp.up_proj]),
+        down=light_weights([mlp.down_proj])[0],
+        vocabulary=light_weights([vocabulary])[0],
         embedding_norm=norm_of(module.embedding_norm),
         hidden_norm=norm_of(module.hidden_norm),
         input_norm=plan.input_norm,
@@ -80,3 +81,17 @@ def fused_head(
         is_normed=is_normed,
     )
     return FusedHead(head, mixer)
+
+
+def light_weights(layers: list[Any]) -> "list[ops.Weights]":
+    """Return the weights of layers with one input for guesses: as one matrix of few bits, if they are not packed already.
+
+    A guess takes the time in which its weights are read, and one that is a little worse costs no answer.
+    """
+    weights = [layer["weight"] for layer in layers]
+    is_plain = not any("scales" in layer or "bias" in layer for layer in layers)
+    if not is_plain or weights[0].shape[-1] % LIGHT_GROUP:
+        return [weights_of(layer) for layer in layers]
+    joined = mx.concatenate([weight.astype(mx.float32) for weight in weights])
+    codes, scales, biases = mx.quantize(joined, LIGHT_GROUP, LIGHT_BITS)
+    return [ops.Weights(codes, scales, biases, bits=LIGHT_BITS, group_size=LIGHT_GROUP)]

@@ -31,9 +31,15 @@ class RowState:
         self.length = 0
         self.shift = 0  # of a token's position against its number: images take fewer positions than tokens
         self.unread = 0  # of its last tokens, by the model's MTP head; −1: the head has read the next one too
+        self.is_blind = False  # hidden states of the last tokens were not kept, so the head can not read these
         self.slab: Slab | None = None
         self.slot = -1
         self.loose: list[tuple[mx.array | None, ...]] | None = None  # recurrent states that are in no table
+
+    def advance(self, count: int) -> None:
+        """Count tokens whose keys, values and states are here now; an MTP head has yet to read them."""
+        self.length += count
+        self.unread += count
 
 
 class Slab:

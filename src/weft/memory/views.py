@@ -74,8 +74,7 @@ class Batch:
         self.tokens = parts[0].tokens
         self.rows = rows  # None: an idle row that fills the width
         self.seam = seam
-        self.offsets = self._offsets()  # (B,) positions of first new tokens, those `ahead` not counted
-        self.ahead: mx.array | None = None  # (B,) see `move_ahead`
+        self.offsets = self._offsets()  # (B,) positions of first new tokens
         self.table = pool.table_for(None if seam else parts[0].slab)
         self.table.arrange(rows)
         self._memo: dict[tuple[Any, ...], Any] = {}
@@ -91,10 +90,6 @@ class Batch:
             return self.parts[0].lengths
         offsets = {row: first + row.shift for row, first in held}
         return to_device([0 if row is None else offsets[row] for row in self.rows])[0]
-
-    def move_ahead(self, counts: mx.array) -> None:
-        """Move each row's new tokens on by so many (B,) as only the device knows; for layers that are fused blocks."""
-        self.ahead = counts
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -124,8 +119,7 @@ class Batch:
         """
         for row, count in zip(self.rows, counts, strict=True):
             if row is not None:
-                row.length += count
-                row.unread += count
+                row.advance(count)
         if self.tokens == 1:
             return
         replaced = [] if all(count == self.tokens for count in counts) else self._by_token
@@ -241,8 +235,7 @@ class KeyValueView:
         self.batch = batch
         self.layer = layer
         self.spec: FullAttention = spec
-        # The same before and after the update.
-        self.offset = batch.offsets if batch.ahead is None else batch.offsets + batch.ahead
+        self.offset = batch.offsets  # the same before and after the update
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append the new tokens' keys and values; returns handles for slab attention (seam), else one slab's arrays."""

@@ -5,6 +5,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from weft.kernels.attention import seam_over
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_layers import bind as bind_cuda
+from weft.kernels.fused_model import FusedModel, fits, fused_model
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.primitives import ops
 from weft.kernels.recurrent import bind as bind_recurrent
@@ -36,7 +38,7 @@ from weft.memory.transfer import ON_CUDA
 from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.load_phases import LoadPhases
 from weft.model.loader import LoadedModel
-from weft.model.mtp import load_head, states_from
+from weft.model.mtp import Trunk, load_head, states_from
 from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from weft.model.vision.vision import Seen, load_vision
@@ -152,6 +154,21 @@ class Adapter:
             self.is_row_invariant = found.is_alone_in_a_crowd
         self.step_tokens = found.step_tokens  # most that a row may have in a step
         self.unverified = found.unverified  # why several tokens of a row in one step are not what one after the other are
+        self.fused = found.fused  # the model as weft's own operations, where these have its bits
+
+    def fuse(self) -> FusedModel | None:
+        """Return the model as weft's own operations for decode steps, if it can be; whether it has its bits is to be tried."""
+        if not self.fused_layers:
+            return None
+        try:
+            trunk = Trunk(self.model)
+        except UnsupportedModel:
+            return None
+        is_normed = self.head is None or self.head.after_norm
+        made = fused_model(trunk.model, trunk.stack, trunk.embed, trunk.vocabulary, is_normed=is_normed)
+        if made is not None and self.head is not None:
+            made = None if self.head.fused is None else replace(made, head=self.head.fused)
+        return made if made is not None and fits(made, self.specs) else None
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
         """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones.
@@ -272,8 +289,8 @@ class Adapter:
 
     @property
     def guesses_ahead(self) -> bool:
-        """Whether the MTP head can read tokens whose places in their rows only the device knows."""
-        return self.head is not None and self.way == "seam" and self.head.fused is not None
+        """Whether the MTP head can guess behind a step before its tokens are read."""
+        return self.fused is not None and self.fused.head is not None
 
     def decode_alone(self, tokens: mx.array, caches: LayerCaches, position: int | None = None) -> mx.array:
         """Build and start, without waiting, the forward of one token of one row on its own caches, (1, 1) → logits (1, V).

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from weft.errors import BadModel, UnsupportedModel
+from weft.kernels import packed
 from weft.model.loader import LoadedModel, Weights
 
 HALF_PRECISION = (mx.float16, mx.bfloat16)
@@ -198,7 +199,7 @@ def _read_file(file: Path) -> Weights:
 
 
 def _build(loaded: LoadedModel, naming: HeadNaming, tensors: Weights) -> BuiltHead:
-    """Make the head's module, quantised where its tensors are, and load the tensors into it, cast like the trunk's."""
+    """Make the head's module, quantised where its tensors are, and load the tensors into it, cast or kept like the trunk's."""
     _, stack = find_stack(loaded.model)
     own = {name: array for name, array in tensors.items() if not name.startswith("layer.")}
     raw = {name.removeprefix("layer."): array for name, array in tensors.items() if name.startswith("layer.")}
@@ -208,7 +209,10 @@ def _build(loaded: LoadedModel, naming: HeadNaming, tensors: Weights) -> BuiltHe
     weights = own | {f"layer.{name}": array for name, array in layer_tensors.items()}
     _quantise(module, weights)
     _check_fit(module, weights)
-    module.load_weights([(name, _cast(array, dtype)) for name, array in weights.items()])
+    if mx.default_device() == mx.cpu:
+        packed.bind(module)
+    kept = packed.kept_parameters(module)
+    module.load_weights([(name, array if name in kept else _cast(array, dtype)) for name, array in weights.items()])
     module.eval()
     try:
         mx.eval(module.parameters())

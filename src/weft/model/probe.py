@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
 from weft.kernels import cpu
+from weft.kernels.fused_model import FusedModel
 from weft.memory.slabs import Pool, RowState
 from weft.memory.spec import MAX_STEP_TOKENS, RowContents, SlidingWindow
 from weft.memory.transfer import ON_CUDA
@@ -16,6 +18,8 @@ from weft.memory.views import Batch, StepSpan, make_batches
 
 if TYPE_CHECKING:
     from weft.model.adapter import Adapter, Way
+
+log = logging.getLogger("weft.model")
 
 PROBE_LENGTHS = (9, 5, 9, 40)  # three rows that share a slab, so that one is padded, and one in a slab of its own
 # State that a model keeps may be taken for another row of the same length. So the rows of equal length follow each other when
@@ -26,6 +30,7 @@ PROBE_ROUNDS = 2  # of turns
 PROBE_CHUNK = 7  # no power of two: kernels that work in blocks would hide there that they do
 PROBE_CHUNKS = ((2, 5), (3, PROBE_CHUNK))  # rows that are also prefilled in chunks, and of how many tokens
 PROBE_KEPT = (1, 3, 2, 1)  # by row: tokens of a step of several that count; the others are given up
+FUSED_KEPT = (1, 2, 2, 1)  # the same for weft's own operations; what comes behind is compared too
 PROBE_GROUPS = ((0, 2), (1, 3))  # rows prefilled together: equally long from the start, then going on from different lengths
 PROBE_TOGETHER = 3  # tokens of each
 PREFILLED_ROWS = (1, 3)  # whose decoded tokens are prefilled too, to be compared bit for bit
@@ -53,6 +58,7 @@ class Findings(NamedTuple):
     unverified: str | None = None  # why no more than one
     grouping: Grouping = "none"
     is_alone_in_a_crowd: bool = False  # a row that decodes has the same bits beside others as without them
+    fused: FusedModel | None = None  # the model as weft's own operations, which have its bits
 
 
 def examine(adapter: Adapter) -> Findings:
@@ -79,7 +85,8 @@ def examine(adapter: Adapter) -> Findings:
             tokens = MAX_STEP_TOKENS if unverified is None else 1
             is_alone = adapter.is_row_invariant and (not ON_CUDA or probe.is_alone_in_a_crowd(way))  # CPU: by construction
             bits = (probe.cuts_freely, probe.decodes_like_prefill)
-            return Findings(way, refused, *bits, tokens, unverified, grouping, is_alone)
+            fused = probe.try_fused() if way == "seam" and unverified is None else None
+            return Findings(way, refused, *bits, tokens, unverified, grouping, is_alone, fused)
         refused[way] = reason
     return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone", grouping=grouping)
 
@@ -228,6 +235,41 @@ class Probe:
                 if reason := self._compare(found, row, at[row] + place):
                     return f"several tokens in one step: {reason}"
         return None
+
+    def try_fused(self) -> FusedModel | None:
+        """Return the model as weft's own operations for decode steps, if its logits have the bits of the layers' own code."""
+        fused = self.adapter.fuse()
+        if fused is None:
+            return None
+        try:
+            is_right = all(self._decode_fused(fused, kept) for kept in ((1,) * len(self.prompts), FUSED_KEPT))
+        except PROBE_ERRORS as error:
+            log.debug("%s is computed layer by layer: %s", self.adapter.name, error, exc_info=error)
+            return None
+        return fused if is_right else None
+
+    def _decode_fused(self, fused: FusedModel, kept: tuple[int, ...]) -> bool:
+        """Whether rows have the logits of single steps: each keeps so many tokens of the first step, then one of each."""
+        pool, states = self._pool()
+        at, counts = [0] * len(states), kept
+        while live := [row for row, begun in enumerate(at) if begun < PROBE_STEPS]:
+            # What comes next, and, where several tokens are kept, one behind them that is not.
+            drafts = {row: [*self.fed[row][at[row] + 1 : at[row] + counts[row]], *[0] * (counts[row] > 1)] for row in live}
+            rows = fused.arrange(pool, {states[row]: 1 + len(drafts[row]) for row in live})
+            order = [states.index(state) for state in rows.states]
+            tokens = [token for row in order for token in (self.fed[row][at[row]], *drafts[row])]
+            step = fused.decode(rows, mx.array(tokens, mx.int32), [1] * len(order), [tuple(drafts[row]) for row in order])
+            lines = [(row, place) for row in order for place in range(1 + len(drafts[row]))]
+            for line, (row, place) in enumerate(lines):
+                if place < counts[row] and not mx.array_equal(step.logits[line], self.stepped[row][at[row] + place]):
+                    return False
+            if any(drafts.values()):
+                step.keep(mx.array([[*drafts[row][:-1], 1, 1][place] for row, place in lines], mx.int32), 0, [])
+            for row in live:
+                states[row].advance(counts[row])
+                at[row] += counts[row]
+            counts = (1,) * len(states)
+        return True
 
     def _pool(self) -> tuple[Pool, list[RowState]]:
         """Return a pool with the four rows, prefilled."""

@@ -5,7 +5,7 @@
  */
 
 /* Memory of a thread that is kept from call to call; each use inside one call has its own. */
-enum scratch_use { ROWS_SCRATCH, WOVEN_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH,
+enum scratch_use { ROWS_SCRATCH, WOVEN_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH, ROUGH_SCRATCH,
                    NUM_SCRATCHES };
 
 static void *scratch(enum scratch_use use, size_t bytes) {
@@ -28,7 +28,7 @@ static size_t whole_lanes(size_t count) { return (count + LANES - 1) / LANES * L
 
 /* Runs work over [0, total), with as much company as its size, in multiplications of eight rows, is worth. */
 static void share_sized(work_function *work, const void *subject, size_t total, size_t grain, size_t size) {
-    const size_t pieces = 4 * (size_t)pool_threads();
+    const size_t pieces = 8 * (size_t)pool_threads();
     const size_t chunk = (total + pieces * grain - 1) / (pieces * grain) * grain;
     if (size < SHARED_WORK)
         work(subject, 0, total);
@@ -45,7 +45,8 @@ enum {
     MANY_ROWS = 48,             /* from here on rows are packed and weights expanded once, for all pieces of the product: */
     PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */
     EXPANDED_BLOCK = 1 << 20,   /* and of the weights, at a time, */
-    PIECE_COLUMNS = 96          /* in pieces of a panel of rows and so many columns, a multiple of every tile */
+    PIECE_COLUMNS = 96,         /* in pieces of a panel of rows and so many columns, a multiple of every tile */
+    MAX_PARTS = 8               /* products of the same rows that are computed side by side */
 };
 
 struct panel {
@@ -128,20 +129,46 @@ struct shared_product {
     const struct weft_weights *weights, *up;
 };
 
+/* Products of the same rows, side by side: their columns are counted on from one to the next. */
+struct side_by_side {
+    const struct shared_product *parts;
+    struct panel *panels;
+    size_t count;
+};
+
+static void columns_of_all(const void *subject, size_t begin, size_t end) {
+    const struct side_by_side *s = subject;
+    for (size_t i = 0, first = 0; i < s->count && first < end; first += s->parts[i++].weights->n) {
+        const size_t last = first + s->parts[i].weights->n, from = begin > first ? begin : first, to = end < last ? end : last;
+        if (from < to) s->parts[i].work(&s->panels[i], from - first, to - first);
+    }
+}
+
+static int is_any_taken_as_packed(const struct shared_product *s, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (is_taken_as_packed(s[i].weights, s->m) || (s[i].up != NULL && is_taken_as_packed(s[i].up, s->m))) return 1;
+    return 0;
+}
+
 /* Few rows: the pieces are columns, and whoever takes some expands their weights. */
-static void over_columns(const struct shared_product *s) {
+static void over_columns(const struct shared_product *s, size_t count) {
     const size_t k = s->weights->k, width = whole_lanes(k);
-    float *packed = rows_scratch(s->m * width);
+    struct panel panels[MAX_PARTS];
+    float *packed = rows_scratch(s->m * width), *woven = NULL;
     const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1};
     pack(&rows, packed, width);
-    struct panel panel = s->panel;
-    panel.rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
-    if (is_taken_as_packed(s->weights, s->m) || (s->up != NULL && is_taken_as_packed(s->up, s->m))) {
-        float *woven = scratch(WOVEN_SCRATCH, s->m * width * sizeof(float));
+    if (is_any_taken_as_packed(s, count)) {
+        woven = scratch(WOVEN_SCRATCH, s->m * width * sizeof(float));
         bound.kernels->weave(packed, woven, s->m * width);
-        panel.woven = woven;
     }
-    share_sized(s->work, &panel, s->weights->n, 24, s->weights->n * k * ((s->m + 7) / 8));
+    size_t n = 0;
+    for (size_t i = 0; i < count; n += s[i++].weights->n) {
+        panels[i] = s[i].panel;
+        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
+        panels[i].woven = woven;
+    }
+    const struct side_by_side all = {s, panels, count};
+    share_sized(columns_of_all, &all, n, 24, n * k * ((s->m + 7) / 8));
 }
 
 struct packing {
@@ -209,40 +236,64 @@ static size_t block_columns(const struct shared_product *s) {
     return PIECE_COLUMNS * (pieces > 0 ? pieces : 1);
 }
 
-/* Many rows, `m` of them from `first` on. */
-static void over_pieces(const struct shared_product *s, size_t first, size_t m) {
-    const size_t n = s->weights->n, k = s->weights->k, width = whole_lanes(k), columns = block_columns(s);
-    const struct packing packing = {.rows = {.m = m, .k = k, .a = s->a + first * s->lda, .a_row = s->lda, .a_column = 1},
+/* Many rows, `m` of them from `first` on, packed once for all parts. */
+static void over_pieces(const struct shared_product *parts, size_t count, size_t first, size_t m) {
+    const size_t k = parts->weights->k, width = whole_lanes(k);
+    const struct packing packing = {.rows = {.m = m, .k = k, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1},
                                     .to = rows_scratch(m * width), .width = width};
     share_sized(pack_rows, &packing, m, 4, m * width);
-    struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
-    grid.whole.first = first;
-    grid.whole.rows = (struct product){.m = m, .k = k, .alpha = 1.0f, .a = packing.to, .a_row = width, .a_column = 1};
-    for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {
-        grid.end = n - grid.begin < columns ? n : grid.begin + columns;
-        grid.whole.column = grid.begin;
-        grid.whole.expanded = expanded_block(s->weights, BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
-        grid.whole.expanded_up = expanded_block(s->up, UP_BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
-        pool_run(grid_pieces, &grid, pieces_of(m, grid.panel_rows) * pieces_of(grid.end - grid.begin, PIECE_COLUMNS), 1, 1);
+    for (const struct shared_product *s = parts; s < parts + count; s++) {
+        const size_t n = s->weights->n, columns = block_columns(s);
+        struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
+        grid.whole.first = first;
+        grid.whole.rows = (struct product){.m = m, .k = k, .alpha = 1.0f, .a = packing.to, .a_row = width, .a_column = 1};
+        for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {
+            grid.end = n - grid.begin < columns ? n : grid.begin + columns;
+            grid.whole.column = grid.begin;
+            grid.whole.expanded = expanded_block(s->weights, BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
+            grid.whole.expanded_up = expanded_block(s->up, UP_BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
+            pool_run(grid_pieces, &grid, pieces_of(m, grid.panel_rows) * pieces_of(grid.end - grid.begin, PIECE_COLUMNS), 1, 1);
+        }
     }
 }
 
-static void compute_product(const struct shared_product *s) {
+/* Products of the same rows. */
+static void compute_products(const struct shared_product *s, size_t count) {
     if (s->m < MANY_ROWS) {
-        over_columns(s);
+        over_columns(s, count);
         return;
     }
     const size_t fit = PACKED_FLOATS / whole_lanes(s->weights->k), most = fit < MANY_ROWS ? MANY_ROWS : fit;
-    for (size_t first = 0; first < s->m; first += most) over_pieces(s, first, s->m - first < most ? s->m - first : most);
+    for (size_t first = 0; first < s->m; first += most) over_pieces(s, count, first, s->m - first < most ? s->m - first : most);
+}
+
+static struct shared_product product_of(const struct weft_linear *l) {
+    return (struct shared_product){.work = panel_linear, .panel = {.linear = l}, .m = l->m, .lda = l->lda, .a = l->a, .weights = l->weights};
 }
 
 EXPORT void weft_linear(const struct weft_linear *l) {
-    compute_product(&(struct shared_product){.work = panel_linear, .panel = {.linear = l}, .m = l->m, .lda = l->lda, .a = l->a, .weights = l->weights});
+    const struct shared_product one = product_of(l);
+    compute_products(&one, 1);
+}
+
+EXPORT void weft_joint(const struct weft_joint *j) {
+    struct weft_linear linears[MAX_PARTS];
+    struct shared_product products[MAX_PARTS];
+    float *c = j->c;
+    for (size_t begin = 0, end; begin < j->num_parts; begin = end) {
+        end = j->num_parts - begin < MAX_PARTS ? j->num_parts : begin + MAX_PARTS;
+        for (size_t i = begin; i < end; c += j->weights[i++]->n) {
+            linears[i - begin] = (struct weft_linear){j->m, j->lda, j->ldc, j->a, j->biases[i], NULL, c, j->weights[i]};
+            products[i - begin] = product_of(&linears[i - begin]);
+        }
+        compute_products(products, end - begin);
+    }
 }
 
 EXPORT void weft_gated(const struct weft_gated *g) {
-    compute_product(&(struct shared_product){.work = panel_gated, .panel = {.gated = g}, .m = g->m, .lda = g->gate->k, .a = g->a,
-                                             .weights = g->gate, .up = g->up});
+    const struct shared_product one = {.work = panel_gated, .panel = {.gated = g}, .m = g->m, .lda = g->gate->k, .a = g->a,
+                                       .weights = g->gate, .up = g->up};
+    compute_products(&one, 1);
 }
 
 EXPORT void weft_expand(const struct weft_weights *w, size_t row, float *to) { bound.kernels->expand(w, row, to); }

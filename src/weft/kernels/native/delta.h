@@ -11,6 +11,7 @@ struct stretch {
     const struct weft_delta *whole;
     size_t start, tokens;
     float *mixed, *gates, *betas; /* by line: channels behind the convolution; a number for each head */
+    float *output;                /* of the whole, or memory for that of this stretch, which nobody asks for */
 };
 
 static size_t delta_channels(const struct weft_delta_layer *l) { return 2 * l->key_heads * l->width + l->heads * l->height; }
@@ -19,14 +20,14 @@ static size_t delta_line(const struct weft_delta_layer *l) { return delta_channe
 /* The channels of a row's token; those before the first, at -1 and below, are in `before`. */
 static const float *channels_at(const struct weft_delta *d, size_t row, ptrdiff_t token) {
     const struct weft_delta_layer *l = d->layer;
-    if (token >= 0) return d->lines + (row * d->tokens + (size_t)token) * delta_line(l);
+    if (token >= 0) return d->lines + (row * d->stride + (size_t)token) * delta_line(l);
     return d->before + ((row + 1) * (l->taps - 1) - (size_t)-token) * delta_channels(l);
 }
 
 static void mix_lines(const void *subject, size_t begin, size_t end) {
     const struct stretch *s = subject;
     const struct weft_delta_layer *l = s->whole->layer;
-    const size_t channels = delta_channels(l), keys = l->key_heads * l->width;
+    const size_t channels = delta_channels(l);
     const float *taps[WEFT_MAX_TAPS];
     for (size_t line = begin; line < end; line++) {
         const size_t row = line / s->tokens, token = s->start + line % s->tokens;
@@ -51,7 +52,7 @@ static void gate_lines(const void *subject, size_t begin, size_t end) {
     const struct weft_delta_layer *l = s->whole->layer;
     const size_t width = l->heads * l->height;
     for (size_t line = begin; line < end; line++) {
-        const size_t place = line / s->tokens * s->whole->tokens + s->start + line % s->tokens;
+        const size_t place = line / s->tokens * s->whole->stride + s->start + line % s->tokens;
         float *y = s->whole->output + place * width, *gates = s->mixed + line * delta_channels(l); /* which is read by now */
         bound.kernels->silu(s->whole->lines + place * delta_line(l) + delta_channels(l), gates, width);
         for (size_t head = 0; head < l->heads; head++)
@@ -69,17 +70,21 @@ static void recur_stretch(const struct stretch *s) {
     struct weft_recurrence r = {.rows = d->rows, .heads = l->heads, .groups = l->heads / l->key_heads, .tokens = s->tokens,
                                 .height = l->height, .width = l->width, .value = of_keys, .key = of_keys, .query = of_keys,
                                 .gate = {s->gates, s->tokens * l->heads, l->heads, 1}, .beta = {s->betas, s->tokens * l->heads, l->heads, 1},
-                                .keeps = d->keeps};
+                                .keeps = d->keeps, .output_tokens = d->output == NULL ? s->tokens : d->stride};
     r.query.at = s->mixed, r.key.at = s->mixed + l->key_heads * l->width, r.value.at = s->mixed + 2 * l->key_heads * l->width;
     r.value.head = l->height;
     for (size_t row = 0; row < (s->tokens == d->tokens ? 1 : d->rows); row++) { /* rows of a part of the tokens lie apart */
         r.first = s->start == 0 ? d->first + row * size : d->keeps ? d->states + (row * d->tokens + s->start - 1) * size : d->states + row * size;
         r.states = d->states + (d->keeps ? row * d->tokens + s->start : row) * size;
-        r.output = d->output + (row * d->tokens + s->start) * l->heads * l->height;
+        r.output = d->output == NULL ? s->output : d->output + (row * d->stride + s->start) * l->heads * l->height;
         if (s->tokens != d->tokens) r.rows = 1;
         weft_recur(&r);
         r.value.at += r.value.row, r.key.at += r.key.row, r.query.at += r.query.row, r.gate.at += r.gate.row, r.beta.at += r.beta.row;
     }
+}
+
+EXPORT void weft_share(work_function *work, const void *subject, size_t total, size_t multiplications) {
+    share_sized(work, subject, total, 1, multiplications);
 }
 
 static void keep_channels(const struct weft_delta *d) {
@@ -94,15 +99,15 @@ static void keep_channels(const struct weft_delta *d) {
 EXPORT void weft_delta(const struct weft_delta *d) {
     const struct weft_delta_layer *l = d->layer;
     const size_t channels = delta_channels(l), most = DELTA_LINES / d->rows > 1 ? DELTA_LINES / d->rows : 1;
-    const size_t lines = d->rows * (d->tokens < most ? d->tokens : most);
-    struct stretch s = {.whole = d, .mixed = scratch(LAYER_SCRATCH, lines * (channels + 2 * l->heads) * sizeof(float))};
-    s.gates = s.mixed + lines * channels, s.betas = s.gates + lines * l->heads;
+    const size_t lines = d->rows * (d->tokens < most ? d->tokens : most), own = d->output == NULL ? l->heads * l->height : 0;
+    struct stretch s = {.whole = d, .mixed = scratch(LAYER_SCRATCH, lines * (channels + 2 * l->heads + own) * sizeof(float))};
+    s.gates = s.mixed + lines * channels, s.betas = s.gates + lines * l->heads, s.output = s.betas + lines * l->heads;
     for (; s.start < d->tokens; s.start += s.tokens) {
         s.tokens = d->tokens - s.start < most ? d->tokens - s.start : most;
         const size_t here = d->rows * s.tokens;
         share_sized(mix_lines, &s, here, 1, 2 * here * channels * l->taps);
         recur_stretch(&s);
-        share_sized(gate_lines, &s, here, 1, 16 * here * l->heads * l->height);
+        if (d->output != NULL) share_sized(gate_lines, &s, here, 1, 16 * here * l->heads * l->height);
     }
     keep_channels(d);
 }

@@ -15,6 +15,9 @@
 #define DOT_SUMS (DOT_ROWS * DOT_COLUMNS)
 #define INLINE static inline __attribute__((always_inline)) TARGET
 #define UNROLL _Pragma("GCC unroll 32")
+/* How many columns ahead of a tile weights are asked for: those of the next tile, or of so many that it takes a while to get there. */
+#define DOT_AHEAD(p, is_half) \
+    (DOT_COLUMNS * (1 + FAR_BYTES / (DOT_COLUMNS * (p)->ldb * ((is_half) ? sizeof(uint16_t) : sizeof(float)) + 1)))
 
 /* The next WIDTH of the weights from their number `at` on, or `count` of them where not all are there. */
 INLINE VECTOR NAME(weights_at)(const void *b, size_t at, const int is_half, const int is_whole, int count) {
@@ -84,7 +87,7 @@ INLINE const char *NAME(column)(const struct product *p, size_t n, const int is_
     static TARGET __attribute__((noinline)) size_t NAME(dot_only_##kind##rows)(const struct product *p, size_t n,      \
                                                                                size_t end) {                           \
         for (; n + DOT_COLUMNS <= end; n += DOT_COLUMNS)                                                               \
-            NAME(dot_tile)(rows, DOT_COLUMNS, is_half, p, 0, n, NAME(column)(p, n + DOT_COLUMNS, is_half),             \
+            NAME(dot_tile)(rows, DOT_COLUMNS, is_half, p, 0, n, NAME(column)(p, n + DOT_AHEAD(p, is_half), is_half),     \
                            (DOT_COLUMNS / (1 + is_half) + PARTS - 1) / PARTS);                                         \
         return n;                                                                                                      \
     }
@@ -569,7 +572,7 @@ TARGET static void NAME(recur_block)(const struct weft_recurrence *r, size_t beg
             .gate = NAME(series)(&r->gate, b, head),
             .beta = r->beta.at == NULL ? NULL : NAME(series)(&r->beta, b, head),
             .to = r->states + ((r->keeps ? b * r->tokens * heads : b * heads) + head) * size + row * r->width,
-            .output = r->output + (b * r->tokens * heads + head) * r->height + row,
+            .output = r->output + (b * r->output_tokens * heads + head) * r->height + row,
         };
         for (size_t token = 0; token < r->tokens; token++) {
             if (p.beta != NULL)
@@ -609,6 +612,7 @@ TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_ro
 #undef DOT_SUMS
 #undef INLINE
 #undef UNROLL
+#undef DOT_AHEAD
 #undef NAME
 #undef TARGET
 #undef WIDTH

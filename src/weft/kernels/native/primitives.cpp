@@ -4,11 +4,13 @@
 // Weights are handed over once, evaluated, and are not nodes of the graph: a step would otherwise visit them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -139,6 +141,24 @@ struct Rows {
   std::vector<float> memory;
 };
 
+using WeightsPointer = std::shared_ptr<const Weights>;
+
+// The products of rows (m, k) with weights, in lines of `stride` numbers; a residual (m, n) is added.
+void multiply(const Weights& weights, const float* rows, size_t m, float* found, size_t stride, const float* residual = nullptr) {
+  const struct weft_linear one{m, weights.k(), stride, rows, weights.bias(), residual, found, weights.get()};
+  weft_linear(&one);
+}
+
+// The products of rows with several weights side by side, in lines of `stride` numbers.
+template <class Pointer>
+void multiply_joint(const std::vector<Pointer>& parts, const float* rows, size_t m, float* found, size_t stride) {
+  std::vector<const weft_weights*> weights;
+  std::vector<const float*> biases;
+  for (const auto& part : parts) weights.push_back((*part).get()), biases.push_back(part->bias());
+  const struct weft_joint joint{m, parts[0]->k(), stride, parts.size(), rows, found, weights.data(), biases.data()};
+  weft_joint(&joint);
+}
+
 // The products of (normed) rows with several weights, beside each other in one output line; a residual is added to the whole.
 mx::array linear(const mx::array& x, std::vector<Handle<Weights>> parts, const Handle<Norm>* its_norm, Optional residual) {
   const NormPointer norm = pointer_of(its_norm);
@@ -155,13 +175,10 @@ mx::array linear(const mx::array& x, std::vector<Handle<Weights>> parts, const H
   if (residual) inputs.push_back(*residual);
   auto work = [parts = std::move(parts), norm, width](const Arrays& in, Arrays& out) {
     const Rows rows(in[0], norm);
-    float* c = out[0].data<float>();
-    for (const auto& part : parts) {
-      const struct weft_linear one{lines_of(in[0]), part->k(), width, rows.data, part->bias(), in.size() > 1 ? in[1].data<float>() : nullptr,
-                            c, part->get()};
-      weft_linear(&one);
-      c += part->n();
-    }
+    if (in.size() == 1)
+      multiply_joint(parts, rows.data, lines_of(in[0]), out[0].data<float>(), width);
+    else
+      multiply(*parts[0], rows.data, lines_of(in[0]), out[0].data<float>(), width, in[1].data<float>());
   };
   return operation("weft.linear", with_last(x.shape(), width), std::move(inputs), std::move(work));
 }
@@ -294,7 +311,10 @@ mx::array silu(const mx::array& x) {
   return operation("weft.silu", x.shape(), {x}, std::move(work));
 }
 
-// A token of each line of logits (m, n) and what is wrong with it (weft_choose), as two outputs of one operation.
+bool is_ready(const mx::array& x) { return x.is_available() && x.flags().row_contiguous; }
+
+// A token of each line of logits (m, n) and what is wrong with it (weft_choose), as two outputs of one operation; at once where the logits
+// are computed already.
 std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temperature, std::vector<float> min_p, Optional allowed, Optional uniform) {
   const size_t m = temperature.size();
   require(logits.ndim() == 2 && logits.dtype() == mx::float32 && size_t(logits.shape(0)) == m && min_p.size() == m && logits.shape(1) > 0,
@@ -302,7 +322,7 @@ std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temper
   require(!allowed || (allowed->dtype() == mx::bool_ && allowed->shape() == logits.shape()), "every logit is allowed or not");
   require(!uniform || (uniform->dtype() == mx::float32 && uniform->size() == m), "every line has its random number");
   Arrays inputs{logits};
-  if (allowed) inputs.push_back(mx::contiguous(*allowed));  // bytes: what is not contiguous is copied in numbers of four
+  if (allowed) inputs.push_back(is_ready(*allowed) ? *allowed : mx::contiguous(*allowed));  // bytes: others are copied in numbers of four
   if (uniform) inputs.push_back(*uniform);
   auto work = [=, is_masked = allowed.has_value(), is_drawn = uniform.has_value()](const Arrays& in, Arrays& out) {
     const struct weft_choice one{m, size_t(in[0].shape(1)), in[0].data<float>(), is_masked ? in[1].data<uint8_t>() : nullptr,
@@ -311,6 +331,10 @@ std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temper
     weft_choose(&one);
   };
   const mx::Shape shape{static_cast<int>(m)};
+  if (std::all_of(inputs.begin(), inputs.end(), is_ready)) {
+    nb::gil_scoped_release released;
+    return compute_now({shape, shape}, {mx::int32, mx::int32}, work, {}, std::move(inputs));
+  }
   return mx::array::make_arrays({shape, shape}, {mx::int32, mx::int32}, std::make_shared<Operation>("weft.choose", std::move(work)), inputs);
 }
 
@@ -398,6 +422,8 @@ class StepRows {
   size_t size() const { return rows_.size(); }
   size_t lines() const { return lines_; }
   size_t slabs() const { return slabs_; }
+  size_t slab(size_t row) const { return std::get<0>(rows_[row]); }
+  size_t end(size_t row) const { return std::get<2>(rows_[row]) + std::get<3>(rows_[row]); }
 
   // Whether every row has its place in slabs of these shapes (slots, heads, places, dim).
   bool fits(size_t which, const mx::array& slab) const {
@@ -407,19 +433,17 @@ class StepRows {
            });
   }
 
-  // The rows of all slabs, or of one, with their memory there; `ahead`: by row, how many tokens further on its new ones are.
-  std::vector<weft_row> at(const Arrays& in, size_t keys, size_t values, std::optional<size_t> only, const int32_t* ahead) const {
+  // The rows of all slabs, or of one, with their memory there.
+  std::vector<weft_row> at(const Arrays& in, size_t keys, size_t values, std::optional<size_t> only = std::nullopt) const {
     std::vector<weft_row> found;
-    for (size_t i = 0; i < rows_.size(); i++) {
-      const auto& [slab, slot, first, tokens, line] = rows_[i];
+    for (const auto& [slab, slot, first, tokens, line] : rows_) {
       if (only && slab != *only) continue;
       const size_t at = only ? 0 : slab;
       const auto& plane = in[keys + at];
       const size_t start = slot * size_t(plane.shape(1)) * plane.shape(2) * plane.shape(3);
       float* k = const_cast<float*>(plane.data<float>()) + start;
       float* v = const_cast<float*>(in[values + at].data<float>()) + start;
-      const size_t further = ahead ? std::min<size_t>(std::max(ahead[i], 0), plane.shape(2) - first - tokens) : 0;
-      found.push_back({k, v, size_t(plane.shape(2)), first + further, tokens, line});
+      found.push_back({k, v, size_t(plane.shape(2)), first, tokens, line});
     }
     return found;
   }
@@ -449,10 +473,6 @@ void require_lines(const mx::array& lines, const Heads& h, const StepRows& rows,
           "angles belong to each line");
 }
 
-void require_ahead(const Optional& ahead, const StepRows& rows) {
-  require(!ahead || (ahead->dtype() == mx::int32 && ahead->size() == rows.size()), "every row is a whole number of tokens ahead");
-}
-
 void require_slabs(const Arrays& keys, const Arrays& values, const StepRows& rows, const Heads& h) {
   require(keys.size() == rows.slabs() && values.size() == keys.size(), "each slab has keys and values");
   for (size_t i = 0; i < keys.size(); i++)
@@ -463,16 +483,14 @@ void require_slabs(const Arrays& keys, const Arrays& values, const StepRows& row
 
 // A slab (slots, heads, places, dim) with the new keys, or values, of its rows.
 mx::array append(const mx::array& slab, const mx::array& lines, Optional angles, const Handle<StepRows>& rows, const Handle<Heads>& h,
-                 size_t which, bool is_values, Optional ahead) {
+                 size_t which, bool is_values) {
   require_lines(lines, *h, *rows, angles);
-  require_ahead(ahead, *rows);
   require(rows->fits(which, slab) && size_t(slab.shape(1)) == h->kv_heads && size_t(slab.shape(3)) == h->dim, "rows have their place");
   Arrays inputs{slab, lines};
-  const bool has_angles = angles && !is_values, is_ahead = ahead.has_value();
+  const bool has_angles = angles && !is_values;
   if (has_angles) inputs.push_back(*angles);
-  if (is_ahead) inputs.push_back(*ahead);
-  auto work = [rows, h, which, is_values, has_angles, is_ahead](const Arrays& in, Arrays& out) {
-    const auto found = rows->at(out, 0, 0, which, is_ahead ? in.back().data<int32_t>() : nullptr);
+  auto work = [rows, h, which, is_values, has_angles](const Arrays& in, Arrays& out) {
+    const auto found = rows->at(out, 0, 0, which);
     const float* x = in[1].data<float>() + first_key(*h) + (is_values ? h->kv_heads * h->dim : 0);
     const Norm* norm = is_values ? nullptr : h->k_norm.get();
     const struct weft_append one{found.data(), found.size(), h->kv_heads, h->dim, line_width(*h), has_angles ? size_t(in[2].shape(-1)) / 2 : 0,
@@ -485,20 +503,18 @@ mx::array append(const mx::array& slab, const mx::array& lines, Optional angles,
 
 // Attention of every line over its row's keys and values, which the slabs have already.
 mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional angles, const Handle<StepRows>& rows,
-                 const Handle<Heads>& h, Optional ahead) {
+                 const Handle<Heads>& h) {
   require_lines(lines, *h, *rows, angles);
-  require_ahead(ahead, *rows);
   require_slabs(keys, values, *rows, *h);
   const size_t num_slabs = keys.size();
   Arrays inputs{lines};
   inputs.insert(inputs.end(), keys.begin(), keys.end());
   inputs.insert(inputs.end(), values.begin(), values.end());
-  const bool has_angles = angles.has_value(), is_ahead = ahead.has_value();
+  const bool has_angles = angles.has_value();
   if (has_angles) inputs.push_back(*angles);
-  if (is_ahead) inputs.push_back(*ahead);
   const auto shape = with_last(lines.shape(), h->heads * h->dim);
-  auto work = [rows, h, num_slabs, has_angles, is_ahead](const Arrays& in, Arrays& out) {
-    const auto found = rows->at(in, 1, 1 + num_slabs, std::nullopt, is_ahead ? in.back().data<int32_t>() : nullptr);
+  auto work = [rows, h, num_slabs, has_angles](const Arrays& in, Arrays& out) {
+    const auto found = rows->at(in, 1, 1 + num_slabs);
     const size_t turns = 1 + 2 * num_slabs;
     const Norm* norm = h->q_norm.get();
     const weft_attention one{found.data(), found.size(), h->heads, h->kv_heads, h->dim, line_width(*h),
@@ -514,6 +530,7 @@ mx::array attend(const mx::array& lines, Arrays keys, Arrays values, Optional an
 
 #include "mtp_head.h"
 #include "recurrences.h"
+#include "fused_model.h"
 
 NB_MODULE(_primitives, m) {
   using namespace nb::literals;
@@ -550,19 +567,27 @@ NB_MODULE(_primitives, m) {
     new (self) Handle<DeltaLayer>(std::make_shared<const DeltaLayer>(convolution, rate, bias, query_norm, key_norm, norm));
   }, "convolution"_a, "rate"_a, "bias"_a, "query_norm"_a, "key_norm"_a, "norm"_a);
 
+  nb::class_<Handle<FusedModel>>(m, "FusedModel").def("__init__", [](Handle<FusedModel>* self, const Handle<Weights>& embedding,
+                                                                    const std::vector<LayerParts>& layers, const Handle<Norm>& norm,
+                                                                    const Handle<Weights>& vocabulary, const std::vector<Turns>& turns, bool is_normed) {
+    new (self) Handle<FusedModel>(make_model(embedding, layers, norm, vocabulary, turns, is_normed));
+  }, "embedding"_a, "layers"_a, "norm"_a, "vocabulary"_a, "turns"_a, "is_normed"_a);
+  nb::class_<Handle<FusedRows>>(m, "FusedRows").def("__init__", [](Handle<FusedRows>* self, const std::vector<FusedRow>& rows) {
+    new (self) Handle<FusedRows>(make_rows(rows));
+  }, "rows"_a);
   nb::class_<Handle<MTPHead>>(m, "MTPHead")
       .def("__init__", [](Handle<MTPHead>* self, const Handle<Weights>& embedding, const Handle<Weights>& projection,
-                          const std::vector<Handle<Weights>>& joint, const Handle<Weights>& output, const Handle<Weights>& gate,
-                          const Handle<Weights>& up, const Handle<Weights>& down, const Handle<Weights>& vocabulary,
+                          const std::vector<Handle<Weights>>& joint, const Handle<Weights>& output, const std::vector<Handle<Weights>>& inward,
+                          const Handle<Weights>& down, const Handle<Weights>& vocabulary,
                           const Handle<Norm>& embedding_norm, const Handle<Norm>& hidden_norm, const Handle<Norm>& input_norm,
                           const Handle<Norm>& mlp_norm, const Handle<Norm>* output_norm, const Handle<Heads>& heads, mx::array rates, float scale,
                           bool hidden_first, bool is_normed) {
-        const MTPHead head{embedding, projection, output, gate, up, down, vocabulary, {joint.begin(), joint.end()}, embedding_norm, hidden_norm,
-                           input_norm, mlp_norm, pointer_of(output_norm), heads, settled(mx::astype(rates, mx::float32)), scale, hidden_first,
+        const MTPHead head{embedding, projection, output, down, vocabulary, {joint.begin(), joint.end()}, {inward.begin(), inward.end()}, embedding_norm,
+                           hidden_norm, input_norm, mlp_norm, pointer_of(output_norm), heads, settled(mx::astype(rates, mx::float32)), scale, hidden_first,
                            is_normed};
         require_head(head);
         new (self) Handle<MTPHead>(std::make_shared<const MTPHead>(head));
-      }, "embedding"_a, "projection"_a, "joint"_a, "output"_a, "gate"_a, "up"_a, "down"_a, "vocabulary"_a, "embedding_norm"_a, "hidden_norm"_a,
+      }, "embedding"_a, "projection"_a, "joint"_a, "output"_a, "inward"_a, "down"_a, "vocabulary"_a, "embedding_norm"_a, "hidden_norm"_a,
            "input_norm"_a, "mlp_norm"_a, "output_norm"_a.none(), "heads"_a, "rates"_a, "scale"_a, "hidden_first"_a, "is_normed"_a);
 
   m.def("linear", &linear, "x"_a, "weights"_a, "norm"_a.none() = nb::none(), "residual"_a.none() = nb::none());
@@ -577,16 +602,16 @@ NB_MODULE(_primitives, m) {
   m.def("angles_from", &angles_from, "offsets"_a, "tokens"_a, "rates"_a, "scale"_a);
   m.def("rotate", &rotate, "x"_a, "angles"_a, "of_neighbours"_a);
   m.def("attention_weights", &attention_weights, "queries"_a, "keys"_a, "bias"_a.none(), "tokens"_a);
-  m.def("append", &append, "slab"_a, "lines"_a, "angles"_a.none(), "rows"_a, "heads"_a, "which"_a, "is_values"_a,
-        "ahead"_a.none() = nb::none());
-  m.def("attend", &attend, "lines"_a, "keys"_a, "values"_a, "angles"_a.none(), "rows"_a, "heads"_a,
-        "ahead"_a.none() = nb::none());
+  m.def("append", &append, "slab"_a, "lines"_a, "angles"_a.none(), "rows"_a, "heads"_a, "which"_a, "is_values"_a);
+  m.def("attend", &attend, "lines"_a, "keys"_a, "values"_a, "angles"_a.none(), "rows"_a, "heads"_a);
   m.def("recur", &recur, "state"_a, "value"_a, "key"_a, "query"_a, "gate"_a, "beta"_a.none(), "keeps"_a);
   m.def("delta", &delta, "lines"_a, "columns"_a, "state"_a, "layer"_a, "keeps"_a);
-  m.def("head_lines", &head_lines, "tokens"_a, "hidden"_a, "starts"_a, "offsets"_a, "head"_a, "ahead"_a.none() = nb::none());
-  m.def("head_guess", &head_guess, "lines"_a, "states"_a, "angles"_a, "keys"_a, "values"_a, "rows"_a, "head"_a, "chosen"_a.none() = nb::none(),
-        "ahead"_a.none() = nb::none());
-  m.def("accepted", &accepted, "lines"_a, "drafts"_a, "tokens"_a, "numbers"_a, "count"_a);
+  m.def("decode_step", &decode_step, "tokens"_a, "rows"_a, "model"_a, "memory"_a, "table"_a);
+  m.def("clear_places", &clear_places, "slabs"_a, "ranges"_a);
+  m.def("keep_step", &keep_step, "sampled"_a, "rows"_a, "model"_a, "states"_a, "hidden"_a.none(), "table"_a, "head"_a.none(), "slabs"_a, "sampling"_a,
+        "count"_a);
+  m.def("head_lines", &head_lines, "tokens"_a, "hidden"_a, "starts"_a, "offsets"_a, "head"_a);
+  m.def("head_guess", &head_guess, "lines"_a, "states"_a, "angles"_a, "keys"_a, "values"_a, "rows"_a, "head"_a, "chosen"_a.none() = nb::none());
   m.def("shift", &shift, "x"_a, "last"_a);
   m.def("windows", &windows, "arrays"_a, "starts"_a, "counts"_a);
   m.def("window", &window, "x"_a, "starts"_a, "count"_a.none() = nb::none());

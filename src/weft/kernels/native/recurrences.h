@@ -34,7 +34,7 @@ std::vector<mx::array> recur(const mx::array& state, const mx::array& value, con
     const weft_recurrence one{rows, heads, groups, tokens, height, width, series(in[1], heads), series(in[2], heads / groups),
                               series(in[3], heads / groups), series(in[4], heads), in.size() > 5 ? series(in[5], heads) : weft_series{},
                               width > 1 && size_t(in[4].shape(3)) == width, in[0].data<float>(), out[1].data<float>(), keeps,
-                              out[0].data<float>()};
+                              out[0].data<float>(), tokens};
     weft_recur(&one);
   };
   return mx::array::make_arrays({value.shape(), states}, {mx::float32, mx::float32},
@@ -73,25 +73,33 @@ class DeltaLayer {
   weft_delta_layer layer_{};
 };
 
-// A gated delta layer between its products: lines (B, T, line) -> output (B, T, heads * height), the channels of the last tokens
-// (B, taps - 1, channels) and the state (B, heads, height, width); with `keeps` the channels of those before and all new tokens
-// (B, taps - 1 + T, channels) and the states after each token (B, T, heads, height, width).
+// Checks the channels before a gated delta layer's new tokens and its states, and returns the shapes of both behind these tokens: channels of
+// the last tokens (B, taps - 1, channels) and the state (B, heads, height, width); with `keeps` the channels of those before and all new
+// tokens (B, taps - 1 + T, channels) and the states after each token (B, T, heads, height, width).
+std::vector<mx::Shape> delta_shapes(const DeltaLayer& layer, const mx::array& columns, const mx::array& state, int rows, int tokens, bool keeps) {
+  const weft_delta_layer& its = *layer.get();
+  const int before = static_cast<int>(its.taps) - 1, channels = static_cast<int>(layer.channels());
+  require(columns.dtype() == mx::float32 && state.dtype() == mx::float32, "states are float32");
+  require(columns.shape() == mx::Shape({rows, before, channels}), "the channels before are those of each row");
+  require(state.shape() == mx::Shape({rows, int(its.heads), int(its.height), int(its.width)}), "every row has its state");
+  if (!keeps) return {columns.shape(), state.shape()};
+  return {{rows, before + tokens, channels}, {rows, tokens, int(its.heads), int(its.height), int(its.width)}};
+}
+
+// A gated delta layer between its products: lines (B, T, line) -> output (B, T, heads * height), and channels and states behind them.
 std::vector<mx::array> delta(const mx::array& lines, const mx::array& columns, const mx::array& state, const Handle<DeltaLayer>& layer, bool keeps) {
   const weft_delta_layer& its = *layer->get();
   require_numbers(lines, layer->line_width());
-  require(lines.ndim() == 3 && columns.dtype() == mx::float32 && state.dtype() == mx::float32, "three axes of float32");
-  const int rows = lines.shape(0), tokens = lines.shape(1), before = static_cast<int>(its.taps) - 1;
-  require(columns.shape() == mx::Shape({rows, before, int(layer->channels())}), "the channels before are those of each row");
-  require(state.shape() == mx::Shape({rows, int(its.heads), int(its.height), int(its.width)}), "every row has its state");
-  auto states = state.shape();
-  if (keeps) states.insert(states.begin() + 1, tokens);
+  require(lines.ndim() == 3, "three axes of float32");
+  const int rows = lines.shape(0), tokens = lines.shape(1);
+  auto shapes = delta_shapes(*layer, columns, state, rows, tokens, keeps);
+  shapes.insert(shapes.begin(), {rows, tokens, int(its.heads * its.height)});
   auto work = [layer, keeps, rows, tokens](const Arrays& in, Arrays& out) {
-    const struct weft_delta one{layer->get(), size_t(rows), size_t(tokens), in[0].data<float>(), in[1].data<float>(), in[2].data<float>(),
+    const struct weft_delta one{layer->get(), size_t(rows), size_t(tokens), size_t(tokens), in[0].data<float>(), in[1].data<float>(), in[2].data<float>(),
                                 out[2].data<float>(), out[1].data<float>(), keeps, out[0].data<float>()};
     weft_delta(&one);
   };
-  const mx::Shape output{rows, tokens, int(its.heads * its.height)}, after{rows, keeps ? before + tokens : before, int(layer->channels())};
-  return mx::array::make_arrays({output, after, states}, {mx::float32, mx::float32, mx::float32},
+  return mx::array::make_arrays(std::move(shapes), {mx::float32, mx::float32, mx::float32},
                                 std::make_shared<Operation>("weft.delta", std::move(work)), {lines, columns, state});
 }
 

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-enum { WEFT_API = 2 };  /* raise it with every change here: the two libraries are built apart */
+enum { WEFT_API = 3 };  /* raise it with every change here: the two libraries are built apart */
 enum { WEFT_LANES = 16, WEFT_STATE_ROWS = 4 }; /* numbers read together; rows of a recurrent state taken together */
 enum { WEFT_MAX_TAPS = 16 };                   /* of a layer's convolution */
 
@@ -43,6 +43,20 @@ struct weft_linear {
     const struct weft_weights *weights;
 };
 void weft_linear(const struct weft_linear *);
+
+/* The same roughly, for guesses that are verified: weights of four bits in groups of 64 with scales of float32 are multiplied in whole numbers
+ * where the processor can, others as above. The additions behind a number depend on its own row here too. */
+void weft_rough(const struct weft_linear *);
+
+/* Several products of the same rows beside each other: part i is weights[i] and biases[i], or no bias where that is NULL. */
+struct weft_joint {
+    size_t m, lda, ldc, num_parts;
+    const float *a;
+    float *c;
+    const struct weft_weights *const *weights; /* all of one k */
+    const float *const *biases;
+};
+void weft_joint(const struct weft_joint *);
 
 /* c (m, n) = SiLU(a * gate^T) * (a * up^T), the first half of a gated MLP. */
 struct weft_gated {
@@ -156,6 +170,7 @@ struct weft_recurrence {
     float *states;                                    /* after: the same, or with `keeps` (rows, tokens, heads, ...) */
     int keeps;
     float *output; /* (rows, tokens, heads, height) */
+    size_t output_tokens; /* from one row of it to the next: as many as there are, or more */
 };
 void weft_recur(const struct weft_recurrence *);
 
@@ -174,15 +189,19 @@ struct weft_delta_layer {
 struct weft_delta {
     const struct weft_delta_layer *layer;
     size_t rows, tokens;
-    const float *lines;  /* (rows * tokens, line) */
+    size_t stride;       /* lines from one row's first token to the next one's: `tokens`, or more */
+    const float *lines;  /* (rows * stride, line) */
     const float *before; /* the channels of the taps - 1 tokens before: (rows, taps - 1, channels) */
     const float *first;  /* states before, and after, as in weft_recurrence */
     float *states;
     float *after; /* as `before`: of the last tokens, or with `keeps` of those before and all new ones */
     int keeps;
-    float *output; /* (rows * tokens, heads * height) */
+    float *output; /* (rows * stride, heads * height), or NULL: only channels and states are asked for */
 };
 void weft_delta(const struct weft_delta *);
+
+/* Runs work over [0, total) in pieces of one, by several threads where so many multiplications are worth it. Each must be whole by itself. */
+void weft_share(void (*work)(const void *subject, size_t begin, size_t end), const void *subject, size_t total, size_t multiplications);
 
 int weft_api(void);
 
