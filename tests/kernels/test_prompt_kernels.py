@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from pathlib import Path
 
@@ -76,7 +77,7 @@ class Attention:
         arrays = self.arrays(chunks)
         self.kernel(arrays, (len(arrays["tiles"]) // 2, HEADS, 1), **order)
         bounds = np.cumsum([0, *(end - start for _, start, end in chunks)])
-        return [arrays["out"][first:end] for first, end in zip(bounds, bounds[1:], strict=False)]
+        return [arrays["out"][first:end] for first, end in itertools.pairwise(bounds)]
 
 
 @pytest.fixture(scope="module", params=[96, 128])
@@ -154,7 +155,7 @@ class Rule:
         arrays = self.arrays(chunks, states)
         self.kernel(arrays, (self.layout.value_dim // 16, self.layout.heads, len(chunks)), **order)
         starts = arrays["starts"]
-        return [arrays["out"][first:end] for first, end in zip(starts, starts[1:], strict=False)], arrays["last"]
+        return [arrays["out"][first:end] for first, end in itertools.pairwise(starts)], arrays["last"]
 
 
 def layout_of(key_dim: int) -> DeltaLayout:
@@ -162,7 +163,9 @@ def layout_of(key_dim: int) -> DeltaLayout:
     width = 2 * key_heads * key_dim + heads * value_dim
     gates = width + heads * value_dim + 2 * heads
     keys = key_heads * key_dim
-    return DeltaLayout(key_heads, heads, key_dim, value_dim, (width, width, gates), keys, 2 * keys, gates - heads, gates - 2 * heads)
+    return DeltaLayout(
+        key_heads, heads, key_dim, value_dim, (width, width, gates), keys, 2 * keys, gates - heads, gates - 2 * heads
+    )
 
 
 def plain_rule(rule: Rule, row: int) -> tuple[np.ndarray, np.ndarray]:

@@ -70,7 +70,12 @@ class Engine:
         tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=can_split) if is_caching else None
         has_checkpoints = is_caching and not can_split
         self.scheduler = Scheduler(
-            config, self.budget, self.bisection, has_checkpoints=has_checkpoints, keeps_images_whole=whole_images
+            config,
+            self.budget,
+            self.bisection,
+            has_checkpoints=has_checkpoints,
+            keeps_images_whole=whole_images,
+            groups_ragged=adapter.ragged is not None,
         )
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
         # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.

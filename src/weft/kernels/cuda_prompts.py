@@ -46,9 +46,7 @@ class RaggedPrompts:
         positional = next((place for place, own in enumerate(rows[0]) if type(own) is KVCache), None)
         lines = RaggedLines(counts, [0 if positional is None else row[positional].offset for row in rows])
         by_layer = list(zip(*rows, strict=True))
-        return lines, [
-            (RaggedKeyValues if type(layer[0]) is KVCache else RaggedStates)(self, lines, layer) for layer in by_layer
-        ]
+        return lines, [(RaggedKeyValues if type(layer[0]) is KVCache else RaggedStates)(self, lines, layer) for layer in by_layer]
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,7 @@ def can_attend(dim: int) -> bool:
     return dim % 32 == 0 and dim <= MAX_DIM
 
 
-def attend(
-    queries: mx.array, keys: mx.array, values: mx.array, held: list[Planes], lines: RaggedLines, scale: float
-) -> mx.array:
+def attend(queries: mx.array, keys: mx.array, values: mx.array, held: list[Planes], lines: RaggedLines, scale: float) -> mx.array:
     """Causal attention of queries (lines, heads, dim), each over its own row's tokens: (lines, heads, dim).
 
     `keys` and `values` (lines, key heads, dim) are the lines' own; `held` are those of the rows' tokens up to them.
