@@ -13,9 +13,14 @@ from plain_prompts import PlainOperations
 from test_cuda_layers import LLAMA, QWEN, PlainKernels, model_of
 
 from driver import SMALL, Run, random_prompts
+from weft.engine.prefix import RetainedCaches
+from weft.engine.runner import Runner
+from weft.engine.scheduler import Row
 from weft.engine.sequence import Sequence
+from weft.engine.warm_up import warm_up
 from weft.kernels import block_product, cuda_layers, cuda_product, cuda_prompts
 from weft.kernels.block_product import BLOCK, BlockProducts
+from weft.kernels.ragged import RaggedLines
 from weft.model import adapter as adapter_module
 from weft.model import probe
 from weft.model.adapter import Adapter
@@ -189,3 +194,60 @@ def test_log_probabilities_of_a_prompt_are_those_of_its_own_tokens() -> None:
 
     assert [len(one.prompt_logprobs) for one in sequences] == [len(PROMPTS[0]) - 1, len(PROMPTS[1]) - 1]
     assert [one.token for one in sequences[0].prompt_logprobs] == PROMPTS[0][1:]
+
+
+def test_warming_up_computes_prompts_alone_and_together_from_their_start_and_from_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+    lines_of = RaggedLines.__init__
+
+    def noted(lines: RaggedLines, counts: list[int], starts: list[int]) -> None:
+        seen.append((list(counts), list(starts)))
+        lines_of(lines, counts, starts)
+
+    monkeypatch.setattr(RaggedLines, "__init__", noted)
+    warm_up(adapter_of("qwen3_5"), dataclasses.replace(CACHED, max_rows=4))
+
+    assert ([3], [0]) in seen  # a prompt's last token is decoded
+    assert any(len(counts) > 1 and not any(starts) and len({*counts}) > 1 for counts, starts in seen)
+    assert any(len(counts) > 1 and all(starts) for counts, starts in seen)
+    assert any(len(counts) == 1 and starts[0] for counts, starts in seen)
+    assert len(seen) < 30
+
+
+def test_the_caches_of_a_row_computed_in_company_are_not_retained(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(RetainedCaches, "keep", lambda _, node, *__: kept.append(node.length))
+    run = Run(adapter_of("qwen3_5"), CACHED)
+    for number in (0, 1):  # their states are parts of one array
+        run.submit(PROMPTS[number], 2)
+    run.finish()
+    assert kept == []
+
+    run.submit(PROMPTS[6], 2)
+    run.finish()
+    assert kept == [len(PROMPTS[6]) - 1]
+    positional = Run(adapter_of("llama"), CACHED)
+    for number in (0, 1):
+        positional.submit(PROMPTS[number], 2)
+    positional.finish()
+    assert len(kept) == 3
+
+
+def test_a_chunk_for_which_the_cache_has_no_room_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[int] = []
+    save = Runner.save
+
+    def noted(runner: Runner, row: Row) -> Any:
+        saved.append(row.count)
+        return save(runner, row)
+
+    monkeypatch.setattr(Runner, "save", noted)
+    adapter = adapter_of("qwen3_5")
+    run = Run(adapter, dataclasses.replace(CACHED, cache_bytes=adapter.row_bytes(20)))
+    for number in range(4):
+        run.submit(PROMPTS[number], 2)
+    run.finish()
+
+    assert len(saved) == 1

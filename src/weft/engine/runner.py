@@ -27,7 +27,7 @@ from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.slabs import Pool, Refusal
-from weft.memory.spec import Recurrent, mismatch
+from weft.memory.spec import FullAttention, Recurrent, mismatch
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
@@ -253,6 +253,7 @@ class Runner:
         memories = [_memory(row.sequence) for row in rows]
         for row, memory in zip(rows, memories, strict=True):
             memory.own = memory.own or self._restored_caches(row.sequence)
+            memory.shares_arrays = len(rows) > 1 and not self.adapter.is_positional
         if len(rows) == 1:
             memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
             return
@@ -278,6 +279,11 @@ class Runner:
         memory.chunk = memory.logprobs = None
         memory.together = ()
         row.sequence.num_computed += row.count
+
+    def saved_bytes(self, row: Row) -> int:
+        """Return how many bytes `save` of a chunk will copy, if not more."""
+        lengths = [row.count if type(spec) is FullAttention else row.start + row.count for spec in self.adapter.specs]
+        return sum(spec.bytes_at(length) for spec, length in zip(self.adapter.specs, lengths, strict=True))
 
     def save(self, row: Row) -> tuple[SavedState, SavedState]:
         """Copy a just computed chunk: its keys and values (block), and all other layers' states at its end (checkpoint)."""
@@ -340,7 +346,8 @@ class Runner:
             return
         memory.state.shift = self._shift(sequence)
         self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
-        memory.retained = memory.own, sequence.num_computed
+        if not memory.shares_arrays:  # else it would keep other rows' states too
+            memory.retained = memory.own, sequence.num_computed
         memory.own = None
 
     def _shift(self, sequence: Sequence) -> int:

@@ -298,7 +298,7 @@ class Scheduler:
         if chunk is None or not self._can_group(chunk.sequence):
             return ()
         left, found, taken = self._group_room(chunk, ready) - chunk.count, [], {self._shared_tokens(chunk)}
-        for other in self.prompts:
+        for other in self._by_what_is_left():
             if left < (1 if self.groups_ragged else chunk.count):
                 break
             row = Row(other, other.num_computed, next(self.chunk_ends(other)) - other.num_computed)
@@ -307,6 +307,12 @@ class Scheduler:
                 taken.add(self._shared_tokens(row))
                 left -= row.count
         return tuple(found)
+
+    def _by_what_is_left(self) -> list[Sequence]:
+        """Return the prompts in order, where chunks of any lengths share a forward those first of which a short rest is left."""
+        if not self.groups_ragged:
+            return self.prompts
+        return sorted(self.prompts, key=lambda one: len(one.prefill_ids) - 1 - one.num_computed > self.config.unsliced_tokens)
 
     def _group_room(self, chunk: Row, ready: Collection[Sequence]) -> int:
         """Return how many tokens a forward with a chunk may have.
