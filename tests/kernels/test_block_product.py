@@ -1,4 +1,4 @@
-"""Products in blocks: any number of lines, blocks of the sizes whose bits agree, and products that depend on company are refused."""
+"""Products in blocks: any number of lines, blocks of sizes whose bits agree; products that depend on company are refused."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def by_number_of_lines(x: mx.array, weight: Weight) -> mx.array:
     return x[:, :half] @ weight.array[:, :half].T + x[:, half:] @ weight.array[:, half:].T
 
 
+def divided_for_few(x: mx.array, weight: Weight) -> mx.array:
+    """A product that divides K for a few lines, as cuBLAS may, and adds in another order for all that are more."""
+    return by_number_of_lines(mx.concatenate([x] * 4), weight)[: x.shape[0]] if x.shape[0] <= BLOCK else prompt_product(x, weight)
+
+
 def by_place(x: mx.array, weight: Weight) -> mx.array:
     return prompt_product(x, weight) * (1 + 1e-6 * (mx.arange(x.shape[0]) % 16)[:, None])
 
@@ -54,6 +59,18 @@ def test_sizes_whose_bits_differ_are_not_used() -> None:
     assert products.try_sizes(weight_of())
     assert find_sizes(weight_of(), by_number_of_lines) == (BLOCK, 2 * BLOCK, 3 * BLOCK)
     assert [end - start for start, end in products.blocks(7 * BLOCK, weight_of())] == [3 * BLOCK, 3 * BLOCK, BLOCK]
+
+
+def test_where_only_few_lines_differ_the_smallest_block_is_larger() -> None:
+    products, weight = BlockProducts(divided_for_few), weight_of()
+
+    assert products.try_sizes(weight)
+    assert find_sizes(weight, divided_for_few) == SIZES[1:]
+    assert list(products.blocks(3 * BLOCK, weight)) == [(0, 3 * BLOCK)]
+    assert list(products.blocks(BLOCK, weight)) == [(0, BLOCK)]
+    lines = lines_of(5 * BLOCK)
+    assert mx.array_equal(products(lines[:BLOCK], weight), products(lines, weight)[:BLOCK])  # filled up to two blocks
+    assert mx.array_equal(products(lines[:BLOCK], weight), prompt_product(lines[:BLOCK], weight))
 
 
 @pytest.mark.parametrize("multiply", [by_place, by_neighbours])

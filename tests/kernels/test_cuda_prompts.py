@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from plain_prompts import PlainOperations
 from test_cuda_layers import LLAMA, QWEN, QWEN3, PlainKernels, model_of
 
-from weft.kernels import block_product, cuda_layers, cuda_product, cuda_prompts
+from weft.kernels import block_product, cuda_layers, cuda_product, cuda_prompts, ragged
 from weft.kernels.block_product import BLOCK, BlockProducts
 from weft.kernels.cuda_prompts import RaggedPrompts
 
@@ -22,7 +22,7 @@ PROMPTS = [[(3 + 5 * row + 7 * n * n) % 64 for n in range(length)] for row, leng
 
 @pytest.fixture(autouse=True)
 def float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bits rounding would hide a fault. Few sizes of blocks are tried: on a CPU packed weights are slow without weft's own."""
+    """In 16 bits rounding would hide a fault. Few sizes of blocks are tried: mlx's product of packed weights is slow on a CPU."""
     monkeypatch.setattr(cuda_product, "can_multiply", lambda *_: True)
     monkeypatch.setattr(block_product, "SIZES", (BLOCK, 2 * BLOCK))
 
@@ -37,9 +37,8 @@ def bound(config: dict[str, Any], bits: int = 16) -> tuple[nn.Module, RaggedProm
 
 def run(model: nn.Module, prompts: RaggedPrompts, chunks: list[list[int]], rows: list[list[Any]]) -> list[mx.array]:
     """The logits of each chunk's tokens, all in one forward."""
-    lines, caches = prompts.forward_of(rows, [len(chunk) for chunk in chunks])
-    tokens = [token for chunk in chunks for token in chunk]
-    logits = model(mx.array([[*tokens, *[0] * (lines.num_lines - len(tokens))]]), cache=caches)[0]
+    lines, caches = prompts.forward_of(rows, chunks)
+    logits = model(lines.tokens, cache=caches)[0]
     found = [logits[first:end] for first, end in zip(lines.firsts, lines.firsts[1:], strict=False)]
     mx.eval(found, [cache.state for row in rows for cache in row])
     return found
@@ -140,8 +139,27 @@ def test_a_model_whose_products_depend_on_neighbours_has_no_such_forward() -> No
 
 def test_lines_are_filled_up_to_blocks() -> None:
     model, prompts = bound(LLAMA)
-    lines, _ = prompts.forward_of([make_prompt_cache(model) for _ in range(3)], [200, 56, 1])
+    lines, _ = prompts.forward_of([make_prompt_cache(model) for _ in range(3)], [[5] * 200, [6] * 56, [7]])
 
     assert lines.num_lines == 2 * BLOCK
     assert lines.firsts == [0, 200, 256, 257]
+    assert lines.tokens[0, 199:258].tolist() == [5, *[6] * 56, 7, 0]
     assert lines.positions.tolist()[198:258] == [198, 199, *range(56), 0, 0]
+
+
+@pytest.mark.parametrize("config", [LLAMA], ids=["llama"])
+def test_a_forward_takes_one_array_of_numbers_to_the_device(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    to_device = ragged.array_to_device
+
+    def counted(numbers: Any) -> mx.array:
+        made.append(len(numbers))
+        return to_device(numbers)
+
+    monkeypatch.setattr(ragged, "array_to_device", counted)
+    model, prompts = bound(config)
+    rows = [make_prompt_cache(model) for _ in range(2)]
+    for chunks in ([PROMPTS[3][:250], PROMPTS[0]], [PROMPTS[3][250:], PROMPTS[1]]):  # new rows, and rows that outgrow their room
+        made.clear()
+        run(model, prompts, chunks, rows)
+        assert len(made) == 1

@@ -52,7 +52,7 @@ class Attention:
 
     def arrays(self, chunks: list[tuple[int, int, int]]) -> Arrays:
         """The kernel's arrays for chunks (row, start, end); what the rows hold beyond their chunks' ends is not numbers."""
-        lines = RaggedLines([end - start for _, start, end in chunks], [start for _, start, _ in chunks])
+        lines = RaggedLines([[1] * (end - start) for _, start, end in chunks], [start for _, start, _ in chunks])
         packed = {name: np.concatenate([self.rows[row][name][start:end] for row, start, end in chunks]) for name in self.rows[0]}
         for name, own in packed.items():
             filling = np.full((lines.num_lines - len(own), *own.shape[1:]), 0x7FC0, np.uint16)
@@ -65,7 +65,7 @@ class Attention:
                 plane[:, :end] = self.rows[row][name][:end].swapaxes(0, 1)
             held = [plane.reshape(-1) for plane, (_, start, _) in zip(planes, chunks, strict=True) if start]
             earlier[f"earlier_{name}"] = np.concatenate(held) if held else packed[name].reshape(-1)
-        numbers = {"tiles": np.array(lines.tiles_of(GROUP)), "rows": np.array(lines.rows_of(capacities)[0])}
+        numbers = {"tiles": np.array(lines.tiles_of(GROUP)), "rows": np.array(lines.rows_of(capacities))}
         return {**packed, **earlier, **numbers, "out": np.full_like(packed["queries"], 0x7FC0)}
 
     @functools.cached_property
@@ -111,7 +111,7 @@ def test_a_token_has_its_bits_in_every_chunk_and_company(attention: Attention, c
 
 
 def test_every_pair_of_a_line_and_a_head_is_in_one_tile() -> None:
-    lines = RaggedLines([70, 1, 33], [0, 500, 7])
+    lines = RaggedLines([[1] * 70, [1], [1] * 33], [0, 500, 7])
     tiles = np.array(lines.tiles_of(GROUP)).reshape(-1, 2)
     pairs = {(row, pair) for row, first in tiles.tolist() for pair in range(first, min(first + PAIRS, lines.counts[row] * GROUP))}
 
@@ -214,10 +214,10 @@ def test_a_prompt_has_its_bits_however_it_is_cut_and_beside_whom(rule: Rule) -> 
 
 
 def test_keys_and_values_of_a_new_row_are_laid_out_with_zeros_behind_them(tmp_path: Path) -> None:
-    lines, capacities = RaggedLines([7, 20, 3], [0, 0, 9]), (16, 48, 16)
+    lines, capacities = RaggedLines([[1] * 7, [1] * 20, [1] * 3], [0, 0, 9]), (16, 48, 16)
     keys, values = (numbers_of(lines.num_lines, HEADS, 32, seed=seed) for seed in (1, 2))
     plane = np.full((HEADS, 48, 32), 0x7FC0, np.uint16)
-    row = np.array(lines.rows_of(capacities)[2])
+    row = np.array(lines.row_of(1, capacities))
     arrays = {"keys": keys, "values": values, "row": row, "key_plane": plane, "value_plane": plane.copy()}
     FiberKernel(tmp_path, "prompt_planes", {"HEADS": HEADS, "DIM": 32}, arrays)(arrays, (-(-plane.size // (8 * 128)), 1, 1))
 

@@ -1,4 +1,4 @@
-"""An engine over prompts of any lengths in one forward, with plain operations in place of CUDA's kernels: as alone, bit for bit."""
+"""An engine over prompts of any lengths in one forward, plain operations in place of CUDA's kernels: as alone, bit for bit."""
 
 from __future__ import annotations
 
@@ -202,9 +202,9 @@ def test_warming_up_computes_prompts_alone_and_together_from_their_start_and_fro
     seen: list[tuple[list[int], list[int]]] = []
     lines_of = RaggedLines.__init__
 
-    def noted(lines: RaggedLines, counts: list[int], starts: list[int]) -> None:
-        seen.append((list(counts), list(starts)))
-        lines_of(lines, counts, starts)
+    def noted(lines: RaggedLines, chunks: list[list[int]], starts: list[int], *rest: Any) -> None:
+        seen.append(([len(chunk) for chunk in chunks], list(starts)))
+        lines_of(lines, chunks, starts, *rest)
 
     monkeypatch.setattr(RaggedLines, "__init__", noted)
     warm_up(adapter_of("qwen3_5"), dataclasses.replace(CACHED, max_rows=4))

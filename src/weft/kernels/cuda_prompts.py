@@ -6,7 +6,7 @@ all lines as over one prompt; the caches that it hands to each layer compute tha
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,15 +37,22 @@ class PromptOperations:
 class RaggedPrompts:
     """A model's forward over prompts' lines: its products, its other operations, and the caches that compute its layers."""
 
-    def __init__(self, products: BlockProducts, operations: type[PromptOperations] = PromptOperations) -> None:
+    def __init__(
+        self, products: BlockProducts, operations: type[PromptOperations] = PromptOperations, groups: Iterable[int] = ()
+    ) -> None:
         self.products = products
         self.operations = operations
+        self.groups = frozenset(groups)  # query heads to a key head, of its attention layers
 
-    def forward_of(self, rows: Sequence[Sequence[Any]], counts: list[int]) -> "tuple[RaggedLines, list[RaggedRows]]":
-        """Return the lines of a forward of so many tokens of each row, and its caches by layer over the rows' own."""
-        positional = next((place for place, own in enumerate(rows[0]) if type(own) is KVCache), None)
-        lines = RaggedLines(counts, [0 if positional is None else row[positional].offset for row in rows])
+    def forward_of(
+        self, rows: Sequence[Sequence[Any]], chunks: Sequence[Sequence[int]]
+    ) -> "tuple[RaggedLines, list[RaggedRows]]":
+        """Return the lines of a forward of each row's chunk, and its caches by layer over the rows' own."""
         by_layer = list(zip(*rows, strict=True))
+        held = next((layer for layer in by_layer if type(layer[0]) is KVCache), None)  # all layers hold as much
+        starts = [0] * len(rows) if held is None else [cache.offset for cache in held]
+        capacities = None if held is None else tuple(map(_capacity_with, held, map(len, chunks)))
+        lines = RaggedLines(chunks, starts, capacities, self.groups)
         return lines, [(RaggedKeyValues if type(layer[0]) is KVCache else RaggedStates)(self, lines, layer) for layer in by_layer]
 
 
@@ -68,7 +75,7 @@ class PromptMLP:
         added, normed = prompts.operations.add_norm(x, attended, self.norm, self.eps)
         parts: list[mx.array] = []
         for start, end in products.blocks(x.shape[0], self.inward):  # its wide results are not joined
-            gate, up = mx.split(products.multiply(normed[start:end], self.inward), 2, axis=-1)
+            gate, up = mx.split(products.block(normed[start:end], self.inward), 2, axis=-1)
             parts += products.parts(swiglu(gate, up), self.outward)
         return added + joined_parts(parts)
 
@@ -209,7 +216,7 @@ class RaggedKeyValues(RaggedRows):
             if cache.keys is not None:
                 cache.update_and_fetch(*(one[first:end].swapaxes(0, 1)[None] for one in (keys, values)))
         capacities = tuple(
-            -(-count // cache.step) * cache.step if cache.keys is None else cache.keys.shape[2]
+            _capacity_with(cache, count) if cache.keys is None else cache.keys.shape[2]
             for cache, count in zip(self.rows, self.lines.counts, strict=True)
         )
         for at, cache in enumerate(self.rows):
@@ -217,6 +224,15 @@ class RaggedKeyValues(RaggedRows):
                 planes = self.prompts.operations.new_planes(keys, values, self.lines, at, capacities)
                 cache.keys, cache.values, cache.offset = *planes, self.lines.counts[at]
         return [(cache.keys, cache.values) for cache in self.rows]
+
+
+def _capacity_with(cache: KVCache, count: int) -> int:
+    """Return for how many tokens a cache will have room when so many were appended, as mlx-lm lets it grow."""
+    grown: int = -(-count // cache.step) * cache.step
+    if cache.keys is None:
+        return grown
+    capacity, offset = int(cache.keys.shape[2]), int(cache.offset)
+    return capacity if offset + count <= capacity else offset + grown
 
 
 def bind(
@@ -228,11 +244,14 @@ def bind(
     """
     layers, caches = model.layers, make_prompt_cache(model)
     found = [_prompt_layer(layer, own) for layer, own in zip(layers, caches, strict=True)]
-    if not all(one is not None and all(map(products.try_sizes, one.weights)) for one in found):
+    is_independent = all(one is not None and all(map(products.try_sizes, one.weights)) for one in found)
+    mx.clear_cache()  # of what the trials held
+    if not is_independent:
         return None
     for layer, one in zip(layers, found, strict=True):
         layer.weft_prompt = one
-    return RaggedPrompts(products, operations)
+    kinds = [one.kind for one in found if isinstance(one, PromptAttention)]
+    return RaggedPrompts(products, operations, {kind.heads[0] // kind.heads[1] for kind in kinds})
 
 
 def _prompt_layer(layer: nn.Module, own: Any) -> PromptDelta | PromptAttention | None:

@@ -6,7 +6,7 @@ computed with it. No kernel is chosen by a length.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -30,19 +30,44 @@ Made = TypeVar("Made")
 
 
 class RaggedLines:
-    """Which lines of a forward belong to which row, and their positions; behind the last row's they are filled up to blocks."""
+    """The lines of a forward: the tokens of several rows' chunks, one chunk behind the other, filled up to blocks.
 
-    def __init__(self, counts: Sequence[int], starts: Sequence[int]) -> None:
-        self.counts = list(counts)  # lines of each row
-        self.starts = list(starts)  # tokens that each row has before them
-        self.firsts = [0, *itertools.accumulate(counts)]
+    What the kernels know of them is one array of numbers that the host makes: each one costs the device a wait. So the
+    capacities of the rows' keys and values after the forward are given as they are expected, and the model's numbers of query
+    heads to a key head; others are looked up when they are needed.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        capacities: tuple[int, ...] | None = None,
+        groups: Iterable[int] = (),
+    ) -> None:
+        self.counts = [len(chunk) for chunk in chunks]
+        self.starts = list(starts)  # tokens that each row has before its chunk
+        self.firsts = [0, *itertools.accumulate(self.counts)]
         self.num_lines = -(-self.firsts[-1] // BLOCK) * BLOCK
-        missing = self.num_lines - self.firsts[-1]
-        rows = np.repeat(np.arange(len(self.counts)), [*self.counts[:-1], self.counts[-1] + missing])
-        own = [np.arange(start, start + count) for start, count in zip(self.starts, self.counts, strict=True)]
-        self.spans = LineSpans(_to_device(rows), _to_device(self.firsts))
-        self.positions = _to_device(np.concatenate([*own, np.zeros(missing)]))
-        self._made: dict[tuple[Any, ...], Any] = {}
+        numbers: dict[tuple[Any, ...], NDArray[Any]] = {
+            ("tokens",): self._filled(np.concatenate([np.asarray(chunk) for chunk in chunks])),
+            ("positions",): self._filled(np.concatenate([start + np.arange(count) for start, count in self._spans()])),
+            ("lines",): self._filled(np.repeat(np.arange(len(chunks)), self.counts), len(chunks) - 1),
+            ("firsts",): np.array(self.firsts),
+        }
+        if capacities is not None:
+            numbers["rows", capacities] = self._rows_of(capacities)
+        numbers |= {("tiles", group): self._tiles_of(group) for group in groups}
+        self._made: dict[tuple[Any, ...], Any] = dict(zip(numbers, _to_device(*numbers.values()), strict=True))
+        self.tokens = self._made["tokens",][None]  # (1, lines)
+        self.positions = self._made["positions",]
+        self.spans = LineSpans(self._made["lines",], self._made["firsts",])
+
+    def _spans(self) -> Iterator[tuple[int, int]]:
+        return zip(self.starts, self.counts, strict=True)
+
+    def _filled(self, numbers: NDArray[Any], filling: int = 0) -> NDArray[Any]:
+        """Fill numbers of lines up; lines behind the last row's are that row's: nobody reads them."""
+        return np.concatenate([numbers, np.full(self.num_lines - len(numbers), filling)])
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Made]) -> Made:
         """Return this forward's value for `key`, made only the first time, so that layers share it."""
@@ -50,33 +75,39 @@ class RaggedLines:
             self._made[key] = make()
         return self._made[key]  # type: ignore[no-any-return]
 
-    def rows_of(self, capacities: tuple[int, ...]) -> list[mx.array]:
-        """Return what the kernels know of all rows, flat, and of each; `capacities` are those of the rows' keys and values."""
-        return self.once(("rows", capacities), lambda: self._rows_of(capacities))
+    def rows_of(self, capacities: tuple[int, ...]) -> mx.array:
+        """Return what the kernels know of all rows, flat (attend_prompt.cu); `capacities` are those of their keys and values."""
+        return self.once(("rows", capacities), lambda: _to_device(self._rows_of(capacities))[0])
 
-    def _rows_of(self, capacities: tuple[int, ...]) -> list[mx.array]:
+    def row_of(self, row: int, capacities: tuple[int, ...]) -> mx.array:
+        """Return what the kernels know of one row."""
+        place = slice(ROW_NUMBERS * row, ROW_NUMBERS * (row + 1))
+        return self.once(("row", row, capacities), lambda: self.rows_of(capacities)[place])
+
+    def _rows_of(self, capacities: tuple[int, ...]) -> NDArray[Any]:
         held = [capacity if start else 0 for capacity, start in zip(capacities, self.starts, strict=True)]
-        places = [0, *itertools.accumulate(held)]
-        columns = (self.firsts[:-1], self.counts, self.starts, places[:-1], capacities)
-        found = _to_device(np.array(columns).T.reshape(-1))
-        return [found, *(found[at : at + ROW_NUMBERS] for at in range(0, found.shape[0], ROW_NUMBERS))]
+        places = [0, *itertools.accumulate(held)][:-1]
+        return np.array((self.firsts[:-1], self.counts, self.starts, places, capacities)).T.reshape(-1)
 
     def tiles_of(self, group: int) -> mx.array:
         """Return which row and first pair each block of attention has, flat, those with most keys first."""
-        return self.once(("tiles", group), lambda: self._tiles_of(group))
+        return self.once(("tiles", group), lambda: _to_device(self._tiles_of(group))[0])
 
-    def _tiles_of(self, group: int) -> mx.array:
+    def _tiles_of(self, group: int) -> NDArray[Any]:
         found = []
-        for row, (count, start) in enumerate(zip(self.counts, self.starts, strict=True)):
+        for row, (start, count) in enumerate(self._spans()):
             first = np.arange(0, count * group, PAIRS)
             last = np.minimum(first + PAIRS, count * group) - 1
             found.append(np.stack([np.full_like(first, row), first, start + last // group], axis=1))
         tiles = np.concatenate(found)
-        return _to_device(tiles[np.argsort(-tiles[:, 2], kind="stable"), :2].reshape(-1))
+        return tiles[np.argsort(-tiles[:, 2], kind="stable"), :2].reshape(-1)
 
 
-def _to_device(numbers: Sequence[int] | NDArray[Any]) -> mx.array:
-    return array_to_device(np.asarray(numbers).astype(np.int32))
+def _to_device(*parts: NDArray[Any]) -> list[mx.array]:
+    """Return arrays of numbers as parts of one array on the device."""
+    whole = array_to_device(np.concatenate(parts).astype(np.int32))
+    ends = [0, *itertools.accumulate(map(len, parts))]
+    return [whole[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def can_attend(dim: int) -> bool:
@@ -93,7 +124,7 @@ def attend(queries: mx.array, keys: mx.array, values: mx.array, held: list[Plane
     group = num_heads // heads
     earlier = [planes for planes, start in zip(held, lines.starts, strict=True) if start]
     old_keys, old_values = (_one_behind_the_other(planes) for planes in zip(*(earlier or [(keys, values)]), strict=True))
-    tiles, rows = lines.tiles_of(group), lines.rows_of(tuple(planes[0].shape[2] for planes in held))[0]
+    tiles, rows = lines.tiles_of(group), lines.rows_of(tuple(planes[0].shape[2] for planes in held))
     found: mx.array = _attend_kernel(scale, 2 * dim * (PAIRS + 2 * KEYS))(
         inputs=[queries, keys, values, old_keys, old_values, tiles, rows],
         template=[("T", queries.dtype), ("HEADS", heads), ("GROUP", group), ("DIM", dim)],
@@ -114,7 +145,7 @@ def new_planes(keys: mx.array, values: mx.array, lines: RaggedLines, row: int, c
     _, heads, dim = keys.shape
     shape = (1, heads, capacities[row], dim)
     found = _planes_kernel()(
-        inputs=[keys, values, lines.rows_of(capacities)[1 + row]],
+        inputs=[keys, values, lines.row_of(row, capacities)],
         template=[("T", keys.dtype), ("HEADS", heads), ("DIM", dim)],
         grid=(-(-math.prod(shape) // (COLUMNS * THREADS)) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),

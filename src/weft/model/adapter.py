@@ -271,14 +271,12 @@ class Adapter:
         An MTP head, if any, reads each row's tokens by themselves.
         """
         own = rows if self.head is None else [row[:-2] for row in rows]
-        lines, caches = ragged.forward_of(own, [len(chunk) for chunk in chunks])
-        filling = [0] * (lines.num_lines - lines.firsts[-1])
-        tokens = mx.array([[*itertools.chain(*chunks), *filling]], mx.int32)
+        lines, caches = ragged.forward_of(own, chunks)
         if self.head is None:
-            return self.model(tokens, cache=caches)
-        hidden, logits = self.head.trunk(tokens, caches)
+            return self.model(lines.tokens, cache=caches)
+        hidden, logits = self.head.trunk(lines.tokens, caches)
         for row, first, end in zip(rows, lines.firsts, lines.firsts[1:], strict=False):
-            self._keep_hidden(self.head, hidden[:, first:end], row[-1], (tokens[:, first:end], row[-2], None))
+            self._keep_hidden(self.head, hidden[:, first:end], row[-1], (lines.tokens[:, first:end], row[-2], None))
         return logits
 
     @staticmethod
