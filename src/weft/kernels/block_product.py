@@ -35,7 +35,8 @@ class BlockProducts:
         """Find the sizes of blocks for weights of this shape, once; returns whether a line's bits are its own in them."""
         kind = _kind(weight)
         if kind not in self.sizes:
-            self.sizes[kind] = find_sizes(weight, self.multiply)
+            self.sizes[kind] = sizes = find_sizes(weight, self.multiply)
+            log.info("lines of prompts by %s, %d bits: blocks of %s", weight.array.shape, weight.bits, sizes or "no size")
         return bool(self.sizes[kind])
 
     def __call__(self, x: mx.array, weight: Weight) -> mx.array:

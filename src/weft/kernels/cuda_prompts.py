@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from weft.kernels import cuda, ragged
 from weft.kernels.block_product import BlockProducts, joined_parts
 from weft.kernels.cuda_layers import Arrays, BoundLayer, CudaAttention, CudaDelta, CudaMLP, split_weights
-from weft.kernels.cuda_product import Weight
+from weft.kernels.cuda_product import INVARIANT_LAYERS, Weight
 from weft.kernels.ragged import Planes, RaggedLines
 from weft.memory.grouped import RaggedRows
 
@@ -244,6 +244,8 @@ def bind(
     """
     layers, caches = model.layers, make_prompt_cache(model)
     found = [_prompt_layer(layer, own) for layer, own in zip(layers, caches, strict=True)]
+    if None in found:
+        return None
     is_independent = all(one is not None and all(map(products.try_sizes, one.weights)) for one in found)
     mx.clear_cache()  # of what the trials held
     if not is_independent:
@@ -252,6 +254,14 @@ def bind(
         layer.weft_prompt = one
     kinds = [one.kind for one in found if isinstance(one, PromptAttention)]
     return RaggedPrompts(products, operations, {kind.heads[0] // kind.heads[1] for kind in kinds})
+
+
+def try_layers(model: nn.Module, products: BlockProducts) -> None:
+    """Find the sizes of blocks for the linear layers of a model that computes prompts, or some of them, as mlx-lm does."""
+    for layer in model.modules():
+        if isinstance(layer, tuple(INVARIANT_LAYERS.values())) and (weight := Weight.of(layer)) is not None:
+            products.try_sizes(weight)
+    mx.clear_cache()  # of what the trials held
 
 
 def _prompt_layer(layer: nn.Module, own: Any) -> PromptDelta | PromptAttention | None:

@@ -18,7 +18,7 @@ from weft.kernels.block_product import BlockProducts
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_layers import bind as bind_cuda
-from weft.kernels.cuda_prompts import RaggedPrompts
+from weft.kernels.cuda_prompts import RaggedPrompts, try_layers
 from weft.kernels.cuda_prompts import bind as bind_prompts
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.primitives import ops
@@ -125,6 +125,8 @@ class Adapter:
         if ON_CUDA and self.is_row_invariant:
             phases.begin("products")
             self.use_ragged(bind_prompts(loaded.model, products))
+            if self.ragged is None:
+                try_layers(loaded.model, products)
         phases.begin("MTP head")
         self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
         phases.begin("trying rows")
@@ -138,10 +140,12 @@ class Adapter:
         self.vision, self.no_vision = (
             load_vision(loaded, self.head) if with_vision else (None, None)
         )  # what it sees with, or why not
+        if self.vision is not None and self.ragged is not None:  # chunks with images are computed as in mlx-lm
+            try_layers(loaded.model, products)
+            self.cuts_freely = False  # there cuts change bits
         phases.end()
         if self.vision is not None:
             self.weights_bytes += self.vision.weights_bytes
-            self.cuts_freely &= self.ragged is None  # chunks with images are computed otherwise: there cuts change bits
         if self.refused and self.way == "alone":
             why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
             log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
