@@ -251,3 +251,43 @@ def test_a_chunk_for_which_the_cache_has_no_room_is_not_copied(monkeypatch: pyte
     run.finish()
 
     assert len(saved) == 1
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_the_time_of_a_slice_begins_behind_the_step_beside_it(is_behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(adapter_of("qwen3_5"), dataclasses.replace(GROUPED, slices_behind_step=is_behind))
+    neighbour = run.submit(PROMPTS[2], 60)
+    while len(neighbour.output) < 2:
+        run.turn()
+    seen: list[str] = []
+    wait, cut = Runner.wait, Runner._slice
+
+    def noted_wait(runner: Runner, step: Any) -> None:
+        seen.append("step")
+        wait(runner, step)
+
+    def noted_slice(runner: Runner, *rest: Any) -> None:
+        seen.append("slice")
+        cut(runner, *rest)
+
+    monkeypatch.setattr(Runner, "wait", noted_wait)
+    monkeypatch.setattr(Runner, "_slice", noted_slice)
+    before = run.engine.scheduler.step_seconds
+    run.submit(PROMPTS[3], 2)
+    run.finish()
+
+    assert "slice" in seen
+    assert all((one == "step") == is_behind for one in seen[: seen.index("slice")])
+    assert ("step" in seen) == is_behind
+    assert run.engine.scheduler.step_seconds != before
+
+
+def test_slices_follow_steps_that_become_longer_while_prompts_come() -> None:
+    scheduler = Run(adapter_of("llama"), GROUPED).engine.scheduler
+    scheduler.step_seconds = 0.005
+    for _ in range(20):
+        scheduler.measure_busy_step(0.030)
+    assert 0.025 < scheduler.step_seconds <= 0.030
+
+    scheduler.measure_busy_step(10.0)  # something else took long
+    assert scheduler.step_seconds < 0.050

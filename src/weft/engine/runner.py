@@ -208,6 +208,11 @@ class Runner:
         step.sampled = sample(step.logits, step.lines, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
 
+    def wait(self, step: Step) -> None:
+        """Wait until a step's tokens are sampled."""
+        assert step.sampled is not None
+        mx.eval(*step.sampled.arrays())  # sync: the time of a prompt's slice begins behind the step
+
     def prefill(self, row: Row, seconds: float | None, beside: tuple[Row, ...] = ()) -> list[Row]:
         """Evaluate a prompt chunk layer by layer for about `seconds` (None: to its end); returns the chunks that are complete.
 
@@ -225,7 +230,7 @@ class Runner:
         if seconds is None:
             chunk.finish()
         elif not chunk.is_done:  # else it was computed for others, and this is a successor of one of them
-            self._slice(chunk, seconds)
+            self._slice(chunk, seconds - (self.clock() - started))  # building the forward is part of the slice
         chunk.seconds += self.clock() - started
         if not chunk.is_done:
             return []

@@ -23,6 +23,7 @@ MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
 MIN_SLICE = 0.1  # decode steps: a prompt always gets on beside other tenants' tokens
 FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
+MAX_SURPRISE = 3.0  # times what was expected of a step; one beside a prompt that took longer was disturbed
 
 BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
 SharedTokens = tuple[Node, tuple[int, ...]]  # a prefix node, and the tokens of a chunk behind it
@@ -264,6 +265,10 @@ class Scheduler:
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
         if num_tokens == 1:
             self.shares.costs.measure(num_rows, seconds)
+
+    def measure_busy_step(self, seconds: float) -> None:
+        """Learn how long a step took beside which a prompt is computed: slices follow when many rows join at once."""
+        self.step_seconds += 0.2 * (min(seconds, MAX_SURPRISE * self.step_seconds) - self.step_seconds)
 
     def twin(self, sequence: Sequence) -> Sequence | None:
         """Return another prompt that needs the chunk this sequence is computing and can take it over; None if there is none."""

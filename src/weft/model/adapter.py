@@ -142,13 +142,17 @@ class Adapter:
         )  # what it sees with, or why not
         if self.vision is not None and self.ragged is not None:  # chunks with images are computed as in mlx-lm
             try_layers(loaded.model, products)
-            self.cuts_freely = False  # there cuts change bits
         phases.end()
         if self.vision is not None:
             self.weights_bytes += self.vision.weights_bytes
         if self.refused and self.way == "alone":
             why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
             log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
+
+    @property
+    def cuts_freely(self) -> bool:
+        """Whether no bit depends on where a prompt is cut; beside a forward over ragged rows chunks with images have another."""
+        return self._cuts_freely and (self.ragged is None or self.vision is None)
 
     def use_ragged(self, ragged: RaggedPrompts | None) -> None:
         """Compute prompts by this forward, if it finds what the model's own finds."""
@@ -168,7 +172,7 @@ class Adapter:
         self.is_positional = self.can_be_saved and all(type(s) is FullAttention or s == Recurrent(()) for s in self.specs)
         found = Findings(way, {}) if way else examine(self)
         self.way, self.refused = found.way, found.refused
-        self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
+        self._cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
         self.grouping = found.grouping  # of prompts in one forward
         if ON_CUDA:  # what a model does beside its linear layers is not known
             self.is_row_invariant = found.is_alone_in_a_crowd
