@@ -270,7 +270,7 @@ class StepOfAttention:
         return after(x, found, gates, more)  # type: ignore[no-any-return]
 
 
-def bind(model: nn.Module, in_prompts: Product) -> bool:
+def bind(model: nn.Module, in_prompts: Product = cuda_product.prompt_product) -> bool:
     """Let a model's products use these kernels, and its layers if all of them do; returns whether they do.
 
     Then the numbers of a line in a step depend on that line alone. `in_prompts` is the product of prompts' lines.
