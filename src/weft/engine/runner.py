@@ -27,7 +27,7 @@ from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.slabs import Pool, Refusal
-from weft.memory.spec import FullAttention, Recurrent, mismatch
+from weft.memory.spec import Recurrent, mismatch
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
@@ -284,11 +284,6 @@ class Runner:
         memory.chunk = memory.logprobs = None
         memory.together = ()
         row.sequence.num_computed += row.count
-
-    def saved_bytes(self, row: Row) -> int:
-        """Return how many bytes `save` of a chunk will copy, if not more."""
-        lengths = [row.count if type(spec) is FullAttention else row.start + row.count for spec in self.adapter.specs]
-        return sum(spec.bytes_at(length) for spec, length in zip(self.adapter.specs, lengths, strict=True))
 
     def save(self, row: Row) -> tuple[SavedState, SavedState]:
         """Copy a just computed chunk: its keys and values (block), and all other layers' states at its end (checkpoint)."""

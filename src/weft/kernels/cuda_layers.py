@@ -281,7 +281,7 @@ def bind(model: nn.Module, in_prompts: Product = cuda_product.prompt_product) ->
     return True
 
 
-def bind_steps(model: nn.Module, kernels: type[Kernels], prompt_kernels: type[Kernels]) -> int:
+def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernels: type[Kernels] = Kernels) -> int:
     """Let the decoder layers of these kinds take compiled steps; returns how many do."""
     made: dict[Any, Any] = {}
     count = 0
@@ -292,8 +292,8 @@ def bind_steps(model: nn.Module, kernels: type[Kernels], prompt_kernels: type[Ke
                 if (step, keeps) not in made:
                     made[step, keeps] = mx.compile(functools.partial(step, kernels, keeps))
             layer.weft_step = (functools.partial(step, prompt_kernels, False), made[step, False], made[step, True], arrays)
-            layer.weft_parts = BoundLayer(step, arrays, [])
             layer.__class__ = _with(StepOfDelta, type(layer))
+            layer.weft_parts = BoundLayer(step, arrays, [])
             count += 1
         elif type(layer) in (qwen3_5.DecoderLayer, llama.TransformerBlock, qwen3.TransformerBlock):
             if (attention := CudaAttention.of(layer)) is None:
@@ -305,8 +305,8 @@ def bind_steps(model: nn.Module, kernels: type[Kernels], prompt_kernels: type[Ke
                 halves = functools.partial(kind.before, kernels, rope), functools.partial(kind.after, kernels)
                 made[key] = tuple(mx.compile(half) for half in halves)
             layer.weft_step = (*made[key], before, after)
-            layer.weft_parts = BoundLayer(kind, before, after)
             layer.__class__ = _with(StepOfAttention, type(layer))
+            layer.weft_parts = BoundLayer(kind, before, after)
             count += 1
     return count
 

@@ -146,8 +146,10 @@ def numbers_together(bits: int, width: int) -> int:
 
 def is_right(weight: Weight, multiply: Product = product) -> bool:
     """Whether the kernel finds what MLX's product finds, for few lines and for more than one block has."""
+    dtype = weight.array.dtype if weight.scales is None else weight.scales.dtype
+    width = weight.array.shape[1] if weight.scales is None else weight.array.shape[1] * 32 // weight.bits
     for lines in TRIED_LINES:
-        x = mx.sin(mx.arange(lines * weight.width) * 0.37).reshape(lines, weight.width).astype(weight.dtype)
+        x = mx.sin(mx.arange(lines * width) * 0.37).reshape(lines, width).astype(dtype)
         try:
             found, wanted = (one(x, weight).astype(mx.float32) for one in (multiply, prompt_product))
             share = float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.std(wanted), 1e-6))

@@ -244,6 +244,10 @@ class Adapter:
         (short, less), (long, more) = self._sample_bytes
         return int(less + (tokens - short) * (more - less) / (long - short))
 
+    def saved_bytes(self, start: int, count: int) -> int:
+        """Return how many bytes a saved chunk of so many tokens takes, at least: its keys and values, and all other states."""
+        return sum(spec.bytes_at(count if type(spec) is FullAttention else start + count) for spec in self.specs)
+
     @functools.cached_property
     def _sample_bytes(self) -> list[tuple[int, int]]:
         """Two measured points (tokens, bytes of a row), for a linear estimate of row sizes where layers are unreadable."""
