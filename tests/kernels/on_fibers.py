@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -37,7 +38,8 @@ class FiberKernel:
             f'extern "C" void run({parameters}, int x, int y, int z, int threads, bool late, bool reversed) {{\n'
             f"run_grid({{x, y, z}}, {{threads, 1, 1}}, late, reversed, [=] {{ kernel({names}); }});\n}}\n"
         )
-        source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+        number = len(list(folder.glob("*.so")))
+        source, library = folder / f"{name}{number}.cpp", folder / f"{name}{number}.so"
         source.write_text(text)
         subprocess.run(["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
         self.run: Any = ctypes.CDLL(str(library)).run
@@ -60,3 +62,46 @@ def to_bits(numbers: np.ndarray) -> np.ndarray:
 def from_bits(bits: np.ndarray) -> np.ndarray:
     """bfloat16 numbers, given by their bits, as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class EmulatedKernel:
+    """Stands for a `CudaKernel` of bf16 numbers: called in the same way, it runs the kernel's text on fibers."""
+
+    folder: Path  # where variants are compiled
+
+    def __init__(self, name: str, inputs: list[str], outputs: list[str], texts: tuple[str, str], shared_bytes: int = 0) -> None:
+        self.name, self.inputs, self.outputs, self.shared_bytes = name.removeprefix("weft_"), inputs, outputs, shared_bytes
+        self.constants = "\n".join(line for line in texts[0].splitlines() if line.startswith("constexpr float"))
+        self.variants: dict[tuple[Any, ...], FiberKernel] = {}
+
+    def __call__(
+        self,
+        *,
+        inputs: list[mx.array],
+        template: list[tuple[str, Any]],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: list[tuple[int, ...]],
+        output_dtypes: list[mx.Dtype],
+    ) -> list[mx.array]:
+        assert self.shared_bytes <= 227 << 10
+        found = [np.full(shape, *NOT_NUMBERS[dtype]) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+        arrays = dict(zip([*self.inputs, *self.outputs], [*map(_as_numpy, inputs), *found], strict=True))
+        kind = (*template, *(array.dtype for array in inputs))
+        if kind not in self.variants:
+            numbers = {name: value for name, value in template if isinstance(value, int)}
+            self.variants[kind] = FiberKernel(self.folder, self.name, numbers, arrays, self.constants)
+        blocks = tuple(-(-size // own) for size, own in zip(grid, threadgroup, strict=True))
+        self.variants[kind](arrays, blocks, threadgroup[0])  # type: ignore[arg-type]
+        return [_as_mlx(array, dtype) for array, dtype in zip(found, output_dtypes, strict=True)]
+
+
+NOT_NUMBERS: dict[mx.Dtype, tuple[float, type]] = {mx.bfloat16: (0x7FC0, np.uint16), mx.float32: (np.nan, np.float32)}
+
+
+def _as_numpy(array: mx.array) -> np.ndarray:
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
+
+
+def _as_mlx(array: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    return mx.array(array).view(dtype) if dtype == mx.bfloat16 else mx.array(array)

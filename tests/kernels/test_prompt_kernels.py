@@ -5,13 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
-from on_fibers import Arrays, FiberKernel, from_bits, needs_compiler, to_bits
+from mlx_lm.models.cache import make_prompt_cache
+from on_fibers import Arrays, EmulatedKernel, FiberKernel, from_bits, needs_compiler, to_bits
+from plain_prompts import PlainOperations
+from test_cuda_layers import QWEN, PlainKernels, model_of
 
+from weft.kernels import block_product, cuda_layers, cuda_prompts, ragged
+from weft.kernels.block_product import BlockProducts
 from weft.kernels.cuda import DeltaLayout
+from weft.kernels.cuda_prompts import RaggedPrompts
 from weft.kernels.ragged import PAIRS, RaggedLines
 
 pytestmark = needs_compiler()
@@ -224,3 +233,56 @@ def test_keys_and_values_of_a_new_row_are_laid_out_with_zeros_behind_them(tmp_pa
     for name, own in (("key_plane", keys), ("value_plane", values)):
         assert np.array_equal(arrays[name][:, :20], own[7:27].swapaxes(0, 1))
         assert not arrays[name][:, 20:].any()
+
+
+# All of it in a model.
+
+
+class EmulatedOperations(PlainOperations):
+    """Plain operations, but for those whose kernels are here."""
+
+    attend = staticmethod(ragged.attend)  # type: ignore[assignment]
+    delta_rule = staticmethod(ragged.delta_rule)  # type: ignore[assignment]
+    new_planes = staticmethod(ragged.new_planes)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    makers = (ragged._attend_kernel, ragged._planes_kernel, ragged._delta_kernel)
+    monkeypatch.setattr(ragged, "CudaKernel", EmulatedKernel)
+    monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
+    monkeypatch.setattr(block_product, "SIZES", (block_product.BLOCK,))
+    for maker in makers:
+        maker.cache_clear()
+    yield
+    for maker in makers:
+        maker.cache_clear()
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_model_computed_by_the_kernels_is_the_model_and_its_prompts_have_their_bits_in_any_company() -> None:
+    model = model_of(QWEN, 16)
+    model.set_dtype(mx.bfloat16)
+    cuda_layers.bind_steps(model, PlainKernels, PlainKernels)
+    plain, own = (
+        cuda_prompts.bind(model, BlockProducts(PlainKernels.product), kind) for kind in (PlainOperations, EmulatedOperations)
+    )
+    assert plain is not None
+    assert own is not None
+    chunks = [[3 * n % 64 for n in range(20)], [5 * n % 64 for n in range(33)], [7]]
+
+    def run(prompts: RaggedPrompts, chunks: list[list[int]], rows: list[list[Any]]) -> list[mx.array]:
+        lines, caches = prompts.forward_of(rows, chunks)
+        logits = model(lines.tokens, cache=caches)[0]
+        return [logits[first:end] for first, end in itertools.pairwise(lines.firsts)]
+
+    right = run(plain, chunks, [make_prompt_cache(model) for _ in chunks])
+    whole = run(own, chunks, [make_prompt_cache(model) for _ in chunks])
+    rows = [make_prompt_cache(model) for _ in chunks]
+    first = run(own, [chunks[1][:19]], rows[1:2])
+    second = run(own, [chunks[0], chunks[1][19:]], rows[:2])
+
+    for found, wanted in zip(whole, right, strict=True):
+        assert mx.abs(found - wanted).max() < 0.06 * mx.abs(wanted).max()  # bf16 through four layers
+    assert mx.array_equal(second[0], whole[0])
+    assert mx.array_equal(mx.concatenate([first[0], second[1]]), whole[1])
