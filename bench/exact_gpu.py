@@ -91,6 +91,10 @@ def show_together(name: str, adapter: Adapter, tokens: int) -> bool:
 
     Where prompts are cut freely, also in other chunks than alone.
     """
+    is_ragged = adapter.ragged is not None
+    print(
+        f"{name}: prompts together {adapter.grouping}, of any lengths {is_ragged}, cut freely {adapter.cuts_freely}", flush=True
+    )
     rng, same, served = random.Random(1), True, CONFIGS["as served"]
     crowd = [[rng.randrange(adapter.vocab_size - 1) for _ in range(rng.choice(CROWD_LENGTHS))] for _ in range(24)]
     cases = {"at once": served} | (
@@ -148,7 +152,10 @@ def changed(loaded: LoadedModel, change: Callable[[nn.Module], object]) -> Loade
 
 
 def main() -> None:
-    """Run the models whose names hold the text given, or all; the exit status says whether exact mode was exact."""
+    """Run the models whose names hold the text given, or all; `together` before it: only prompts together.
+
+    The exit status says whether what is promised was bit-equal.
+    """
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]', or a Mac")
     print(f"mlx {mx.__version__} on {mx.device_info()['device_name'] if hasattr(mx, 'device_info') else 'GPU'}")
@@ -162,8 +169,13 @@ def main() -> None:
             random_model(QWEN35_4B, mx.bfloat16, layers=8), lambda model: nn.quantize(model, 64, 4)
         ),
     }
-    wanted = " ".join(sys.argv[1:])
-    good = [show(name, make(), 40 if "tiny" in name else 24) for name, make in models.items() if wanted in name]
+    is_short = sys.argv[1:2] == ["together"]
+    wanted = " ".join(sys.argv[2:] if is_short else sys.argv[1:])
+    good = [
+        show_together(name, Adapter(make()), 8) if is_short else show(name, make(), 40 if "tiny" in name else 24)
+        for name, make in models.items()
+        if wanted in name
+    ]
     sys.exit(0 if all(good) else 1)
 
 
