@@ -116,10 +116,6 @@ def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
     """Compare alone with three crowds in each configuration; print what was found, return whether exact was exact."""
     adapter = Adapter(loaded)
     print(f"{name}: {adapter.way} way, refused {adapter.refused}")
-    is_ragged = adapter.ragged is not None
-    print(
-        f"{name}: prompts together {adapter.grouping}, of any lengths {is_ragged}, cut freely {adapter.cuts_freely}", flush=True
-    )
     rng = random.Random(0)
     vocab = loaded.vocab_size - 1
     prompts = [[rng.randrange(vocab) for _ in range(rng.choice([2, 9, 60, 200]))] for _ in range(130)]
