@@ -7,6 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from plain_prompts import PlainOperations
@@ -24,7 +25,7 @@ from weft.kernels.ragged import RaggedLines
 from weft.model import adapter as adapter_module
 from weft.model import probe
 from weft.model.adapter import Adapter
-from weft.model.loader import LoadedModel
+from weft.model.loader import LoadedModel, load
 
 GROUPED = dataclasses.replace(SMALL, group_tokens=600, chunk_tokens=64, settle_first=False)
 CACHED = dataclasses.replace(GROUPED, cache_bytes=1 << 30)
@@ -291,3 +292,27 @@ def test_slices_follow_steps_that_become_longer_while_prompts_come() -> None:
 
     scheduler.measure_busy_step(10.0)  # something else took long
     assert scheduler.step_seconds < 0.050
+
+
+def test_an_mtp_head_reads_each_prompt_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_product, "can_multiply", lambda *_: True)
+    monkeypatch.setattr(block_product, "SIZES", (BLOCK,))
+    monkeypatch.setattr(adapter_module, "bind_blocks", lambda _: [])
+    loaded = load(Path(adapter_module.__file__).parent / "tiny-hybrid")
+    loaded.model.set_dtype(mx.float32)
+    cuda_layers.bind_steps(loaded.model, PlainKernels, PlainKernels)
+    adapter = Adapter(loaded, with_vision=False)
+    assert adapter.head is not None
+    adapter.ragged = cuda_prompts.bind(loaded.model, BlockProducts(PlainKernels.product), PlainOperations)
+    prompts = [[5 + n for n in range(12)], [9 * n % 4000 for n in range(19)], [3, 4, 5]]
+    rows = [adapter.new_caches(len(prompt)) for prompt in prompts]
+    adapter.prefill_together(prompts, rows, [0] * len(prompts)).finish()
+
+    for prompt, row in zip(prompts, rows, strict=True):
+        alone = adapter.new_caches(len(prompt))
+        adapter.prefill(prompt, alone)[0].finish()
+        for found, right in zip(adapter.contents(row), adapter.contents(alone), strict=True):
+            pairs = zip(
+                *(one if isinstance(one, tuple) else (one.keys, one.values) for one in (found, right) if one), strict=True
+            )
+            assert all(mx.array_equal(*pair) for pair in pairs)
