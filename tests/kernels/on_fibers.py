@@ -35,8 +35,8 @@ class FiberKernel:
         text = (
             f'#include "{HERE / "fibers.h"}"\n#define __shared__ static\nusing T = bfloat16;\n{constants}\n{values}'
             f"static void kernel({parameters}) {{\n{body}\n}}\n"
-            f'extern "C" void run({parameters}, int x, int y, int z, int threads, bool late, bool reversed) {{\n'
-            f"run_grid({{x, y, z}}, {{threads, 1, 1}}, late, reversed, [=] {{ kernel({names}); }});\n}}\n"
+            f'extern "C" void run({parameters}, int grid_x, int grid_y, int grid_z, int threads, bool late, bool reversed) {{\n'
+            f"run_grid({{grid_x, grid_y, grid_z}}, {{threads, 1, 1}}, late, reversed, [=] {{ kernel({names}); }});\n}}\n"
         )
         number = len(list(folder.glob("*.so")))
         source, library = folder / f"{name}{number}.cpp", folder / f"{name}{number}.so"

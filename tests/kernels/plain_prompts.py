@@ -6,6 +6,7 @@ import itertools
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.activations import swiglu
 from test_cuda_layers import PlainKernels
 
 from weft.kernels.cuda import DeltaLayout, LineSpans
@@ -57,6 +58,10 @@ class PlainOperations(PromptOperations):
                 scores = (all_keys * queries[first + line][:, None]).sum(-1) * scale
                 found.append((mx.softmax(scores, axis=-1)[..., None] * all_values).sum(1)[None])
         return filled(found, queries.shape[0])
+
+    @staticmethod
+    def gate_lines(x: mx.array) -> mx.array:
+        return swiglu(*mx.split(x, 2, axis=-1))
 
     @staticmethod
     def new_planes(keys: mx.array, values: mx.array, lines: RaggedLines, row: int, capacities: tuple[int, ...]) -> Planes:

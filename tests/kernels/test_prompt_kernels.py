@@ -21,7 +21,7 @@ from weft.kernels import block_product, cuda_layers, cuda_prompts, ragged
 from weft.kernels.block_product import BlockProducts
 from weft.kernels.cuda import DeltaLayout
 from weft.kernels.cuda_prompts import RaggedPrompts
-from weft.kernels.ragged import PAIRS, RaggedLines
+from weft.kernels.ragged import PAIRS, RaggedLines, own_lines
 
 pytestmark = needs_compiler()
 ORDERS = pytest.mark.parametrize(("late", "reversed_order"), [(True, False), (False, True)], ids=["late", "early-reversed"])
@@ -146,7 +146,9 @@ class Rule:
         states = np.random.default_rng(3).normal(size=(len(ROWS), layout.heads, layout.value_dim, key_dim))
         self.states = states.astype(np.float32)
         arrays = self.arrays([(0, 0, 1)], self.states[:1])
-        self.kernel = FiberKernel(folder, "delta_prompt", dict(layout.template), arrays)
+        self.kernels = {
+            own: FiberKernel(folder, "delta_prompt", {**dict(layout.template), "OWN": own}, arrays) for own in (1, 2, 4)
+        }
 
     def arrays(self, chunks: list[tuple[int, int, int]], states: np.ndarray) -> Arrays:
         mixed = np.concatenate([self.mixed[row][start:end] for row, start, end in chunks])
@@ -161,14 +163,14 @@ class Rule:
         self, chunks: list[tuple[int, int, int]], states: np.ndarray, **order: bool
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """The bits of each chunk's output, and the rows' last states."""
-        arrays = self.arrays(chunks, states)
-        self.kernel(arrays, (self.layout.value_dim // 16, self.layout.heads, len(chunks)), **order)
+        arrays, own = self.arrays(chunks, states), own_lines(len(chunks), self.layout.value_dim)
+        self.kernels[own](arrays, (self.layout.value_dim // (16 * own), self.layout.heads, len(chunks)), **order)
         starts = arrays["starts"]
         return [arrays["out"][first:end] for first, end in itertools.pairwise(starts)], arrays["last"]
 
 
 def layout_of(key_dim: int) -> DeltaLayout:
-    key_heads, heads, value_dim = 2, 4, 32
+    key_heads, heads, value_dim = 1, 2, 64
     width = 2 * key_heads * key_dim + heads * value_dim
     gates = width + heads * value_dim + 2 * heads
     keys = key_heads * key_dim
@@ -215,11 +217,14 @@ def test_the_delta_rule_is_what_plain_sums_find(rule: Rule, late: bool, reversed
 def test_a_prompt_has_its_bits_however_it_is_cut_and_beside_whom(rule: Rule) -> None:
     whole, ends = rule(ALL, rule.states)
     first, states = rule([(3, 0, 17), (0, 0, 5)], rule.states[[3, 0]])
-    second, last = rule([(0, 5, 40), (3, 17, 33)], states[[1, 0]])
+    second, last = rule([(0, 5, 40)], states[[1]])  # one row, two and four: a thread has as many lines
+    third, end = rule([(2, 0, 16), (3, 17, 33)], np.stack([rule.states[2], states[0]]))
 
     assert np.array_equal(np.concatenate([first[1], second[0]]), whole[0])
-    assert np.array_equal(np.concatenate([first[0], second[1]]), whole[3])
-    assert np.array_equal(last, ends[[0, 3]])
+    assert np.array_equal(np.concatenate([first[0], third[1]]), whole[3])
+    assert np.array_equal(third[0], whole[2])
+    assert np.array_equal(last[0], ends[0])
+    assert np.array_equal(end, ends[[2, 3]])
 
 
 def test_keys_and_values_of_a_new_row_are_laid_out_with_zeros_behind_them(tmp_path: Path) -> None:
@@ -244,11 +249,12 @@ class EmulatedOperations(PlainOperations):
     attend = staticmethod(ragged.attend)  # type: ignore[assignment]
     delta_rule = staticmethod(ragged.delta_rule)  # type: ignore[assignment]
     new_planes = staticmethod(ragged.new_planes)  # type: ignore[assignment]
+    gate_lines = staticmethod(ragged.gate_lines)  # type: ignore[assignment]
 
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    makers = (ragged._attend_kernel, ragged._planes_kernel, ragged._delta_kernel)
+    makers = (ragged._attend_kernel, ragged._planes_kernel, ragged._delta_kernel, ragged._gate_kernel)
     monkeypatch.setattr(ragged, "CudaKernel", EmulatedKernel)
     monkeypatch.setattr(EmulatedKernel, "folder", tmp_path, raising=False)
     monkeypatch.setattr(block_product, "SIZES", (block_product.BLOCK,))

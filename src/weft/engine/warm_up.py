@@ -16,7 +16,7 @@ from weft.model.adapter import Adapter
 
 ROWS = (1, 9, 17, 33, 65)  # in a step: the product's kernels change behind 8, 16, 32 and 64 lines
 SHORTEST = 4  # tokens of a prompt
-TOGETHER = (5, 40, 300)  # tokens of prompts that come at once
+TOGETHER = (5, 40, 300, 9, 70)  # tokens of prompts that come at once
 BEYOND = (9, 40)  # tokens of such prompts beyond those of one chunk
 STEPS = 3
 REPLAYED = 6  # tokens

@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from weft.kernels import cuda, ragged
@@ -31,6 +30,7 @@ class PromptOperations:
     gated_norm = staticmethod(cuda.gated_norm)
     delta_rule = staticmethod(ragged.delta_rule)
     attend = staticmethod(ragged.attend)
+    gate_lines = staticmethod(ragged.gate_lines)
     new_planes = staticmethod(ragged.new_planes)
 
 
@@ -75,8 +75,8 @@ class PromptMLP:
         added, normed = prompts.operations.add_norm(x, attended, self.norm, self.eps)
         parts: list[mx.array] = []
         for start, end in products.blocks(x.shape[0], self.inward):  # its wide results are not joined
-            gate, up = mx.split(products.block(normed[start:end], self.inward), 2, axis=-1)
-            parts += products.parts(swiglu(gate, up), self.outward)
+            gated = prompts.operations.gate_lines(products.block(normed[start:end], self.inward))
+            parts += products.parts(gated, self.outward)
         return added + joined_parts(parts)
 
 
@@ -153,12 +153,12 @@ class PromptAttention:
 
     def after(self, prompts: RaggedPrompts, x: mx.array, attended: mx.array, gates: Arrays) -> mx.array:
         """Return the layer's output from its input (lines, H) and what attention found, (lines, heads, dim)."""
-        found = gated(attended, gates[0]) if gates else attended
+        found = times_sigmoid(attended, gates[0]) if gates else attended
         return self.mlp(prompts, x, prompts.products(found.reshape(x.shape[0], -1), self.outward))
 
 
 @functools.partial(mx.compile, shapeless=True)
-def gated(x: mx.array, gates: mx.array) -> mx.array:
+def times_sigmoid(x: mx.array, gates: mx.array) -> mx.array:
     """Return x times the sigmoid of its gates."""
     return x * mx.sigmoid(gates)
 
@@ -267,7 +267,7 @@ def try_layers(model: nn.Module, products: BlockProducts) -> None:
 def _prompt_layer(layer: nn.Module, own: Any) -> PromptDelta | PromptAttention | None:
     """Return a layer as prompts compute it; None if it or its cache is of another kind."""
     parts: BoundLayer | None = getattr(layer, "weft_parts", None)
-    if parts is None:
+    if parts is None or not ragged.can_gate(layer.mlp.up_proj.weight.shape[0] * 2):
         return None
     if isinstance(parts.kind, CudaDelta):
         is_known = type(own) is ArraysCache and ragged.can_apply(parts.kind.layout)

@@ -169,15 +169,40 @@ def delta_rule(
     `layout` says where queries, keys and values are in `mixed`, gates and betas in `projected`; `of_row`: log rate, bias, states.
     """
     state = of_row[2]
+    own = own_lines(state.shape[0], layout.value_dim)
     output, last = _delta_kernel()(
         inputs=[mixed, mixed, mixed, projected, projected, *of_row, spans.starts],
-        template=[("T", mixed.dtype), *layout.template],
-        grid=(layout.value_dim * 8, layout.heads, state.shape[0]),
+        template=[("T", mixed.dtype), *layout.template, ("OWN", own)],
+        grid=(layout.value_dim * 8 // own, layout.heads, state.shape[0]),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(mixed.shape[0], layout.heads, layout.value_dim), state.shape],
         output_dtypes=[mixed.dtype, mx.float32],
     )
     return output, last
+
+
+def gate_lines(x: mx.array) -> mx.array:
+    """Return SiLU of the first half of lines (lines, 2N) times the second, (lines, N); a multiple of BLOCK lines."""
+    lines, width = x.shape
+    found: mx.array = _gate_kernel()(
+        inputs=[x],
+        template=[("T", x.dtype), ("WIDTH", width)],
+        grid=(lines * width // (2 * COLUMNS), 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, width // 2)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return found
+
+
+def can_gate(width: int) -> bool:
+    """Whether the kernel of gates supports lines of so many numbers: it copies 16 bytes at a time."""
+    return width % (2 * COLUMNS) == 0
+
+
+def own_lines(num_rows: int, value_dim: int) -> int:
+    """Return how many lines of a state a thread of the delta rule has: more for several rows, which fill the device anyway."""
+    return next(count for count in (4, 2, 1) if count <= num_rows and value_dim % (16 * count) == 0)
 
 
 def attend_header(scale: float) -> str:
@@ -197,6 +222,11 @@ def _attend_kernel(scale: float, shared_bytes: int) -> CudaKernel:
 def _planes_kernel() -> CudaKernel:
     texts = "", read_source("prompt_planes.cu")
     return CudaKernel("weft_prompt_planes", ["keys", "values", "row"], ["key_plane", "value_plane"], texts)
+
+
+@cache
+def _gate_kernel() -> CudaKernel:
+    return CudaKernel("weft_gate_lines", ["x"], ["out"], (read_source("prompts.h"), read_source("gate_lines.cu")))
 
 
 @cache

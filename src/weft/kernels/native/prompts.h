@@ -1,4 +1,4 @@
-// Instructions of the kernels of prompts (attend_prompt.cu, delta_prompt.cu). Included as text in front of them.
+// Instructions of the kernels of prompts (attend_prompt.cu, delta_prompt.cu, gate_lines.cu). Included as text in front of them.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -42,7 +42,7 @@ __device__ inline unsigned pair_of(float first, float second) {
     return *reinterpret_cast<const unsigned short*>(&low) | unsigned(*reinterpret_cast<const unsigned short*>(&high)) << 16;
 }
 
-// So many 16-bit numbers, side by side in shared memory, as floats.
+// So many 16-bit numbers, side by side, as floats.
 template <int COUNT, typename T>
 __device__ inline void read_side(const T* from, float* to) {
     alignas(16) unsigned words[COUNT / 2];
