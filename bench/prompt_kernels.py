@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu
 
 from weft.kernels import cuda, ragged
 from weft.kernels.cuda import DeltaLayout
@@ -119,6 +120,14 @@ def delta() -> bool:
     return check("delta rule in chunks", same) and good
 
 
+def gates() -> bool:
+    """Compare gated lines with mlx-lm's own."""
+    x = random(512, 18432, key=5, scale=2.0)
+    found, right = ragged.gate_lines(x).astype(mx.float32), swiglu(*mx.split(x.astype(mx.float32), 2, axis=-1))
+    worst = float((mx.abs(found - right) / mx.maximum(mx.abs(right), 0.1)).max())
+    return check("gates of MLPs", worst < 0.01, f"(off by {worst:.3g} of a number at most)")
+
+
 def times() -> None:
     """Print what the kernels take for few and for many rows."""
     for rows, tokens in TIMED:
@@ -155,7 +164,7 @@ def main() -> None:
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]'")
     good = [attention(name, *sizes) for name, sizes in HEADS.items()]
-    good.append(delta())
+    good += [delta(), gates()]
     times()
     sys.exit(0 if all(good) else 1)
 
