@@ -1,6 +1,6 @@
 """`make exact-gpu`: on a GPU, a row's logits are bit-equal alone, in any crowd and from the prefix cache.
 
-Under `--exact` everywhere; as served, where weft has products of its own (CUDA).
+Under `--exact` everywhere; as served, where weft has products of its own (CUDA), also where prompts are computed together.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CONFIGS = {
     "exact, cached": dataclasses.replace(EXACT, cache_bytes=1 << 30),
     "as served": dataclasses.replace(EXACT, width=None, cache_bytes=1 << 30, max_rows=128),
 }
+CROWD_LENGTHS = (3, 17, 64, 255, 256, 300, 700)  # of prompts that are computed together with the subject's
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 9, "maxLength": 20}, "minItems": 9, "maxItems": 9}
 
 
@@ -66,6 +67,51 @@ def logits_of(
     return np.stack(found[:tokens])
 
 
+def logits_together(
+    adapter: Adapter, config: EngineConfig, subject: list[int], crowd: list[list[int]], tokens: int
+) -> np.ndarray:
+    """(tokens, V) the subject's logits where its prompt comes at once with others of other lengths."""
+    engine, half = Engine(adapter, config), len(crowd) // 2
+    for prompt in crowd[:half]:
+        engine.submit(prompt, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
+    sequence = engine.submit(subject, Sampling(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    for prompt in crowd[half:]:
+        engine.submit(prompt, Sampling(temperature=0.0, max_tokens=2, ignore_eos=True))
+    found = []
+    while not sequence.is_finished:
+        engine.turn()
+        step = engine.order.pending
+        if step is not None and sequence in step.sequences:
+            found.append(np.array(step.logits[step.sequences.index(sequence)].astype(mx.float32)))
+    return np.stack(found[:tokens])
+
+
+def show_together(name: str, adapter: Adapter, tokens: int) -> bool:
+    """Compare prompts alone with the same ones in forwards with others of other lengths; returns whether promised bits are equal.
+
+    Where prompts are cut freely, also in other chunks than alone.
+    """
+    is_ragged = adapter.ragged is not None
+    print(
+        f"{name}: prompts together {adapter.grouping}, of any lengths {is_ragged}, cut freely {adapter.cuts_freely}", flush=True
+    )
+    rng, same, served = random.Random(1), True, CONFIGS["as served"]
+    crowd = [[rng.randrange(adapter.vocab_size - 1) for _ in range(rng.choice(CROWD_LENGTHS))] for _ in range(24)]
+    cases = {"at once": served} | (
+        {"in small chunks": dataclasses.replace(served, chunk_tokens=96)} if adapter.cuts_freely else {}
+    )
+    for length in (2, 40, 257, 1100):
+        subject = [rng.randrange(adapter.vocab_size - 1) for _ in range(length)]
+        alone = logits_together(adapter, served, subject, [], tokens)
+        for label, config in cases.items():
+            found = logits_together(adapter, config, subject, crowd, tokens)
+            equal = np.array_equal(alone, found)
+            same &= equal or not adapter.is_row_invariant
+            text = "bit-equal" if equal else f"differs by {float(np.abs(alone - found).max()):.3g}"
+            print(f"{name:24} {length:4} tokens with 24 other prompts {label}: {text}", flush=True)
+    return same
+
+
 def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
     """Compare alone with three crowds in each configuration; print what was found, return whether exact was exact."""
     adapter = Adapter(loaded)
@@ -85,7 +131,7 @@ def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
                 same &= equal or (label == "as served" and not adapter.is_row_invariant)
                 found = "bit-equal" if equal else f"differs by {float(np.abs(alone - crowd).max()):.3g}"
                 print(f"{name:24} {label:14} beside {others:2}{', grammar' * grammar}: {found}", flush=True)
-    return same
+    return show_together(name, adapter, min(tokens, 8)) and same
 
 
 def constraint_of(loaded: LoadedModel) -> Constraint:
@@ -102,7 +148,10 @@ def changed(loaded: LoadedModel, change: Callable[[nn.Module], object]) -> Loade
 
 
 def main() -> None:
-    """Run all models; the exit status says whether exact mode was exact."""
+    """Run the models whose names hold the text given, or all; `together` before it: only prompts together.
+
+    The exit status says whether what is promised was bit-equal.
+    """
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]', or a Mac")
     print(f"mlx {mx.__version__} on {mx.device_info()['device_name'] if hasattr(mx, 'device_info') else 'GPU'}")
@@ -116,7 +165,13 @@ def main() -> None:
             random_model(QWEN35_4B, mx.bfloat16, layers=8), lambda model: nn.quantize(model, 64, 4)
         ),
     }
-    good = [show(name, make(), 40 if "tiny" in name else 24) for name, make in models.items()]
+    is_short = sys.argv[1:2] == ["together"]
+    wanted = " ".join(sys.argv[2:] if is_short else sys.argv[1:])
+    good = [
+        show_together(name, Adapter(make()), 8) if is_short else show(name, make(), 40 if "tiny" in name else 24)
+        for name, make in models.items()
+        if wanted in name
+    ]
     sys.exit(0 if all(good) else 1)
 
 

@@ -1,12 +1,16 @@
-"""`make bench-gpu`: decode steps and prefill on a GPU against mlx-lm's own ways, random bf16 weights, one run."""
+"""`make bench-gpu`: decode steps and prefill on a GPU against mlx-lm's own ways, random bf16 weights, one run.
+
+`python -m bench.gpu PART …` runs some of it: decode, prompts, packed (4 bits), llama.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +29,7 @@ from weft.model.loader import LoadedModel
 
 SHORT = [512] * 16
 LONG = [512] * 15 + [16384]
+PARTS = ("decode", "prompts", "packed", "llama")
 
 
 def decode(name: str, loaded: LoadedModel, steps: int = 25, rounds: int = 4) -> Adapter:
@@ -56,19 +61,30 @@ def decode(name: str, loaded: LoadedModel, steps: int = 25, rounds: int = 4) -> 
 
 
 def prefill(name: str, loaded: LoadedModel, adapter: Adapter, tokens: int = 2048) -> None:
-    """A prompt of 2,048 tokens through ours, and through mlx-lm's loop over tokens."""
-    ours = _prefill_seconds(loaded.model, tokens, rounds=3)
+    """A prompt of 2,048 tokens through ours, and through mlx-lm's own layers with their loop over tokens."""
+    ours = _seconds(lambda: adapter.prefill([1] * tokens, adapter.new_caches(tokens))[0].finish(), rounds=3)
+    with stock_layers(loaded.model, adapter):
+        stock = _seconds(lambda: _stock_prefill(loaded.model, tokens), rounds=1)
+    print(f"{name}: prefill of {tokens} {ours * 1e3:.1f} ms, {tokens / ours:.0f} tok/s against stock {tokens / stock:.0f}: "
+          f"{stock / ours:.1f} ×", flush=True)  # fmt: skip
+
+
+@contextlib.contextmanager
+def stock_layers(model: nn.Module, adapter: Adapter) -> Iterator[None]:
+    """Context manager: the model's layers, and its gated delta rule, as mlx-lm has them."""
     modules = [sys.modules[module] for module in adapter.gated_delta_modules]
-    kept = [module.gated_delta_update for module in modules]
+    kept, classes = [module.gated_delta_update for module in modules], [(layer, type(layer)) for layer in model.modules()]
     for module in modules:
         module.gated_delta_update = gated_delta.gated_delta_update
-    stock = _prefill_seconds(loaded.model, tokens, rounds=1)
-    for module, function in zip(modules, kept, strict=True):
-        module.gated_delta_update = function
-    print(
-        f"{name}: prefill {tokens / ours:.0f} tok/s against stock {tokens / stock:.0f}: {stock / ours:.1f} ×",
-        flush=True,
-    )
+    for layer, kind in classes:
+        layer.__class__ = next(base for base in kind.__mro__ if not base.__module__.startswith("weft."))
+    try:
+        yield
+    finally:
+        for layer, kind in classes:
+            layer.__class__ = kind
+        for module, function in zip(modules, kept, strict=True):
+            module.gated_delta_update = function
 
 
 def first_tokens(name: str, adapter: Adapter) -> None:
@@ -122,35 +138,54 @@ def _num_kernels() -> int:
     return len(list(cache_folder().rglob("*.ptx"))) if ON_CUDA else 0
 
 
-def _prefill_seconds(model: object, tokens: int, rounds: int) -> float:
+def _stock_prefill(model: nn.Module, tokens: int) -> None:
+    caches = make_prompt_cache(model)
+    model(mx.ones((1, tokens), mx.int32), cache=caches)
+    mx.eval([cache.state for cache in caches])
+
+
+def _seconds(run: Callable[[], object], rounds: int) -> float:
+    """The best of several rounds, after one that warms up."""
     times = []
     for _ in range(rounds + 1):
-        caches = make_prompt_cache(model)
         start = time.perf_counter()
-        model(mx.ones((1, tokens), mx.int32), cache=caches)  # type: ignore[operator]
-        mx.eval([cache.state for cache in caches])
+        run()
         times.append(time.perf_counter() - start)
-    return min(times[1:] or times)
+    return min(times[1:])
 
 
 def main() -> None:
-    """Run all; figures go to docs/log.md."""
+    """Run the parts named (decode, prompts, packed, llama), or all; figures go to docs/log.md."""
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]'")
-    loaded = random_model(QWEN35_4B, mx.bfloat16)
-    adapter = decode("Qwen3.5-4B", loaded)
-    prefill("Qwen3.5-4B", loaded, adapter)
-    first_tokens("Qwen3.5-4B", adapter)
-    together("Qwen3.5-4B", adapter)
-    del loaded, adapter
-    mx.clear_cache()
-    packed = random_model(QWEN35_4B, mx.bfloat16)
-    nn.quantize(packed.model, 64, 4)
-    mx.eval(packed.model.parameters())
-    decode("Qwen3.5-4B, 4 bits", packed)
-    del packed
-    mx.clear_cache()
-    decode("llama-1B", random_model(LLAMA_1B, mx.bfloat16))
+    chosen = {*sys.argv[1:]} or {*PARTS}
+    if chosen & {"decode", "prompts"}:
+        loaded = random_model(QWEN35_4B, mx.bfloat16)
+        adapter = decode("Qwen3.5-4B", loaded) if "decode" in chosen else Adapter(loaded)
+        if "prompts" in chosen:
+            prompts("Qwen3.5-4B", loaded, adapter)
+        del loaded, adapter
+        mx.clear_cache()
+    if "packed" in chosen:
+        packed = random_model(QWEN35_4B, mx.bfloat16)
+        nn.quantize(packed.model, 64, 4)
+        mx.eval(packed.model.parameters())
+        decode("Qwen3.5-4B, 4 bits", packed)
+        del packed
+        mx.clear_cache()
+    if "llama" in chosen:
+        decode("llama-1B", random_model(LLAMA_1B, mx.bfloat16))
+
+
+def prompts(name: str, loaded: LoadedModel, adapter: Adapter) -> None:
+    """What prompts take, and how they are computed."""
+    is_ragged, sizes = adapter.ragged is not None, {} if adapter.ragged is None else adapter.ragged.products.sizes
+    print(f"{name}: prompts together {adapter.grouping}, of any lengths {is_ragged}, cut freely {adapter.cuts_freely}")
+    for kind, found in sizes.items():
+        print(f"{name}: products of bits and weights {kind}: blocks of {', '.join(map(str, found)) or 'no size'}")
+    first_tokens(name, adapter)
+    together(name, adapter)
+    prefill(name, loaded, adapter)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ SHAPES = ((18432, 2560), (2560, 9216), (12352, 2560), (2560, 4096), (10240, 2560
 LINES = (64, 128, 192, 256, 257, 320, 384, 512, 768, 1024, 2048, 4096)
 ROWS = (1, 16, 64, 128)
 LENGTHS = (257, 301, 418, 777)
+TOGETHER = 16  # prompts that come at once
 TURNS = 5
 
 
@@ -64,6 +65,8 @@ def prompts(adapter: Adapter, config: EngineConfig) -> None:
         print(f"first token of {length}, ms: {times}", flush=True)
     for length, name in ((LENGTHS[0], "seen"), (LENGTHS[0] + 6, "never seen")):
         show_kernels(f"a length {name}", 1, lambda length=length: first_token(adapter, config, length, 7))
+    for rows in (TOGETHER, TOGETHER):  # the first time warms up
+        show_kernels(f"{rows} prompts at once", 1, lambda rows=rows: first_tokens(adapter, config, rows))
     for length, name in ((LENGTHS[0], "seen"), (LENGTHS[0] + 14, "never seen")):
         with cProfile.Profile() as profile:
             first_token(adapter, config, length, 8)
@@ -80,6 +83,15 @@ def first_token(adapter: Adapter, config: EngineConfig, length: int, token: int)
     while not sequence.num_output:
         engine.turn()
     return time.perf_counter() - begun
+
+
+def first_tokens(adapter: Adapter, config: EngineConfig, rows: int) -> None:
+    """Compute so many prompts of different lengths, about 256 tokens, that come at once, until all have their first token."""
+    engine = Engine(adapter, config)
+    for row in range(rows):
+        engine.submit([row + 2] * (240 + row), Sampling(temperature=0.0, max_tokens=1, ignore_eos=True))
+    while not engine.idle:
+        engine.turn()
 
 
 def steps(adapter: Adapter, config: EngineConfig) -> None:

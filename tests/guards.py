@@ -1880,6 +1880,48 @@ GUARDS = [
         "tests/oracle/test_together_is_alone.py::test_of_prompts_computed_together_the_one_that_fails_fails_alone[False-llama-raise]",
         "prompts whose forward failed are computed one by one, so that the guilty one is found",
     ),
+    Guard(
+        "group-same-tokens", "engine/scheduler.py",
+        "        if shared is not None and shared in taken:\n",
+        "        if False:\n",
+        "tests/engine/test_ragged_groups.py::test_of_prompts_with_the_same_next_tokens_one_computes_them",
+        "prompts with the same next tokens are not computed beside each other",
+    ),
+    Guard(
+        "ragged-room", "engine/scheduler.py",
+        "                left -= row.count\n",
+        "                left -= chunk.count\n",
+        "tests/engine/test_ragged_groups.py::test_a_forward_has_no_more_tokens_than_it_may_and_smaller_chunks_fill_it",
+        "chunks of different lengths have no more tokens together than a forward may have",
+    ),
+    Guard(
+        "ragged-states", "kernels/cuda_prompts.py",
+        "row[part] = state if len(self.rows) == 1 else state[at : at + 1]",
+        "row[part] = state if len(self.rows) == 1 else state[:1]",
+        "tests/kernels/test_cuda_prompts.py::test_prompts_together_have_the_bits_that_each_has_alone[qwen3_5]",
+        "each prompt of a forward keeps its own states", "R001",
+    ),
+    Guard(
+        "ragged-positions", "kernels/cuda_prompts.py",
+        "offset=lines.positions",
+        "offset=0",
+        "tests/kernels/test_cuda_prompts.py::test_a_prompt_is_what_the_plain_layers_compute[qwen3_5-16]",
+        "each line of a forward has its own position",
+    ),
+    Guard(
+        "block-neighbours", "kernels/block_product.py",
+        "multiply(mx.concatenate([lines[SHIFT : SHIFT + kept], filling]), weight)",
+        "multiply(lines[SHIFT : SHIFT + size], weight)",
+        "tests/kernels/test_block_product.py::test_a_product_that_depends_on_place_or_neighbours_is_refused[by_neighbours]",
+        "a product whose lines depend on their neighbours is not taken for prompts together", "R001",
+    ),
+    Guard(
+        "retained-company", "engine/runner.py",
+        "        if not memory.shares_arrays:",
+        "        if True:",
+        "tests/kernels/test_ragged_engine.py::test_the_caches_of_a_row_computed_in_company_are_not_retained",
+        "retained caches hold no other row's states",
+    ),
     # What a user checks.
     Guard(
         "check-bits", "engine/self_check.py",

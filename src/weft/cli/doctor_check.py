@@ -119,7 +119,7 @@ def _describe(llm: "LLM") -> Iterator[Finding]:
         "row-invariant": "yes" if adapter.is_row_invariant else "no",
         "cuts": "free" if adapter.cuts_freely else "own",
         "width": str(config.width or "as many rows as there are"),
-        "prompts together": adapter.grouping,
+        "prompts together": f"{adapter.grouping}, {'of any' if adapter.ragged else 'of equal'} lengths",
         "drafts": sources,
     }
     exact = "exact" if config.exact else "not exact: answers may depend on the crowd by rounding; --exact promises otherwise"

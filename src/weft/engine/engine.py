@@ -70,7 +70,12 @@ class Engine:
         tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=can_split) if is_caching else None
         has_checkpoints = is_caching and not can_split
         self.scheduler = Scheduler(
-            config, self.budget, self.bisection, has_checkpoints=has_checkpoints, keeps_images_whole=whole_images
+            config,
+            self.budget,
+            self.bisection,
+            has_checkpoints=has_checkpoints,
+            keeps_images_whole=whole_images,
+            groups_ragged=adapter.ragged is not None,
         )
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
         # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.
@@ -105,6 +110,8 @@ class Engine:
             self.order.run(plan)
             if self.bisection.groups:
                 self.order.flush()  # a failure of the next step or prompt must be its own
+            if self._awaits_step(plan) and self.order.await_step():
+                self.scheduler.measure_busy_step(self.clock() - started)
         except RowFailure as failure:
             self._fail(failure.sequence, "restoring its states", failure)
             return
@@ -228,6 +235,10 @@ class Engine:
                 self._blame(sequence, "finding its cached prefix", error)
         for sequence in self.scheduler.drop_prefilled():
             self._report_prompt(sequence)
+
+    def _awaits_step(self, plan: Plan) -> bool:
+        """Whether a prompt's slice follows whose time begins when the step has ended."""
+        return self.config.slices_behind_step and plan.chunk is not None and plan.slice_seconds is not None
 
     def _keep_step(self, plan: Plan) -> None:
         """Make sure, before a sharded engine computes a turn, that all ranks are about to compute the same rows."""

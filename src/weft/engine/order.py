@@ -47,6 +47,13 @@ class PlainOrder:
             self.engine.settle(last)
             self.engine.on_events()
 
+    def await_step(self) -> bool:
+        """Wait until the pending step, if any, is computed; returns whether there is one. Its tokens are not read yet."""
+        if self.pending is None:
+            return False
+        self.engine.runner.wait(self.pending)
+        return True
+
     def forget(self, sequence: Sequence) -> None:
         """Discard a preempted sequence's token in flight, if any; it will be sampled again."""
         if self.pending is not None:

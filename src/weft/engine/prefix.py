@@ -129,10 +129,11 @@ class PrefixSharing:
             cursor.is_private = True
             return
         tokens = tuple(sequence.prefill_ids[row.start : row.start + row.count])
-        block, checkpoint = self.runner.save(row)
-        if not self.tree.has_room(block.nbytes + checkpoint.nbytes):
+        saved = self.runner.save(row) if self.tree.has_room(self.runner.adapter.saved_bytes(row.start, row.count)) else None
+        if saved is None or not self.tree.has_room(sum(state.nbytes for state in saved)):
             cursor.is_private = True  # from here on it computes for itself alone
             return
+        block, checkpoint = saved
         node = self.tree.enter(cursor.node, tokens, block, checkpoint, is_retained=sequence.request.is_retained)
         node.keep = node.keep or node.length in sequence.boundaries
         if sequence.is_prefilled:  # the next turn goes on from here, or diverges within the last chunk

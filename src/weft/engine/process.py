@@ -231,7 +231,7 @@ def bring_up(
         progress("reading cached prefixes on disk", 0, None)
         phases.begin("prefixes on disk")
         versions = [f"{part} {importlib.metadata.version(part)}" for part in ("weft", "mlx", "mlx-lm")]
-        shape = f"{len(adapter.specs)} {config.chunk_tokens} {config.width} {config.exact}"
+        shape = f"{len(adapter.specs)} {config.chunk_tokens} {config.width} {config.exact} {adapter.ragged is not None}"
         facts = (*versions, device, report.name, shape)
         place = Path(settings.cache_folder)
         disk = DiskTier(place, identity_of(loaded.folder, facts, place / "weights.json"), settings.cache_folder_bytes)

@@ -26,6 +26,7 @@ class RowMemory:
     retained: tuple[LayerCaches, int] | None = None  # its own caches once it has a slot, and how many tokens they hold
     chunk: Chunk | None = None
     together: tuple[Row, ...] = ()  # the prompts' chunks that the chunk's forward computes, where it is not this one's alone
+    shares_arrays: bool = False  # its own states are parts of arrays that hold those of other rows too
     alone: AloneCause | None = None  # why it last decoded on its own caches, if it did
     logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
     encoding: dict[tuple[str, str, bytes], mx.array] = field(default_factory=dict)  # features that the chunk under way encodes

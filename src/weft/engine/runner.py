@@ -299,6 +299,11 @@ class Runner:
         step.sampled = sample(step.logits, step.lines, None if allowed is None else mx.array(allowed))
         mx.async_eval(*step.sampled.arrays())  # type: ignore[no-untyped-call]
 
+    def wait(self, step: Step) -> None:
+        """Wait until a step's tokens are sampled."""
+        assert step.sampled is not None
+        mx.eval(*step.sampled.arrays())  # sync: the time of a prompt's slice begins behind the step
+
     def prefill(self, row: Row, seconds: float | None, beside: tuple[Row, ...] = ()) -> list[Row]:
         """Evaluate a prompt chunk layer by layer for about `seconds` (None: to its end); returns the chunks that are complete.
 
@@ -316,7 +321,7 @@ class Runner:
         if seconds is None:
             chunk.finish()
         elif not chunk.is_done:  # else it was computed for others, and this is a successor of one of them
-            self._slice(chunk, seconds)
+            self._slice(chunk, seconds - (self.clock() - started))  # building the forward is part of the slice
         chunk.seconds += self.clock() - started
         if not chunk.is_done:
             return []
@@ -344,6 +349,7 @@ class Runner:
         memories = [_memory(row.sequence) for row in rows]
         for row, memory in zip(rows, memories, strict=True):
             memory.own = memory.own or self._restored_caches(row.sequence)
+            memory.shares_arrays = len(rows) > 1 and not self.adapter.is_positional
         if len(rows) == 1:
             memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
             return
@@ -431,7 +437,8 @@ class Runner:
             return
         memory.state.shift = self._shift(sequence)
         self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
-        memory.retained = memory.own, sequence.num_computed
+        if not memory.shares_arrays:  # else it would keep other rows' states too
+            memory.retained = memory.own, sequence.num_computed
         memory.own = None
 
     def _shift(self, sequence: Sequence) -> int:

@@ -16,14 +16,17 @@ from weft.engine.mask_prices import MaskPrices
 from weft.engine.sequence import Sequence
 from weft.engine.step_shares import StepShares
 from weft.ipc.messages import IMAGE_KEYS
+from weft.memory.prefix_tree import Node
 
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
 MIN_SLICE = 0.1  # decode steps: a prompt always gets on beside other tenants' tokens
 FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
+MAX_SURPRISE = 3.0  # times what was expected of a step; one beside a prompt that took longer was disturbed
 
 BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
+SharedTokens = tuple[Node, tuple[int, ...]]  # a prefix node, and the tokens of a chunk behind it
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,10 @@ class Scheduler:
         *,
         has_checkpoints: bool = False,
         keeps_images_whole: bool = False,
+        groups_ragged: bool = False,
     ) -> None:
         self.config = config
+        self.groups_ragged = groups_ragged  # chunks of any lengths may be computed together, else only equally long ones
         self.keeps_images_whole = keeps_images_whole  # no chunk ends amid an image
         self.has_checkpoints = has_checkpoints  # prompts go on only from where a chunk ended: one more ends near the prompt's end
         self.budget = budget
@@ -262,6 +267,10 @@ class Scheduler:
         if num_tokens == 1:
             self.shares.costs.measure(num_rows, seconds)
 
+    def measure_busy_step(self, seconds: float) -> None:
+        """Learn how long a step took beside which a prompt is computed: slices follow when many rows join at once."""
+        self.step_seconds += 0.2 * (min(seconds, MAX_SURPRISE * self.step_seconds) - self.step_seconds)
+
     def twin(self, sequence: Sequence) -> Sequence | None:
         """Return another prompt that needs the chunk this sequence is computing and can take it over; None if there is none."""
         others = (one for one in self.prompts if not (one is sequence or one.is_finished or one.must_read_prompt))
@@ -289,26 +298,38 @@ class Scheduler:
     def _beside(self, chunk: Row | None, ready: Collection[Sequence], best_cut: BestCut | None) -> tuple[Row, ...]:
         """Return chunks of other prompts to compute in one forward with a chunk that begins, as many as there is room for.
 
-        They are of the same tenant, as long as the chunk, and none of them has tokens in common with others to compute once.
-        Beside rows that decode they have no more tokens together than one chunk may have: those rows wait no longer.
+        They are of the same tenant, and none of them has tokens in common with others to compute once. Unless the model takes
+        chunks of any lengths, they are as long as the chunk.
         """
         if chunk is None or not self._can_group(chunk.sequence):
             return ()
-        room, found = self._group_room(chunk, ready), [chunk]
-        for other in self.prompts:
-            if (len(found) + 1) * chunk.count > room:
+        left, found, taken = self._group_room(chunk, ready) - chunk.count, [], {self._shared_tokens(chunk)}
+        for other in self._by_what_is_left():
+            if left < (1 if self.groups_ragged else chunk.count):
                 break
             row = Row(other, other.num_computed, next(self.chunk_ends(other)) - other.num_computed)
-            if other is not chunk.sequence and self._fits_group(row, found, best_cut):
+            if other is not chunk.sequence and row.count <= left and self._fits_group(row, chunk, taken, best_cut):
                 found.append(row)
-        return tuple(found[1:])
+                taken.add(self._shared_tokens(row))
+                left -= row.count
+        return tuple(found)
+
+    def _by_what_is_left(self) -> list[Sequence]:
+        """Return the prompts in order, where chunks of any lengths share a forward those first of which a short rest is left."""
+        if not self.groups_ragged:
+            return self.prompts
+        return sorted(self.prompts, key=lambda one: len(one.prefill_ids) - 1 - one.num_computed > self.config.unsliced_tokens)
 
     def _group_room(self, chunk: Row, ready: Collection[Sequence]) -> int:
-        """Return how many tokens a forward with a chunk may have."""
+        """Return how many tokens a forward with a chunk may have.
+
+        Beside rows that decode a short chunk is computed whole, and those with it; a longer one in slices, whose time is limited.
+        """
         if not ready:
             return self.config.group_tokens
-        is_short = chunk.count <= self.config.unsliced_tokens
-        return min(self.config.group_tokens, self.config.unsliced_tokens if is_short else self.config.chunk_tokens)
+        if chunk.count <= self.config.unsliced_tokens:
+            return min(self.config.group_tokens, self.config.group_tokens_short or self.config.unsliced_tokens)
+        return min(self.config.group_tokens, self.config.group_tokens_beside or self.config.chunk_tokens)
 
     def _can_group(self, sequence: Sequence) -> bool:
         """Whether a prompt's next chunk may be computed together with others'."""
@@ -316,16 +337,25 @@ class Scheduler:
         is_free = not (sequence.is_amid_chunk or sequence.prefix.is_loading or sequence in self.apart)
         return self.config.group_tokens > 0 and is_plain and is_free and not self.bisection.is_suspect(sequence)
 
-    def _fits_group(self, row: Row, group: list[Row], best_cut: BestCut | None) -> bool:
-        """Whether a chunk may join those of a group."""
-        one, first = row.sequence, group[0]
+    def _fits_group(self, row: Row, first: Row, taken: set[SharedTokens | None], best_cut: BestCut | None) -> bool:
+        """Whether a chunk may join a group with this first one; `taken` are the tokens of all in it that others may share."""
+        one = row.sequence
         if not self._can_group(one) or one.tenant != first.sequence.tenant:
             return False
-        if row.count != first.count or (row.start == 0) != (first.start == 0):
+        if not self.groups_ragged and (row.count != first.count or (row.start == 0) != (first.start == 0)):
             return False
-        if any(self._shares_chunk(one, member.sequence) for member in group):
+        shared = self._shared_tokens(row)
+        if shared is not None and shared in taken:
             return False  # it goes on from there when that is computed
         return self._find_cut(one, best_cut) is None  # else what it shares with another prompt is computed first, by itself
+
+    @staticmethod
+    def _shared_tokens(row: Row) -> SharedTokens | None:
+        """Return a chunk's prefix node and tokens, which prompts with the same ones share; None if nobody may share it."""
+        cursor = row.sequence.prefix
+        if cursor.node is None or cursor.is_private:
+            return None
+        return cursor.node, tuple(row.sequence.prefill_ids[row.start : row.start + row.count])
 
     def _find_cut(self, one: Sequence, best_cut: BestCut | None) -> int | None:
         """Return where to end a prompt's next chunk because other prompts diverge there; None for no such cut."""

@@ -1,8 +1,8 @@
 """Decoder layers of decode steps on CUDA: a dozen launches instead of thirty, built by compiled functions instead of by Python.
 
 A step on a GPU waits for its host, which prepares each operation. Here the projections of one input are joined into one product,
-what lies between two products is one kernel, and a step's graph is traced once for all layers of a kind and shape. Gated delta
-layers compute prompts the same way, token by token; attention layers, and layers of other kinds, as mlx-lm does.
+what lies between two products is one kernel, and a step's graph is traced once for all layers of a kind and shape. Prompts are
+computed by `cuda_prompts.py`; only those with images come here, and their attention layers are mlx-lm's.
 """
 
 import functools
@@ -20,7 +20,8 @@ from mlx_lm.models.activations import swiglu
 
 from weft.kernels import cuda, cuda_product
 from weft.kernels.cuda import DeltaLayout, LineSpans, equal_spans
-from weft.kernels.cuda_product import MAX_STEP_TOKENS, Weight
+from weft.kernels.cuda_product import MAX_STEP_TOKENS, Product, Weight
+from weft.memory.grouped import RaggedRows
 from weft.memory.positions import current_notes, note_states
 
 log = logging.getLogger("weft.kernels")
@@ -38,10 +39,22 @@ class Kernels:
     gated_norm = staticmethod(cuda.gated_norm)
 
 
-class PromptKernels(Kernels):
-    """The operations of a chunk of one prompt."""
+def kernels_of_prompts(in_prompts: Product) -> type[Kernels]:
+    """Return the operations of a prompt's chunk, with this product."""
 
-    product = staticmethod(cuda_product.prompt_product)
+    class PromptKernels(Kernels):
+        product = staticmethod(in_prompts)  # type: ignore[assignment]
+
+    return PromptKernels
+
+
+@dataclass(frozen=True)
+class BoundLayer:
+    """What a decoder layer was bound to, and its arrays: all of a gated delta layer, those before and after attention."""
+
+    kind: "CudaDelta | CudaAttention"
+    arrays: Arrays
+    more: Arrays
 
 
 def joined(layers: list[nn.Module]) -> Weight | None:
@@ -216,8 +229,11 @@ class StepOfDelta:
     """Mixin of a decoder layer with a gated delta rule: decode steps go through its compiled step."""
 
     weft_step: "tuple[functools.partial[Arrays], Callable[..., Arrays], Callable[..., Arrays], Arrays]"
+    weft_parts: BoundLayer
 
     def __call__(self: Any, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        if isinstance(cache, RaggedRows):
+            return cache.forward(self, x)
         if mask is not None or cache is None or cache.lengths is not None:
             return super().__call__(x, mask, cache)  # type: ignore[misc,no-any-return]
         (rows, tokens, _), notes = x.shape, current_notes()
@@ -237,8 +253,11 @@ class StepOfAttention:
     """Mixin of a decoder layer with attention: decode steps go through its compiled steps, before and after attention."""
 
     weft_step: "tuple[Callable[..., Arrays], Callable[..., mx.array], Arrays, Arrays]"
+    weft_parts: BoundLayer
 
     def __call__(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if isinstance(cache, RaggedRows):
+            return cache.forward(self, x)
         offset = None if cache is None else cache.offset
         if x.shape[1] > MAX_STEP_TOKENS or not isinstance(offset, int | mx.array):
             return super().__call__(x, mask, cache)  # type: ignore[misc,no-any-return]
@@ -251,18 +270,18 @@ class StepOfAttention:
         return after(x, found, gates, more)  # type: ignore[no-any-return]
 
 
-def bind(model: nn.Module) -> bool:
+def bind(model: nn.Module, in_prompts: Product = cuda_product.prompt_product) -> bool:
     """Let a model's products use these kernels, and its layers if all of them do; returns whether they do.
 
-    Then the numbers of a line depend on that line alone.
+    Then the numbers of a line in a step depend on that line alone. `in_prompts` is the product of prompts' lines.
     """
-    if cuda_product.bind(model):
+    if cuda_product.bind(model, in_prompts=in_prompts):
         return False
-    bind_steps(model)
+    bind_steps(model, Kernels, kernels_of_prompts(in_prompts))
     return True
 
 
-def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernels: type[Kernels] = PromptKernels) -> int:
+def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernels: type[Kernels] = Kernels) -> int:
     """Let the decoder layers of these kinds take compiled steps; returns how many do."""
     made: dict[Any, Any] = {}
     count = 0
@@ -274,6 +293,7 @@ def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernel
                     made[step, keeps] = mx.compile(functools.partial(step, kernels, keeps))
             layer.weft_step = (functools.partial(step, prompt_kernels, False), made[step, False], made[step, True], arrays)
             layer.__class__ = _with(StepOfDelta, type(layer))
+            layer.weft_parts = BoundLayer(step, arrays, [])
             count += 1
         elif type(layer) in (qwen3_5.DecoderLayer, llama.TransformerBlock, qwen3.TransformerBlock):
             if (attention := CudaAttention.of(layer)) is None:
@@ -286,6 +306,7 @@ def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernel
                 made[key] = tuple(mx.compile(half) for half in halves)
             layer.weft_step = (*made[key], before, after)
             layer.__class__ = _with(StepOfAttention, type(layer))
+            layer.weft_parts = BoundLayer(kind, before, after)
             count += 1
     return count
 

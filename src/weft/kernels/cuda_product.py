@@ -3,7 +3,7 @@
 cuBLAS chooses a kernel, and with it the order of additions, by the number of lines; MLX's quantised product does too. Here the
 order depends on K alone, so a row of a decode step has the same bits in any crowd. There are two kernels, for few lines and for
 many, which add in the same order; sizes of blocks are chosen by speed. Chunks of prompts go to MLX's own products, which are
-faster for many lines.
+faster for many lines (`block_product.py`).
 """
 
 import logging
@@ -80,6 +80,16 @@ class Weight:
     @property
     def arrays(self) -> list[mx.array]:
         return [self.array] if self.scales is None or self.biases is None else [self.array, self.scales, self.biases]
+
+    @property
+    def width(self) -> int:
+        """K, the length of the lines that it is multiplied with."""
+        return self.array.shape[1] if self.scales is None else self.array.shape[1] * 32 // self.bits
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The type of those lines' numbers."""
+        return self.array.dtype if self.scales is None else self.scales.dtype
 
     @classmethod
     def from_arrays(cls, arrays: list[mx.array], bits: int) -> "Weight":
@@ -171,7 +181,7 @@ def grid_of(sizes: FewSizes | BlockSizes, lines: int, rows: int) -> tuple[int, i
 
 
 def is_prompt(x: mx.array) -> bool:
-    """Whether these lines (B, T, K) are chunks of prompts: other products are faster then, and of one alone no less its own."""
+    """Whether these lines (B, T, K) are chunks of prompts: other products are faster then."""
     return x.ndim == 3 and x.shape[1] > MAX_STEP_TOKENS
 
 
@@ -186,36 +196,43 @@ def prompt_product(x: mx.array, weight: Weight) -> mx.array:
 class InvariantLinear(nn.Linear):  # type: ignore[misc]
     """An `nn.Linear` whose result of a line does not depend on the other lines."""
 
+    weft_in_prompts: Product
+
     def __call__(self, x: mx.array) -> mx.array:
-        if is_prompt(x):
-            return super().__call__(x)  # type: ignore[no-any-return]
-        found = product(x, Weight(self["weight"]))
+        multiply = self.weft_in_prompts if is_prompt(x) else product
+        found = multiply(x, Weight(self["weight"]))
         return found + self["bias"] if "bias" in self else found
 
 
 class InvariantQuantizedLinear(nn.QuantizedLinear):  # type: ignore[misc]
     """An `nn.QuantizedLinear` whose result of a line does not depend on the other lines."""
 
+    weft_in_prompts: Product
+
     def __call__(self, x: mx.array) -> mx.array:
-        if is_prompt(x):
-            return super().__call__(x)  # type: ignore[no-any-return]
-        found = product(x, Weight(self["weight"], self["scales"], self["biases"], self.bits))
+        multiply = self.weft_in_prompts if is_prompt(x) else product
+        found = multiply(x, Weight(self["weight"], self["scales"], self["biases"], self.bits))
         return found + self["bias"] if "bias" in self else found
 
 
 class InvariantEmbedding(nn.Embedding):  # type: ignore[misc]
     """An `nn.Embedding` whose logits of a line do not depend on the other lines."""
 
+    weft_in_prompts: Product
+
     def as_linear(self, x: mx.array) -> mx.array:
-        return super().as_linear(x) if is_prompt(x) else product(x, Weight(self["weight"]))
+        multiply = self.weft_in_prompts if is_prompt(x) else product
+        return multiply(x, Weight(self["weight"]))
 
 
 class InvariantQuantizedEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
     """An `nn.QuantizedEmbedding` whose logits of a line do not depend on the other lines."""
 
+    weft_in_prompts: Product
+
     def as_linear(self, x: mx.array) -> mx.array:
-        weight = Weight(self["weight"], self["scales"], self["biases"], self.bits)
-        return super().as_linear(x) if is_prompt(x) else product(x, weight)
+        multiply = self.weft_in_prompts if is_prompt(x) else product
+        return multiply(x, Weight(self["weight"], self["scales"], self["biases"], self.bits))
 
 
 INVARIANT_LAYERS = {
@@ -226,8 +243,11 @@ INVARIANT_LAYERS = {
 }
 
 
-def bind(model: nn.Module, multiply: Product = product) -> list[str]:
-    """Let a model's linear layers use the kernel where it finds what MLX finds; returns the names of those that do not."""
+def bind(model: nn.Module, multiply: Product = product, in_prompts: Product = prompt_product) -> list[str]:
+    """Let a model's linear layers use the kernel where it finds what MLX finds; returns the names of those that do not.
+
+    `in_prompts` is the product that they use for lines of prompts.
+    """
     left = []
     tried: dict[tuple[object, ...], bool] = {}  # by what the kernel is compiled for
     for name, layer in model.named_modules():
@@ -238,7 +258,7 @@ def bind(model: nn.Module, multiply: Product = product) -> list[str]:
             if kind not in tried:
                 tried[kind] = is_right(weight, multiply)
             if tried[kind]:
-                layer.__class__ = own
+                layer.__class__, layer.weft_in_prompts = own, in_prompts
             else:
                 left.append(name)
         elif isinstance(layer, nn.Linear | nn.QuantizedLinear | SwitchLinear | QuantizedSwitchLinear):

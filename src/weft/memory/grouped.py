@@ -2,9 +2,10 @@
 
 Matrix products take the lines of all rows together. Attention reads each row's own keys under that row's own mask, as it does
 alone, and recurrent layers take the rows' states side by side. So where a product's lines are independent of each other, a
-prompt has the numbers it has alone. All rows have as many new tokens.
+prompt has the numbers it has alone. All rows have as many new tokens, except those of `RaggedRows`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,17 @@ class RowMasks:
     """Each row's own attention mask, as its cache makes it."""
 
     masks: list[Any]
+
+
+class RaggedRows(ABC):
+    """One layer's caches of rows that have any numbers of new tokens: their lines (1, lines, H) lie one behind the other.
+
+    A layer that is handed them lets them compute it (`kernels/cuda_prompts.py`).
+    """
+
+    @abstractmethod
+    def forward(self, layer: Any, x: mx.array) -> mx.array:
+        """Compute a decoder layer over all rows' lines, and keep each row's states in its own cache."""
 
 
 class GroupedKeyValues:

@@ -1,6 +1,7 @@
 """Adapts mlx-lm's models to weft: reads the geometry of each layer's cache, and builds forwards over weft's memory."""
 
 import functools
+import itertools
 import logging
 import sys
 from collections import deque
@@ -14,9 +15,12 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from weft.errors import UnsupportedModel
 from weft.kernels import cpu
 from weft.kernels.attention import seam_over
+from weft.kernels.block_product import BlockProducts
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_layers import bind as bind_cuda
+from weft.kernels.cuda_prompts import RaggedPrompts, try_layers
+from weft.kernels.cuda_prompts import bind as bind_prompts
 from weft.kernels.fused_model import FusedModel, fits, fused_model
 from weft.kernels.gated_delta import bind as bind_gated_delta
 from weft.kernels.primitives import ops
@@ -38,8 +42,8 @@ from weft.memory.transfer import ON_CUDA
 from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.load_phases import LoadPhases
 from weft.model.loader import LoadedModel
-from weft.model.mtp import Trunk, load_head, states_from
-from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine
+from weft.model.mtp import MTPHead, Trunk, load_head, states_from
+from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine, ragged_problem
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from weft.model.vision.vision import Seen, load_vision
 
@@ -113,10 +117,18 @@ class Adapter:
         self.gated_delta_modules = bind_gated_delta(loaded.model)
         bind_recurrent(loaded.model)
         bind_layers(loaded.model)
+        products = BlockProducts()  # of prompts on CUDA
         # Whether the numbers of a row are the same in a batch of any size.
-        self.is_row_invariant = bind_cuda(loaded.model) if ON_CUDA else cpu.is_bound(mx.float32)
+        self.is_row_invariant = bind_cuda(loaded.model, products) if ON_CUDA else cpu.is_bound(mx.float32)
         _bind_seam(loaded.model)
         self.fused_layers = bind_blocks(loaded.model) if loaded.num_shards == 1 else []  # a block would not add up its slices
+        self.head: MTPHead | None = None
+        self.ragged: RaggedPrompts | None = None  # its forward over prompts of any lengths; None: they must be equally long
+        if ON_CUDA and self.is_row_invariant:
+            phases.begin("products")
+            self.use_ragged(bind_prompts(loaded.model, products))
+            if self.ragged is None:
+                try_layers(loaded.model, products)
         phases.begin("MTP head")
         self.head, self.no_head = load_head(loaded) if with_head else (None, None)  # its MTP head, or why it is not used
         phases.begin("trying rows")
@@ -130,12 +142,26 @@ class Adapter:
         self.vision, self.no_vision = (
             load_vision(loaded, self.head) if with_vision else (None, None)
         )  # what it sees with, or why not
+        if self.vision is not None and self.ragged is not None:  # chunks with images are computed as in mlx-lm
+            try_layers(loaded.model, products)
         phases.end()
         if self.vision is not None:
             self.weights_bytes += self.vision.weights_bytes
         if self.refused and self.way == "alone":
             why = "; ".join(f"{refused}: {reason}" for refused, reason in self.refused.items())
             log.warning("%s decodes each row alone, so rows do not share the cost of a step (%s)", self.name, why)
+
+    @property
+    def cuts_freely(self) -> bool:
+        """Whether no bit depends on where a prompt is cut; beside a forward over ragged rows chunks with images have another."""
+        return self._cuts_freely and (self.ragged is None or self.vision is None)
+
+    def use_ragged(self, ragged: RaggedPrompts | None) -> None:
+        """Compute prompts by this forward, if it finds what the model's own finds."""
+        self.ragged = ragged
+        if ragged is not None and (problem := ragged_problem(self)) is not None:
+            log.warning("%s: prompts of different lengths are computed one by one (%s)", self.name, problem)
+            self.ragged = None
 
     def _examine(self, way: Way | None) -> None:
         """Read the memory layout of the layers, and find out how rows can be batched."""
@@ -148,7 +174,7 @@ class Adapter:
         self.is_positional = self.can_be_saved and all(type(s) is FullAttention or s == Recurrent(()) for s in self.specs)
         found = Findings(way, {}) if way else examine(self)
         self.way, self.refused = found.way, found.refused
-        self.cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
+        self._cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
         self.grouping = found.grouping  # of prompts in one forward
         if ON_CUDA:  # what a model does beside its linear layers is not known
             self.is_row_invariant = found.is_alone_in_a_crowd
@@ -196,18 +222,31 @@ class Adapter:
     def prefill(self, tokens: list[int], caches: LayerCaches, seen: Seen | None = None) -> tuple[Chunk, mx.array]:
         """Return a prompt chunk's lazy forward for one row: a `Chunk` to evaluate layer by layer, and its logits (1, T, V)."""
         tokens = tokens if seen is None or seen.tokens is None else seen.tokens
-        logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
+        if self.ragged is not None and seen is None:
+            logits = self._forward_ragged(self.ragged, [tokens], [caches])[:, : len(tokens)]
+        else:
+            logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
         return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
 
     def prefill_together(self, chunks: list[list[int]], rows: list[LayerCaches], starts: list[int]) -> Chunk:
-        """Return the lazy forward of chunks of several prompts, equally long, each on its row's own caches.
+        """Return the lazy forward of chunks of several prompts, each on its row's own caches.
 
-        `starts`: how many tokens each row has; all of them none, or all of them some.
+        `starts`: how many tokens each row has. If the model has no forward over ragged rows, the chunks must be equally long, and
+        all rows new, or none.
         """
-        offset = starts[0] if len({*starts}) == 1 else mx.array(starts, mx.int32)
-        self._forward(mx.array(chunks, mx.int32), [_grouped(layer, offset) for layer in zip(*rows, strict=True)])
+        if self.ragged is not None:
+            self._forward_ragged(self.ragged, chunks, rows)
+        else:
+            offset = starts[0] if len({*starts}) == 1 else mx.array(starts, mx.int32)
+            self._forward(mx.array(chunks, mx.int32), [_grouped(layer, offset) for layer in zip(*rows, strict=True)])
         by_layer = zip(*(leaves(caches) for caches in rows), strict=True)
         return Chunk([[array for cache in layer for array in arrays_of(cache)] for layer in by_layer])
+
+    def last_logits(self, prompts: list[list[int]]) -> list[mx.array]:
+        """Return the logits (V,) behind each of several prompts, computed together by the forward over ragged rows."""
+        assert self.ragged is not None
+        logits = self._forward_ragged(self.ragged, prompts, [self.new_caches(len(prompt)) for prompt in prompts])
+        return [logits[0, end - 1] for end in itertools.accumulate(map(len, prompts))]
 
     def prefilled_caches(self, prompt: list[int], chunk_tokens: int | None = None) -> LayerCaches:
         """Prefill a prompt into fresh caches, in chunks of `chunk_tokens` (None: in one forward), and return them; blocks."""
@@ -221,6 +260,10 @@ class Adapter:
             return sum(spec.bytes_at(tokens) for spec in self.specs)
         (short, less), (long, more) = self._sample_bytes
         return int(less + (tokens - short) * (more - less) / (long - short))
+
+    def saved_bytes(self, start: int, count: int) -> int:
+        """Return how many bytes a saved chunk of so many tokens takes, at least: its keys and values, and all other states."""
+        return sum(spec.bytes_at(count if type(spec) is FullAttention else start + count) for spec in self.specs)
 
     @functools.cached_property
     def _sample_bytes(self) -> list[tuple[int, int]]:
@@ -248,19 +291,42 @@ class Adapter:
             return self.model(tokens, cache=caches, **({} if embeddings is None else {"input_embeddings": embeddings}))
         *own, keys_and_values, last = caches
         hidden, logits = self.head.trunk(tokens, own, embeddings)
+        self._keep_hidden(self.head, hidden, last, (tokens, keys_and_values, embeddings) if reads else None)
+        return logits
+
+    def _forward_ragged(self, ragged: RaggedPrompts, chunks: list[list[int]], rows: list[LayerCaches]) -> mx.array:
+        """Build the model's forward over chunks of rows, one behind the other and filled up: logits (1, lines, V).
+
+        An MTP head, if any, reads each row's tokens by themselves.
+        """
+        own = rows if self.head is None else [row[:-2] for row in rows]
+        lines, caches = ragged.forward_of(own, chunks)
+        if self.head is None:
+            return self.model(lines.tokens, cache=caches)
+        hidden, logits = self.head.trunk(lines.tokens, caches)
+        for row, first, end in zip(rows, lines.firsts, lines.firsts[1:], strict=False):
+            self._keep_hidden(self.head, hidden[:, first:end], row[-1], (lines.tokens[:, first:end], row[-2], None))
+        return logits
+
+    @staticmethod
+    def _keep_hidden(head: MTPHead, hidden: mx.array, last: Any, reading: tuple[mx.array, Any, mx.array | None] | None) -> None:
+        """Keep the last of rows' hidden states (B, T, H) in their cache `last`, for the MTP head.
+
+        `reading`: the tokens, cache and embeddings with which the head reads now; None: it will later.
+        """
         rows, count, size = hidden.shape
         earlier = mx.zeros((rows, HIDDEN_STATES, size), hidden.dtype) if last[0] is None else last[0]
-        if count == 1 and not reads and cpu.is_bound(hidden.dtype):
+        if count == 1 and reading is None and cpu.is_bound(hidden.dtype):
             last[0] = ops.shift(earlier, hidden)
-            return logits
+            return
         columns = mx.concatenate([earlier, hidden], axis=1)
-        if reads:
-            self.head.read(tokens, columns[:, HIDDEN_STATES - 1 : -1], keys_and_values, embeddings)
+        if reading is not None:
+            tokens, keys_and_values, embeddings = reading
+            head.read(tokens, columns[:, HIDDEN_STATES - 1 : -1], keys_and_values, embeddings)
         last[0] = kept = columns[:, count:] if count == 1 else mx.contiguous(columns[:, count:])
         if (notes := current_notes()) is not None:  # a row that goes back has other last states
             kind = TokenWindow if cpu.is_bound(columns.dtype) else ConvolutionInput
             notes.note(kept, kind(columns, HIDDEN_STATES))
-        return logits
 
     def read(self, tokens: mx.array, starts: list[int], batch: Batch) -> mx.array:
         """Let the MTP head read tokens (B, T) and return its own states (B, T, H).

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Literal
 
 Phase = Literal[
-    "imports", "files", "building", "weights", "kernels", "MTP head", "trying rows", "vision", "prefixes on disk", "warm-up",
-    "vocabulary",
+    "imports", "files", "building", "weights", "kernels", "products", "MTP head", "trying rows", "vision", "prefixes on disk",
+    "warm-up", "vocabulary",
 ]  # fmt: skip
 
 

@@ -33,6 +33,8 @@ PROBE_KEPT = (1, 3, 2, 1)  # by row: tokens of a step of several that count; the
 FUSED_KEPT = (1, 2, 2, 1)  # the same for weft's own operations; what comes behind is compared too
 PROBE_GROUPS = ((0, 2), (1, 3))  # rows prefilled together: equally long from the start, then going on from different lengths
 PROBE_TOGETHER = 3  # tokens of each
+PROBE_RAGGED = (((1, 5), (3, 40)), ((3, 11), (0, 3)), ((2, 9), (1, 2), (3, 1)))  # rows, and how many of their last tokens
+TRIAL_LENGTHS = (40, 300)  # tokens of prompts: less than a block of lines, and more
 PREFILLED_ROWS = (1, 3)  # whose decoded tokens are prefilled too, to be compared bit for bit
 # A way is refused when its logits differ from the row's own by more than this share of their spread, or by more than NOISE
 # times what the mere width of a batch does to them; numbers of another row are off by several times the spread.
@@ -91,6 +93,19 @@ def examine(adapter: Adapter) -> Findings:
     return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone", grouping=grouping)
 
 
+def ragged_problem(adapter: Adapter) -> str | None:
+    """Return how the forward of prompts of different lengths differs from the model's own of each; None if it does not."""
+    prompts = [[(5 + 31 * n * (n + length)) % adapter.vocab_size for n in range(length)] for length in TRIAL_LENGTHS]
+    try:
+        own = [adapter.model(mx.array([prompt]), cache=make_prompt_cache(adapter.model))[0, -1] for prompt in prompts]
+        found = adapter.last_logits(prompts)
+        worst = max(_difference(one, wanted) for one, wanted in zip(found, own, strict=True))
+    except PROBE_ERRORS as error:
+        return f"{type(error).__name__}: {error}"
+    allowed = PROBE_TOLERANCE if own[0].dtype == mx.float32 else PROBE_ROUNDING
+    return None if worst <= allowed else f"logits differ by {worst:.2g} of their spread, {allowed:.2g} are allowed"
+
+
 class Probe:
     """Compares the logits of four short test rows decoded alone with those decoded in turns, after chunks, or in a batch."""
 
@@ -101,6 +116,7 @@ class Probe:
         self.fed = [[(3 + 17 * row + 5 * step) % size for step in range(PROBE_STEPS)] for row in rows]
         self.alone = [self._decode_alone(row) for row in rows]  # by row and step: the right logits
         self.is_invariant = cpu.is_bound(mx.float32)  # elsewhere kernels are chosen by shape: what is equal here may differ there
+        self.prompts_are_invariant = self.is_invariant or adapter.ragged is not None
         self.cuts_freely = self.decodes_like_prefill = False
         rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
@@ -120,7 +136,7 @@ class Probe:
 
     def find_chunk_dependence(self) -> str | None:
         """Return how logits after a prompt in chunks differ from those after the prompt in one forward; None if they don't."""
-        self.cuts_freely = self.is_invariant
+        self.cuts_freely = self.prompts_are_invariant
         for row, chunk_tokens in PROBE_CHUNKS:
             caches = self.adapter.prefilled_caches(self.prompts[row], chunk_tokens)
             logits = self.adapter.decode_alone(mx.array([[self.fed[row][0]]]), caches)
@@ -133,28 +149,35 @@ class Probe:
         """Return whether prompts computed in one forward have the logits that each has alone, and whether bit for bit."""
         if self.adapter.unreadable is not None:
             return "none"
+        groups = [self._equal_chunks(pair) for pair in PROBE_GROUPS]
+        if self.adapter.ragged is not None:
+            groups += [dict(chunks) for chunks in PROBE_RAGGED]
         try:
-            found = [logits for pair in PROBE_GROUPS for logits in self._prefill_together(pair)]
+            found = [logits for chunks in groups for logits in self._prefill_together(chunks)]
         except PROBE_ERRORS:
             return "none"
         if any(self._compare(logits, row, 0) for row, logits in found):
             return "none"
         is_equal = all(mx.array_equal(logits, self.alone[row][0]) for row, logits in found)
-        return "exact" if is_equal and self.is_invariant and self.cuts_freely else "rounded"
+        return "exact" if is_equal and self.prompts_are_invariant and self.cuts_freely else "rounded"
 
-    def _prefill_together(self, pair: tuple[int, int]) -> list[tuple[int, mx.array]]:
-        """Return the first decoded logits of two rows whose prompts end in chunks computed together, the rest before alone."""
-        prompts = [self.prompts[row] for row in pair]
-        count = min(map(len, prompts)) if len({*map(len, prompts)}) == 1 else PROBE_TOGETHER
-        starts = [len(prompt) - count for prompt in prompts]
+    def _equal_chunks(self, pair: tuple[int, int]) -> dict[int, int]:
+        """Return by row how many of its last tokens are computed together: all, if the rows are equally long."""
+        lengths = {len(self.prompts[row]) for row in pair}
+        return dict.fromkeys(pair, min(lengths) if len(lengths) == 1 else PROBE_TOGETHER)
+
+    def _prefill_together(self, chunks: dict[int, int]) -> list[tuple[int, mx.array]]:
+        """Return the first decoded logits of rows whose last tokens, so many of each, are computed together, the others alone."""
+        prompts = [self.prompts[row] for row in chunks]
+        starts = [len(prompt) - count for prompt, count in zip(prompts, chunks.values(), strict=True)]
         caches = [
-            self.adapter.prefilled_caches(prompt[:start]) if start else self.adapter.new_caches(count)
+            self.adapter.prefilled_caches(prompt[:start]) if start else self.adapter.new_caches(len(prompt))
             for prompt, start in zip(prompts, starts, strict=True)
         ]
         ends = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         self.adapter.prefill_together(ends, caches, starts).finish()
-        fed = [mx.array([[self.fed[row][0]]]) for row in pair]
-        return [(row, self.adapter.decode_alone(token, own)[0]) for row, token, own in zip(pair, fed, caches, strict=True)]
+        fed = [mx.array([[self.fed[row][0]]]) for row in chunks]
+        return [(row, self.adapter.decode_alone(token, own)[0]) for row, token, own in zip(chunks, fed, caches, strict=True)]
 
     def find_difference(self, way: Way) -> str | None:
         """Return how rows decoded together in this way differ from rows decoded alone; None if they do not.
