@@ -9,7 +9,8 @@ faster for many lines.
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from enum import IntEnum
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -24,46 +25,99 @@ log = logging.getLogger("weft.kernels")
 THREADS = 256
 SMALLEST_K = 128
 PACKED_BITS = (4, 8)
+MULTIPROCESSORS = 132  # of the devices that blocks are sized for
+WARPS = 8  # of a block
+OWN_LINES = 2  # tiles of 16 lines that a warp has
+SEGMENTS = 8  # of K, as in product.h
+MOST_FEW_LINES = 16
+MOST_OWN_ROWS = {16: 5, 8: 4, 4: 3}  # tiles of 16 rows that a warp can have without spilling registers, by bits
+MOST_LONE_ROWS = 3  # where no warps share a block's lines
+STAGES = 4
+SHARED_BYTES = 227 << 10  # that a block may have
 ENOUGH_BLOCKS = 100  # fill the device
+BLOCK_CYCLES = (
+    4000  # that a block takes beside its numbers, about: until the first ones arrive, and until the last ones have left
+)
+DEVICE_BYTES = 2500  # that all multiprocessors read in a cycle from the device's memory, about
+CACHE_BYTES = 3100  # from its second cache
 
 
-class BlockSizes(NamedTuple):
-    """The sizes of a block for many lines: tiles of 16 rows and 8 lines, warps side by side in rows, and stages of K."""
+class Ending(IntEnum):
+    """What becomes of a product's numbers, as in product.h."""
 
-    row_tiles: int
-    line_tiles: int
-    warp_rows: int
-    blocks: int  # of 32 numbers, in a stage
-    stages: int
-
-    @property
-    def kernel(self) -> str:
-        return "product"
-
-    def shared_bytes(self, bits: int) -> int:
-        return self.stages * self.blocks * 32 * (self.row_tiles * 16 * bits + self.line_tiles * 8 * 16) // 8
+    PLAIN = 0
+    GATED = 1  # silu(first half of the rows) · second half
+    APART = 2  # the sums of K's segments, which the next kernel adds up
 
 
 class FewSizes(NamedTuple):
-    """The sizes of a block for few lines: tiles of 16 rows and 8 lines, and how many blocks of K are read ahead."""
+    """The sizes of a block for few lines: tiles of 16 rows, lines, and how many blocks of K are read ahead."""
 
     row_tiles: int
-    line_tiles: int
+    lines: int  # 8, or a multiple of 16
     ahead: int
 
     @property
     def kernel(self) -> str:
         return "product_few"
 
-    def shared_bytes(self, _: int) -> int:
-        return 0  # what it shares is declared by the kernel
+    @property
+    def splits(self) -> int:
+        return 1
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles
+
+    def template(self, bits: int, width: int) -> dict[str, int]:
+        return {**{name.upper(): size for name, size in self._asdict().items()}, "TOGETHER": numbers_together(bits, width)}
+
+    def shared_bytes(self, bits: int) -> int:  # noqa: ARG002 - what it shares is declared by the kernel
+        return 0
 
 
-SEGMENTS = 8  # of K, one per warp, as in product.h
-MOST_FEW_LINES = 32
-SOME = BlockSizes(4, 8, 4, 4, 3)
-MANY = BlockSizes(8, 16, 2, 4, 2)
-TRIED_LINES = (3, 70)
+class ManySizes(NamedTuple):
+    """The sizes of a block for many lines: tiles of 16 rows that a warp has, warps side by side in lines, blocks that share K."""
+
+    own_rows: int
+    warp_lines: int
+    splits: int = 1
+
+    @property
+    def kernel(self) -> str:
+        return "product"
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.own_rows * WARPS // self.warp_lines
+
+    @property
+    def lines(self) -> int:
+        return 16 * OWN_LINES * self.warp_lines
+
+    def template(self, bits: int, width: int) -> dict[str, int]:  # noqa: ARG002 - of any width
+        warps = {"WARP_ROWS": WARPS // self.warp_lines, "WARP_LINES": self.warp_lines}
+        return {"OWN_ROWS": self.own_rows, "OWN_LINES": OWN_LINES, **warps, "STAGES": STAGES}
+
+    def shared_bytes(self, bits: int) -> int:
+        stage = 128 if bits == 4 else 64  # numbers
+        return STAGES * stage * (self.rows * bits + self.lines * 16) // 8
+
+    def cycles(self, lines: int, rows: int, width: int, bits: int) -> float:
+        """Return about how long a product takes: its blocks read from shared memory, and the device from its own."""
+        reads = WARPS * (64 * self.own_rows * bits + 1024 * OWN_LINES) / 128  # of 128 bytes, for 32 numbers
+        fills = (self.rows * bits / 16 + self.lines) / 2
+        blocks = -(-lines // self.lines) * -(-rows // self.rows) * self.splits
+        each = (reads + fills) * width / 32 / self.splits + BLOCK_CYCLES
+        weight, parts = rows * width * bits / 8, 2 * 4 * SEGMENTS * lines * rows if self.splits > 1 else 0
+        from_cache = blocks / self.splits * (self.rows * bits / 8 + self.lines * 2) * width
+        least = BLOCK_CYCLES + max(weight / DEVICE_BYTES, from_cache / CACHE_BYTES)
+        return max(-(-blocks // MULTIPROCESSORS) * each, least) + parts / CACHE_BYTES
+
+
+Sizes = FewSizes | ManySizes
+
+TRIED_LINES = (3, 30, 60, 140)
 MOST_APART = 0.1  # of the spread of a product's numbers, in 16 bits; a wrong number is off by several times the spread
 MAX_STEP_TOKENS = 8  # of a row; more of one row are a prompt, whose numbers of lines depend on its request alone
 
@@ -111,22 +165,37 @@ def can_multiply(dtype: mx.Dtype, width: int) -> bool:
 
 def product(x: mx.array, weight: Weight) -> mx.array:
     """Multiply lines (…, K) by the rows of a weight (N, K): (…, N)."""
-    lines, rows = x.reshape(-1, x.shape[-1]), weight.array.shape[0]
-    packed = weight.arrays[1:] or [lines, lines]
-    group = 32 if weight.scales is None else x.shape[-1] // weight.scales.shape[-1]
-    together = numbers_together(weight.bits, x.shape[-1])
-    sizes = choose_sizes(lines.shape[0], rows, x.shape[-1] // (32 * together), weight.bits)
-    kind = {"BITS": weight.bits, "GROUP": group, "TOGETHER": together}
+    return _product(x, weight, Ending.PLAIN).reshape(*x.shape[:-1], -1)
+
+
+def gated_product(x: mx.array, weight: Weight) -> mx.array:
+    """Multiply lines (…, K) by the rows of two weights, joined (2N, K), and gate the second's numbers by the first's: (…, N)."""
+    return _product(x, weight, Ending.GATED).reshape(*x.shape[:-1], -1)
+
+
+def product_in_parts(x: mx.array, weight: Weight) -> mx.array:
+    """Multiply lines (M, K) by the rows of a weight (N, K): (M, N), or the float32 sums of K's segments (SEGMENTS, M, N)."""
+    return _product(x, weight, Ending.APART)
+
+
+def _product(x: mx.array, weight: Weight, ending: Ending) -> mx.array:
+    lines, rows, width = x.reshape(-1, x.shape[-1]), weight.array.shape[0], x.shape[-1]
+    sizes = choose_sizes(lines.shape[0], rows, width, weight.bits, ending)
+    if ending is Ending.APART and sizes.splits == 1:
+        ending = Ending.PLAIN
+    group = 32 if weight.scales is None else width // weight.scales.shape[-1]
+    template = {**sizes.template(weight.bits, width), "BITS": weight.bits, "GROUP": group, "ENDING": int(ending)}
+    shape: tuple[int, ...] = (lines.shape[0], rows // 2 if ending is Ending.GATED else rows)
     across, down = grid_of(sizes, lines.shape[0], rows)
-    output = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
-        inputs=[lines, weight.array, *packed],
-        template=[("T", x.dtype), *((name.upper(), size) for name, size in sizes._asdict().items()), *kind.items()],
-        grid=(across * THREADS, down, 1),
+    found: mx.array = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
+        inputs=[lines, weight.array, *(weight.arrays[1:] or [lines, lines])],
+        template=[("T", x.dtype), *template.items()],
+        grid=(across * THREADS, down, sizes.splits),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(lines.shape[0], rows)],
-        output_dtypes=[x.dtype],
+        output_shapes=[(SEGMENTS, *shape) if ending is Ending.APART else shape],
+        output_dtypes=[mx.float32 if ending is Ending.APART else x.dtype],
     )[0]
-    return output.reshape(*x.shape[:-1], rows)
+    return found
 
 
 def numbers_together(bits: int, width: int) -> int:
@@ -135,7 +204,7 @@ def numbers_together(bits: int, width: int) -> int:
 
 
 def is_right(weight: Weight, multiply: Product = product) -> bool:
-    """Whether the kernel finds what MLX's product finds, for few lines and for more than one block has."""
+    """Whether the kernel finds what MLX's product finds, for as many lines as each kind of block has."""
     dtype = weight.array.dtype if weight.scales is None else weight.scales.dtype
     width = weight.array.shape[1] if weight.scales is None else weight.array.shape[1] * 32 // weight.bits
     for lines in TRIED_LINES:
@@ -152,22 +221,28 @@ def is_right(weight: Weight, multiply: Product = product) -> bool:
     return True
 
 
-def choose_sizes(lines: int, rows: int, blocks: int, bits: int) -> FewSizes | BlockSizes:
-    """Return the sizes of a product's blocks; `blocks` are those of its K. They change its speed, not its numbers."""
-    if lines <= MOST_FEW_LINES:
-        line_tiles = 1 if lines <= 8 else 2 if lines <= 16 else 4
-        row_tiles = 2 if line_tiles == 4 and rows >= ENOUGH_BLOCKS * 32 else 1
-        most = 4 if bits < 16 or line_tiles == 4 else 8
-        each = -(-blocks // SEGMENTS)
+@lru_cache(4096)
+def choose_sizes(lines: int, rows: int, width: int, bits: int, ending: Ending = Ending.PLAIN) -> Sizes:
+    """Return the sizes of a product's blocks. They change its speed, not its numbers."""
+    is_whole = numbers_together(bits, width) == 16 // bits
+    if lines <= MOST_FEW_LINES or not is_whole:
+        in_block = 8 if lines <= 8 else 16 if lines <= 16 else 32
+        row_tiles = 2 if in_block == 32 and rows >= ENOUGH_BLOCKS * 32 else 1
+        most = 4 if bits < 16 or in_block == 32 else 8
+        each = -(-width // (32 * numbers_together(bits, width)) // SEGMENTS)
         ahead = min(range(min(most, 2), most + 1), key=lambda count: (-(-each // count) * count - each, -count))
-        return FewSizes(row_tiles, line_tiles, ahead)
-    across, down = grid_of(MANY, lines, rows)
-    return MANY if lines > 64 and across * down >= ENOUGH_BLOCKS else SOME
+        return FewSizes(row_tiles, in_block, ahead)
+    warp_lines = 1 if lines <= 32 else 2 if lines <= 64 else 4
+    splits = (1, SEGMENTS) if ending is Ending.APART else (1,)
+    most_rows = min(MOST_OWN_ROWS[bits], MOST_LONE_ROWS if warp_lines == 1 else WARPS)
+    possible = [ManySizes(own, warp_lines, split) for own in range(1, most_rows + 1) for split in splits]
+    fitting = [sizes for sizes in possible if sizes.shared_bytes(bits) <= SHARED_BYTES]
+    return min(fitting, key=lambda sizes: sizes.cycles(lines, rows, width, bits))
 
 
-def grid_of(sizes: FewSizes | BlockSizes, lines: int, rows: int) -> tuple[int, int]:
+def grid_of(sizes: Sizes, lines: int, rows: int) -> tuple[int, int]:
     """Return how many blocks cover all lines, and how many all rows."""
-    return -(-lines // (8 * sizes.line_tiles)), -(-rows // (16 * sizes.row_tiles))
+    return -(-lines // sizes.lines), -(-rows // sizes.rows)
 
 
 def is_prompt(x: mx.array) -> bool:
@@ -248,5 +323,6 @@ def bind(model: nn.Module, multiply: Product = product) -> list[str]:
 
 @cache
 def _kernel(name: str, shared_bytes: int) -> CudaKernel:
-    texts = read_source("product.h"), read_source(f"{name}.cu")
+    header = "\n".join(read_source(one) for one in ("instructions.h", "product.h"))
+    texts = header, read_source(f"{name}.cu")
     return CudaKernel(f"weft_{name}", ["x", "w", "scales", "biases"], ["out"], texts, shared_bytes)

@@ -1,0 +1,110 @@
+"""Runs the text of weft's CUDA kernels on a CPU: compiled by the system's C++ compiler against a small emulation of a device.
+
+It shows that the arithmetic of indices, barriers and roundings is right. It says nothing about speed, and nothing about
+instructions that the emulation takes for granted (tests/emulation/instructions.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from weft.kernels.cuda import read_source
+from weft.kernels.cuda_cache import OWN_HEADER, TYPES, CudaKernel
+
+FOLDER = Path(__file__).parent
+COMPILER = shutil.which("g++")
+ALIGNMENT = 256
+OPTIONS = ("-std=c++20", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+
+
+BYTES = {mx.bfloat16: mx.uint16, mx.float16: mx.uint16}
+
+
+def call(kernel: CudaKernel, *, is_backward: bool = False, **launch: Any) -> list[mx.array]:
+    """Run a variant of a kernel on the CPU with the arguments of `CudaKernel.__call__`; it may write to its inputs.
+
+    Blocks run in falling order if asked for: no result may depend on that.
+    """
+    inputs, dtypes = launch["inputs"], launch["output_dtypes"]
+    outputs = [mx.full(shape, float("nan"), dtype) for shape, dtype in zip(launch["output_shapes"], dtypes, strict=True)]
+    memories = [_memory(array) for array in [*inputs, *outputs]]
+    aligned = [_aligned(memory) for memory in memories]
+    run = compiled(kernel.name, kernel.text("kernel", inputs, launch["template"], dtypes), variant_of(kernel, inputs, dtypes))
+    pointers = (ctypes.c_void_p * len(aligned))(*(array.ctypes.data for array in aligned))
+    sizes = [size for place in kernel.sized for size in inputs[place].shape]
+    threads = [min(pair) for pair in zip(launch["threadgroup"], launch["grid"], strict=True)]
+    grid = [-(-size // count) for size, count in zip(launch["grid"], launch["threadgroup"], strict=True)]
+    if not run((ctypes.c_int * 6)(*grid, *threads), kernel.shared_bytes, is_backward, pointers, (ctypes.c_int * 40)(*sizes)):
+        raise RuntimeError(f"threads of {kernel.name} wait for each other forever")
+    for memory, written in zip(memories, aligned, strict=True):
+        memory[...] = written
+    return outputs
+
+
+def _memory(array: mx.array) -> np.ndarray:
+    """The memory of an array, as bytes or words; of one that is not in order a copy, as MLX makes one for a kernel."""
+    words = array.view(BYTES.get(array.dtype, array.dtype))
+    mx.eval(words)
+    found = np.asarray(words)
+    if not found.flags.c_contiguous:
+        return np.ascontiguousarray(found)
+    return found
+
+
+def _aligned(memory: np.ndarray) -> np.ndarray:
+    """A copy at an address that the widest loads of a device may have."""
+    room = np.empty(memory.nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    found = room[start : start + memory.nbytes].view(memory.dtype).reshape(memory.shape)
+    found[...] = memory
+    return found
+
+
+def variant_of(kernel: CudaKernel, inputs: list[mx.array], dtypes: list[mx.Dtype]) -> str:
+    """The call of a kernel with untyped pointers and with sizes, as C++."""
+    arrays = [f"(const {TYPES[array.dtype]}*)pointers[{i}]" for i, array in enumerate(inputs)]
+    arrays += [f"({TYPES[dtype]}*)pointers[{len(inputs) + i}]" for i, dtype in enumerate(dtypes)]
+    count = sum(inputs[place].ndim for place in kernel.sized)
+    return f"kernel({', '.join([*arrays, *(f'sizes[{i}]' for i in range(count))])})"
+
+
+@cache
+def compiled(name: str, text: str, called: str) -> Callable[..., bool]:
+    """Compile a kernel's whole text for the CPU; kept in the system's folder for temporary files."""
+    own = text.replace(OWN_HEADER, "").replace(read_source("instructions.h"), "")
+    launch = f"""
+extern "C" bool launch(const int* shape, int shared_bytes, bool is_backward, void** pointers, const int* sizes) {{
+    copies_of.clear();
+    const dim3 grid = {{shape[0], shape[1], shape[2]}}, block = {{shape[3], shape[4], shape[5]}};
+    return emulated::launch(grid, block, shared_bytes, is_backward, [=] {{ {called}; }});
+}}
+"""
+    whole = f'#include "instructions.h"\n{own}\n{launch}'
+    headers = "".join((FOLDER / header).read_text() for header in ("device.h", "instructions.h"))
+    mark = hashlib.sha256((whole + headers + " ".join(OPTIONS)).encode()).hexdigest()[:24]
+    target = Path(tempfile.gettempdir()) / f"weft-emulation-{os.getuid()}" / f"{name}-{mark}.so"
+    if not target.exists():
+        target.parent.mkdir(exist_ok=True)
+        source = target.with_suffix(f".{os.getpid()}.cpp")
+        source.write_text(whole)
+        started = source.with_suffix(".so")
+        assert COMPILER is not None
+        subprocess.run([COMPILER, *OPTIONS, f"-I{FOLDER}", str(source), "-o", str(started)], check=True)
+        started.replace(target)
+        source.unlink()
+    function: Any = ctypes.CDLL(str(target)).launch
+    function.restype = ctypes.c_bool
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p]
+    return function  # type: ignore[no-any-return]
