@@ -38,7 +38,7 @@ def call(kernel: CudaKernel, *, is_backward: bool = False, **launch: Any) -> lis
     Blocks run in falling order if asked for: no result may depend on that.
     """
     inputs, dtypes = launch["inputs"], launch["output_dtypes"]
-    outputs = [mx.full(shape, float("nan"), dtype) for shape, dtype in zip(launch["output_shapes"], dtypes, strict=True)]
+    outputs = [_unwritten(shape, dtype) for shape, dtype in zip(launch["output_shapes"], dtypes, strict=True)]
     memories = [_memory(array) for array in [*inputs, *outputs]]
     aligned = [_aligned(memory) for memory in memories]
     run = compiled(kernel.name, kernel.text("kernel", inputs, launch["template"], dtypes), variant_of(kernel, inputs, dtypes))
@@ -51,6 +51,10 @@ def call(kernel: CudaKernel, *, is_backward: bool = False, **launch: Any) -> lis
     for memory, written in zip(memories, aligned, strict=True):
         memory[...] = written
     return outputs
+
+
+def _unwritten(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.full(shape, float("nan") if mx.issubdtype(dtype, mx.floating) else -7).astype(dtype)
 
 
 def _memory(array: mx.array) -> np.ndarray:

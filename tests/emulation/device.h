@@ -16,6 +16,7 @@
 #define __global__
 #define __shared__ static
 #define __restrict__
+#define __launch_bounds__(...)
 
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(8) uint2 { unsigned x, y; };

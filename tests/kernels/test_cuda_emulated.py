@@ -10,7 +10,7 @@ import pytest
 
 import emulation
 from weft.kernels import cuda_cache, cuda_product
-from weft.kernels.cuda_product import Ending, FewSizes, ManySizes, Weight, gated_product, product, product_in_parts
+from weft.kernels.cuda_product import FewSizes, ManySizes, ProductEnding, Weight, gated_product, product, product_in_parts
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler")
 
@@ -64,7 +64,7 @@ def test_a_product_s_endings_have_the_same_sums_in_blocks_of_any_size(
     gated = mx.concatenate([gated_product(x[at : at + 8], weight) for at in range(0, 37, 8)])
 
     def chosen(*given: Any) -> ManySizes | FewSizes:
-        is_apart = given[4] is Ending.APART and isinstance(sizes, ManySizes)
+        is_apart = given[4] is ProductEnding.APART and isinstance(sizes, ManySizes)
         return sizes._replace(splits=8) if is_apart else sizes  # type: ignore[call-arg]
 
     monkeypatch.setattr(cuda_product, "choose_sizes", chosen)

@@ -13,9 +13,9 @@ from weft.kernels.cuda_product import (
     MOST_FEW_LINES,
     SHARED_BYTES,
     WARPS,
-    Ending,
     FewSizes,
     InvariantLinear,
+    ProductEnding,
     choose_sizes,
     grid_of,
     is_prompt,
@@ -29,10 +29,10 @@ from weft.kernels.cuda_product import (
     some.integers(16, 300_000),
     some.integers(4, 600),
     some.sampled_from([4, 8, 16]),
-    some.sampled_from(Ending),
+    some.sampled_from(ProductEnding),
 )
 def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(
-    lines: int, rows: int, blocks: int, bits: int, ending: Ending
+    lines: int, rows: int, blocks: int, bits: int, ending: ProductEnding
 ) -> None:
     sizes = choose_sizes(lines, rows, blocks * 32, bits, ending)
     across, down = grid_of(sizes, lines, rows)
@@ -40,7 +40,7 @@ def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(
     assert across * sizes.lines >= lines
     assert down * sizes.rows >= rows
     assert sizes.shared_bytes(bits) <= SHARED_BYTES
-    assert sizes.splits == 1 or ending is Ending.APART
+    assert sizes.splits == 1 or ending is ProductEnding.APART
     if isinstance(sizes, FewSizes):
         assert lines <= MOST_FEW_LINES or numbers_together(bits, blocks * 32) < 16 // bits
         assert 2 <= sizes.ahead <= 8

@@ -18,9 +18,10 @@ from weft.engine.row_memory import RowMemory
 from weft.engine.sampler import sample
 from weft.engine.sequence import Line, Sequence
 from weft.kernels.primitives import ops
-from weft.memory.slabs import Pool, RowState
+from weft.memory.pages import AnyPool, make_room
+from weft.memory.slabs import RowState
 from weft.memory.spec import MAX_STEP_TOKENS
-from weft.memory.views import Batch, StepSpan, make_room
+from weft.memory.views import Batch, StepSpan
 from weft.model.adapter import HIDDEN_STATES, Adapter
 
 MAX_READING_ROWS = 4  # in larger batches tokens are skipped
@@ -43,7 +44,7 @@ Batches = Callable[[tuple[Sequence, ...], StepSpan], Iterator[tuple[Batch, list[
 class Guesses:
     """Runs a model's MTP head over the rows of one pool; `batches` groups sequences as the decode steps do."""
 
-    def __init__(self, adapter: Adapter, pool: Pool, batches: Batches) -> None:
+    def __init__(self, adapter: Adapter, pool: AnyPool, batches: Batches) -> None:
         self.adapter = adapter
         self.pool = pool
         self._batches = batches
@@ -81,7 +82,7 @@ class Guesses:
         if not self.adapter.guesses_ahead or not is_whole or not all(map(_has_read_next, states)):
             return False
         tokens = batch.tokens
-        if any(state.slab is None or state.slab.capacity < state.length + tokens + count + 1 for state in states):
+        if any(self.pool.capacity_of(state) < state.length + tokens + count + 1 for state in states):
             return False
         sampled, counts, *uniform = _verified(step, tokens, count)
         spans = [StepSpan(tokens, 1), *(StepSpan(1, 1 + place) for place in range(1, count))]
@@ -157,13 +158,12 @@ class Guesses:
         if not self._has_written:
             return []
         self._has_written = False
-        held = [slab.layers[self._layer] for slab in self.pool.slabs]
-        return [array for one in held for array in (one.keys, one.values)]
+        return self.pool.written_arrays(self._layer)
 
     def _skip(self, states: list[RowState]) -> None:
         for state in states:
-            if state.slab is not None and state.unread > 0:
-                state.slab.scrub_tokens(state.slot, state.length - state.unread, state.length, (self._layer,))
+            if state.is_placed and state.unread > 0:
+                self.pool.scrub_tokens(state, state.length - state.unread, state.length, (self._layer,))
                 state.unread = 0
 
     def _guess(self, chain: list[tuple[Batch, list[Sequence | None]]]) -> tuple[list[Sequence], mx.array]:

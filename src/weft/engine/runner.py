@@ -26,9 +26,10 @@ from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
 from weft.memory.disk_files import Damaged, Entry
-from weft.memory.slabs import Pool, Refusal
+from weft.memory.pages import make_batches
+from weft.memory.slabs import Refusal
 from weft.memory.spec import Recurrent, mismatch
-from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches
+from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
@@ -123,8 +124,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replace the pool by an empty one, because the contents of the old one are undefined after a failed forward."""
-        self.pool = Pool(
-            self.adapter.specs,
+        self.pool = self.adapter.make_pool(
             slab_tokens=self.config.slab_tokens,
             max_rows=self.config.max_rows,
             coarse_tokens=self.config.coarse_tokens,
@@ -134,6 +134,7 @@ class Runner:
 
     def allocate(self, plan: Plan) -> None:
         """Copy the states of rows that are new in this plan's step into the pool, lazily; raises RowFailure."""
+        self.pool.trim()
         for sequence in plan.steps:
             try:
                 self._allocate(sequence, plan.upcoming)
@@ -191,8 +192,8 @@ class Runner:
             finite = step.finite_lines(forward) if forward.is_finite is None else np.array(forward.is_finite)
             for index, (state, count) in enumerate(zip(forward.batch.rows, counts, strict=True)):
                 # A masked NaN still poisons: 0 · NaN.
-                if state is not None and state.slab is not None and not finite[index, count:].all():
-                    state.slab.scrub_tokens(state.slot, state.length + count, state.length + forward.batch.tokens)
+                if state is not None and not finite[index, count:].all():
+                    self.pool.scrub_tokens(state, state.length + count, state.length + forward.batch.tokens)
             forward.batch.keep(counts)
         self.guesses.settle_ahead()
 
@@ -324,7 +325,7 @@ class Runner:
     def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
         """Copy a row's own caches into a slot of the pool if their geometry fits; otherwise the row decodes on them alone."""
         memory = _memory(sequence)
-        if memory.own is None and memory.state.slab is None:
+        if memory.own is None and not memory.state.is_placed:
             memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
         if memory.own is None:
             return

@@ -53,9 +53,21 @@ Launch = Callable[..., list[mx.array]]
 class CudaKernel:
     """A kernel with MLX's way of calling it; each variant is compiled into the cache folder before MLX asks for it."""
 
-    def __init__(self, name: str, inputs: list[str], outputs: list[str], texts: tuple[str, str], shared_bytes: int = 0) -> None:
-        """Define a kernel of these inputs and outputs; `texts`: its header and its body."""
+    def __init__(
+        self,
+        name: str,
+        inputs: list[str],
+        outputs: list[str],
+        texts: tuple[str, str],
+        shared_bytes: int = 0,
+        bounds: tuple[int, int] | None = None,
+    ) -> None:
+        """Define a kernel of these inputs and outputs.
+
+        `texts`: its header and its body. `bounds`: threads of a block, and blocks that a multiprocessor should have room for.
+        """
         self.name, self.inputs, self.outputs, self.texts, self.shared_bytes = name, inputs, outputs, texts, shared_bytes
+        self.bounds = "" if bounds is None else f"__launch_bounds__({bounds[0]}, {bounds[1]}) "
         self.sized = [place for place, one in enumerate(inputs) if f"{one}_shape" in texts[1]]  # whose shapes its body speaks of
         self.launches: dict[tuple[Any, ...], Launch] = {}  # by variant
 
@@ -111,7 +123,8 @@ class CudaKernel:
         sizes = [f"const int {one}" for axes in names.values() for one in axes]
         shapes = "".join(f"const int {one}_shape[] = {{{', '.join(axes)}}};\n" for one, axes in names.items())
         body = f"{constants(template)}{shapes}{self.texts[1]}"
-        return f'{OWN_HEADER}{self.texts[0]}\nextern "C" __global__ void {name}({", ".join([*arrays, *sizes])}) {{\n{body}\n}}\n'
+        parameters = ", ".join([*arrays, *sizes])
+        return f'{OWN_HEADER}{self.texts[0]}\nextern "C" __global__ void {self.bounds}{name}({parameters}) {{\n{body}\n}}\n'
 
 
 @cache

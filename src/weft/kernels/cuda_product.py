@@ -42,7 +42,7 @@ DEVICE_BYTES = 2500  # that all multiprocessors read in a cycle from the device'
 CACHE_BYTES = 3100  # from its second cache
 
 
-class Ending(IntEnum):
+class ProductEnding(IntEnum):
     """What becomes of a product's numbers, as in product.h."""
 
     PLAIN = 0
@@ -165,35 +165,35 @@ def can_multiply(dtype: mx.Dtype, width: int) -> bool:
 
 def product(x: mx.array, weight: Weight) -> mx.array:
     """Multiply lines (…, K) by the rows of a weight (N, K): (…, N)."""
-    return _product(x, weight, Ending.PLAIN).reshape(*x.shape[:-1], -1)
+    return _product(x, weight, ProductEnding.PLAIN).reshape(*x.shape[:-1], -1)
 
 
 def gated_product(x: mx.array, weight: Weight) -> mx.array:
     """Multiply lines (…, K) by the rows of two weights, joined (2N, K), and gate the second's numbers by the first's: (…, N)."""
-    return _product(x, weight, Ending.GATED).reshape(*x.shape[:-1], -1)
+    return _product(x, weight, ProductEnding.GATED).reshape(*x.shape[:-1], -1)
 
 
 def product_in_parts(x: mx.array, weight: Weight) -> mx.array:
     """Multiply lines (M, K) by the rows of a weight (N, K): (M, N), or the float32 sums of K's segments (SEGMENTS, M, N)."""
-    return _product(x, weight, Ending.APART)
+    return _product(x, weight, ProductEnding.APART)
 
 
-def _product(x: mx.array, weight: Weight, ending: Ending) -> mx.array:
+def _product(x: mx.array, weight: Weight, ending: ProductEnding) -> mx.array:
     lines, rows, width = x.reshape(-1, x.shape[-1]), weight.array.shape[0], x.shape[-1]
     sizes = choose_sizes(lines.shape[0], rows, width, weight.bits, ending)
-    if ending is Ending.APART and sizes.splits == 1:
-        ending = Ending.PLAIN
+    if ending is ProductEnding.APART and sizes.splits == 1:
+        ending = ProductEnding.PLAIN
     group = 32 if weight.scales is None else width // weight.scales.shape[-1]
     template = {**sizes.template(weight.bits, width), "BITS": weight.bits, "GROUP": group, "ENDING": int(ending)}
-    shape: tuple[int, ...] = (lines.shape[0], rows // 2 if ending is Ending.GATED else rows)
+    shape: tuple[int, ...] = (lines.shape[0], rows // 2 if ending is ProductEnding.GATED else rows)
     across, down = grid_of(sizes, lines.shape[0], rows)
     found: mx.array = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
         inputs=[lines, weight.array, *(weight.arrays[1:] or [lines, lines])],
         template=[("T", x.dtype), *template.items()],
         grid=(across * THREADS, down, sizes.splits),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(SEGMENTS, *shape) if ending is Ending.APART else shape],
-        output_dtypes=[mx.float32 if ending is Ending.APART else x.dtype],
+        output_shapes=[(SEGMENTS, *shape) if ending is ProductEnding.APART else shape],
+        output_dtypes=[mx.float32 if ending is ProductEnding.APART else x.dtype],
     )[0]
     return found
 
@@ -222,7 +222,7 @@ def is_right(weight: Weight, multiply: Product = product) -> bool:
 
 
 @lru_cache(4096)
-def choose_sizes(lines: int, rows: int, width: int, bits: int, ending: Ending = Ending.PLAIN) -> Sizes:
+def choose_sizes(lines: int, rows: int, width: int, bits: int, ending: ProductEnding = ProductEnding.PLAIN) -> Sizes:
     """Return the sizes of a product's blocks. They change its speed, not its numbers."""
     is_whole = numbers_together(bits, width) == 16 // bits
     if lines <= MOST_FEW_LINES or not is_whole:
@@ -233,7 +233,7 @@ def choose_sizes(lines: int, rows: int, width: int, bits: int, ending: Ending = 
         ahead = min(range(min(most, 2), most + 1), key=lambda count: (-(-each // count) * count - each, -count))
         return FewSizes(row_tiles, in_block, ahead)
     warp_lines = 1 if lines <= 32 else 2 if lines <= 64 else 4
-    splits = (1, SEGMENTS) if ending is Ending.APART else (1,)
+    splits = (1, SEGMENTS) if ending is ProductEnding.APART else (1,)
     most_rows = min(MOST_OWN_ROWS[bits], MOST_LONE_ROWS if warp_lines == 1 else WARPS)
     possible = [ManySizes(own, warp_lines, split) for own in range(1, most_rows + 1) for split in splits]
     fitting = [sizes for sizes in possible if sizes.shared_bytes(bits) <= SHARED_BYTES]
