@@ -220,6 +220,8 @@ inline int atomicAdd(int* at, int more) { int old = *at; *at += more; return old
 
 template <typename T>
 inline T __ldg(const T* at) { return *at; }
+template <typename T>
+inline T __ldcg(const T* at) { return *at; }
 inline float __uint_as_float(unsigned bits) { float found; std::memcpy(&found, &bits, 4); return found; }
 inline float __int_as_float(int bits) { float found; std::memcpy(&found, &bits, 4); return found; }
 inline unsigned __float_as_uint(float number) { unsigned found; std::memcpy(&found, &number, 4); return found; }

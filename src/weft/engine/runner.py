@@ -25,10 +25,12 @@ from weft.engine.sampler import SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
+from weft.kernels import cuda_paged
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.pages import make_batches
 from weft.memory.slabs import Refusal
 from weft.memory.spec import Recurrent, mismatch
+from weft.memory.transfer import ON_CUDA, to_device
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
@@ -400,6 +402,8 @@ class Runner:
         assert last.sampled is not None
         if in_flight == list(range(len(last.sequences))):
             return last.sampled.tokens
+        if ON_CUDA:
+            return cuda_paged.take_tokens(last.sampled.tokens, *to_device(in_flight, on_host))
         taken = last.sampled.tokens[mx.array([max(place, 0) for place in in_flight])]
         return mx.where(mx.array([place >= 0 for place in in_flight]), taken, mx.array(on_host, mx.int32))
 

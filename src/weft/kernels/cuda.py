@@ -214,17 +214,23 @@ def gated_norm(x: mx.array, gates: mx.array, gate_at: int, weight: mx.array, eps
 
 def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
     """Return x + y, both (lines, width), and its RMSNorm times the weight; y may be a product in parts (parts, lines, width)."""
-    vectors = x.shape[1] // COLUMNS
-    threads = min(1024, -(-vectors // 32) * 32)
+    threads, vectors = norm_threads(x.shape[1])
     added, normed = _kernel("add_norm", "x y weight", "sum normed", EPS=eps)(
         inputs=[x, y, weight],
-        template=[("T", x.dtype), ("VECTORS", -(-vectors // threads)), ("PARTS", y.shape[0] if y.ndim == 3 else 0)],
+        template=[("T", x.dtype), ("VECTORS", vectors), ("PARTS", y.shape[0] if y.ndim == 3 else 0)],
         grid=(x.shape[0] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[x.shape, x.shape],
         output_dtypes=[x.dtype, x.dtype],
     )
     return added, normed
+
+
+def norm_threads(width: int) -> tuple[int, int]:
+    """Return by how many threads the squares of a line are added up, and how many times each has eight numbers."""
+    vectors = width // COLUMNS
+    threads = min(1024, -(-vectors // 32) * 32)
+    return threads, -(-vectors // threads)
 
 
 def can_convolve(x: mx.array, convolution: nn.Conv1d) -> bool:

@@ -1,15 +1,15 @@
-"""Decode steps of whole models on CUDA over paged memory: seven launches for a gated delta layer, nine for an attention layer.
+"""Decode steps of whole models on CUDA over paged memory: seven launches for a gated delta layer, eight for an attention layer.
 
-A layer hands the next one its residual sum and, already normalised, that one's input: so the addition behind an MLP and the norm
-before the next layer are one kernel. A few layers at a time are one compiled function, traced once for all groups of the same
-kinds and shapes. Prompts, and rows that decode on caches of their own, go through the layers one by one
-(`kernels/cuda_layers.py`).
+A layer hands the next one its residual sum and what is still to be added to it, so that one kernel adds and normalises; with one
+or two lines the product behind it does, and there are five launches or six. A few layers at a time are one compiled function,
+traced once for all groups of the same kinds and shapes. Prompts, and rows that decode on caches of their own, go through the
+layers one by one (`kernels/cuda_layers.py`).
 """
 
-import logging
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,20 +18,19 @@ from mlx_lm.models import llama, qwen3, qwen3_5
 from weft.kernels import cuda, cuda_layers, cuda_paged, cuda_product
 from weft.kernels.cuda_layers import Arrays, CudaAttention, CudaDelta, split_weights
 from weft.kernels.cuda_paged import MAX_STATE_NUMBERS, DeltaArrays, DeltaKind, HeadsLayout, Rotation
+from weft.kernels.cuda_product import ProductEnding
 from weft.memory.pages import PagedBatch, PagedView, SlottedView, StepTable
 from weft.memory.spec import KeyValues
 
-log = logging.getLogger("weft.kernels")
-
 GROUP_LAYERS = 4  # in one compiled function
+Lines = tuple[mx.array, mx.array]  # (M, width) each: a residual sum, and what the last product adds to it, in parts perhaps
 STACKS = (llama.LlamaModel, qwen3.Qwen3Model, qwen3_5.Qwen3_5TextModel)
 
 
 class StepKernels:
     """The operations that a step is made of; tests put others in their place."""
 
-    product = staticmethod(cuda_product.product)
-    gated_product = staticmethod(cuda_product.gated_product)
+    normed_product = staticmethod(cuda_product.normed_product)
     product_in_parts = staticmethod(cuda_product.product_in_parts)
     add_norm = staticmethod(cuda.add_norm)
     delta_step = staticmethod(cuda_paged.delta_step)
@@ -41,38 +40,33 @@ class StepKernels:
 
 @dataclass(frozen=True)
 class FusedDelta:
-    """What a gated delta layer does before its output product."""
+    """What a gated delta layer does between its two products."""
 
     kind: CudaDelta
 
     def __call__(
-        self, kernels: type[StepKernels], keeps_states: bool, normed: mx.array, table: StepTable, held: Arrays, arrays: Arrays
+        self, kernels: type[StepKernels], keeps_states: bool, projected: mx.array, table: StepTable, held: Arrays, arrays: Arrays
     ) -> tuple[mx.array, Arrays]:
         """Return what the output product takes, and the states after each line if asked for."""
-        own, kind = DeltaArrays(*arrays[:4]), DeltaKind(self.kind.layout, self.kind.eps[1])
-        (inward,) = split_weights(arrays[4:], self.kind.bits[:1])
-        projected = kernels.product(normed, inward)
+        own, kind = DeltaArrays(*arrays), DeltaKind(self.kind.layout, self.kind.eps[1])
         found, kept = kernels.delta_step(projected, own, (held[0], held[1]), table, kind, keeps_states=keeps_states)
         return found, [] if kept is None else [kept]
 
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """What an attention layer does before its output product."""
+    """What an attention layer does between its two products."""
 
     kind: CudaAttention
     layout: HeadsLayout
 
     def __call__(
-        self, kernels: type[StepKernels], _: bool, normed: mx.array, table: StepTable, held: Arrays, arrays: Arrays
+        self, kernels: type[StepKernels], _: bool, projected: mx.array, table: StepTable, held: Arrays, arrays: Arrays
     ) -> tuple[mx.array, Arrays]:
         """Return what the output product takes; there are no states."""
-        layout, num_norms = self.layout, len(self.layout.eps)
-        norms, rest = arrays[:num_norms], arrays[num_norms:]
-        frequencies = rest.pop(0) if layout.rotation.frequencies else None
-        (inward,) = split_weights(rest, self.kind.bits[:1])
-        projected, memory = kernels.product(normed, inward), KeyValues(held[0], held[1])
-        queries = kernels.place_heads(projected, norms, frequencies, memory, table, layout)
+        layout, memory = self.layout, KeyValues(held[0], held[1])
+        norms, frequencies = arrays[: len(layout.eps)], arrays[len(layout.eps) :]
+        queries = kernels.place_heads(projected, norms, frequencies[0] if frequencies else None, memory, table, layout)
         gates = projected if layout.is_gated else None
         found = kernels.attend(queries, queries, memory, table, layout.scale, gates)
         return found.reshape(found.shape[0], -1), []
@@ -83,29 +77,29 @@ class LayerStep:
     """One layer of a step, without its arrays: what it computes between two products, and the sizes of its weights."""
 
     mixer: FusedDelta | FusedAttention
-    following_eps: float  # of the next layer's input norm, or of the model's last norm
 
     def __call__(
-        self,
-        kernels: type[StepKernels],
-        keeps_states: bool,
-        lines: tuple[mx.array, mx.array],
-        table: StepTable,
-        held: Arrays,
-        arrays: "LayerArrays",
-    ) -> tuple[tuple[mx.array, mx.array], Arrays]:
-        """Return the residual sum and what the next layer takes, both (lines, width), and states after each line if asked for."""
-        kind, (x, normed) = self.mixer.kind, lines
-        mixed, kept = self.mixer(kernels, keeps_states, normed, table, held, arrays[0])
-        (outward,) = split_weights(arrays[1], kind.bits[1:])
-        post, following, *weights = arrays[2]
-        inward, down = split_weights(weights, kind.mlp.bits)
-        x, normed = kernels.add_norm(x, kernels.product_in_parts(mixed, outward), post, kind.mlp.eps)
-        hidden = kernels.gated_product(normed, inward)
-        return kernels.add_norm(x, kernels.product_in_parts(hidden, down), following, self.following_eps), kept
+        self, kernels: type[StepKernels], keeps_states: bool, lines: Lines, table: StepTable, held: Arrays, arrays: list[Arrays]
+    ) -> tuple[Lines, Arrays]:
+        """Return the lines behind the layer, and the states after each line if asked for."""
+        kind, own = self.mixer.kind, LayerArrays(*arrays)
+        (inward, outward), mlp = split_weights([*own.inward, *own.outward], kind.bits), kind.mlp
+        gate_and_up, down = split_weights(own.mlp, mlp.bits)
+        total, projected = kernels.normed_product(lines, (own.norms[0], kind.eps[0]), inward)
+        mixed, kept = self.mixer(kernels, keeps_states, projected, table, held, own.mixer)
+        lines = total, kernels.product_in_parts(mixed, outward)
+        total, hidden = kernels.normed_product(lines, (own.norms[1], mlp.eps), gate_and_up, ProductEnding.GATED)
+        return (total, kernels.product_in_parts(hidden, down)), kept
 
 
-LayerArrays = list[Arrays]  # of the mixer, of the output product, and of the MLP with the norm before it and the one behind
+class LayerArrays(NamedTuple):
+    """The arrays of one layer, by where they are used."""
+
+    norms: Arrays  # before the mixer, before the MLP
+    inward: Arrays
+    mixer: Arrays
+    outward: Arrays
+    mlp: Arrays
 
 
 @dataclass(frozen=True)
@@ -116,8 +110,8 @@ class GroupStep:
     layers: tuple[LayerStep, ...]
     keeps_states: bool
 
-    def __call__(self, lines: Arrays, table: Arrays, held: list[Arrays], arrays: list[LayerArrays]) -> Arrays:
-        """Return the residual sum, what the next layer takes, and states after each line if asked for."""
+    def __call__(self, lines: Arrays, table: Arrays, held: list[Arrays], arrays: list[list[Arrays]]) -> Arrays:
+        """Return the lines behind these layers, and the states after each line if asked for."""
         pair, states = (lines[0], lines[1]), []
         for layer, own_held, own in zip(self.layers, held, arrays, strict=True):
             pair, kept = layer(self.kernels, self.keeps_states, pair, StepTable(*table), own_held, own)
@@ -132,7 +126,7 @@ class LayerGroup:
     first: int
     layers: tuple[LayerStep, ...]
     runs: tuple[Callable[..., Arrays], Callable[..., Arrays]]
-    arrays: list[LayerArrays]
+    arrays: list[list[Arrays]]  # of each layer those of `LayerArrays`
 
     @property
     def numbers(self) -> range:
@@ -143,8 +137,9 @@ class LayerGroup:
 class ModelStep:
     """The decode step of one model over a `PagedBatch`."""
 
+    kernels: type[StepKernels]
     groups: list[LayerGroup]
-    norm: tuple[mx.array, float]  # weight and eps of the first layer's input norm
+    norm: tuple[mx.array, float]  # weight and epsilon of the last norm
 
     @property
     def slotted(self) -> frozenset[int]:
@@ -155,17 +150,29 @@ class ModelStep:
     def __call__(self, embedded: mx.array, views: Sequence[PagedView | SlottedView]) -> tuple[mx.array, mx.array]:
         """Run the layers over embedded tokens (B, T, H); returns their sum, and behind the model's last norm."""
         batch: PagedBatch = views[0].batch
-        keeps_states = batch.tokens > 1
         x = embedded.reshape(-1, embedded.shape[-1])
-        lines, table = [x, mx.fast.rms_norm(x, *self.norm)], list(batch.step_table)
+        lines, table = [x, zeros_like(x)], list(batch.step_table)
         for group in self.groups:
             held = [_held(views[number]) for number in group.numbers]
-            first, second, *kept = group.runs[keeps_states](lines, table, held, group.arrays)
+            first, second, *kept = group.runs[batch.tokens > 1](lines, table, held, group.arrays)
             lines = [first, second]
             slotted = [number for number in group.numbers if isinstance(views[number], SlottedView)]
             for number, states in zip(slotted, kept, strict=False):  # of steps of one token none are kept
                 batch.keep_by_token(number, states)
-        return lines[0].reshape(embedded.shape), lines[1].reshape(embedded.shape)
+        total, normed = self.kernels.add_norm(lines[0], lines[1], *self.norm)
+        return total.reshape(embedded.shape), normed.reshape(embedded.shape)
+
+
+def zeros_like(lines: mx.array) -> mx.array:
+    """Return zeros of the shape of lines (M, width), as a part of an array that is made once."""
+    return _zeros(1 << (lines.shape[0] - 1).bit_length(), lines.shape[1], lines.dtype)[: lines.shape[0]]
+
+
+@functools.lru_cache(16)
+def _zeros(count: int, width: int, dtype: mx.Dtype) -> mx.array:
+    found = mx.zeros((count, width), dtype)
+    mx.eval(found)  # sync: it has no part in anybody's graph
+    return found
 
 
 def _held(view: PagedView | SlottedView) -> Arrays:
@@ -214,57 +221,46 @@ def bound_step(model: nn.Module) -> ModelStep | None:
 
 def step_of(stack: Any, kernels: type[StepKernels], compiled: Callable[[Any], Any]) -> ModelStep | None:
     """Return the fused step of a stack of layers; None if one of them is of another kind."""
-    mixers = [_mixer(layer) for layer in stack.layers]
-    if type(stack.norm) is not nn.RMSNorm or getattr(stack, "pipeline_size", 1) > 1:
+    found = [one for layer in stack.layers if (one := _step_and_arrays(layer)) is not None]
+    is_whole = len(found) == len(stack.layers) and getattr(stack, "pipeline_size", 1) == 1
+    if not is_whole or not isinstance(stack.norm, nn.RMSNorm):
         return None
-    found = [mixer for mixer in mixers if mixer is not None]
-    if len(found) < len(mixers):
-        return None
-    norms = [*(layer.input_layernorm for layer in stack.layers), stack.norm]
-    layers = [LayerStep(mixer, norm.eps) for (mixer, _), norm in zip(found, norms[1:], strict=True)]
-    arrays = [_with_norm(own, norm.weight) for (_, own), norm in zip(found, norms[1:], strict=True)]
     made: dict[tuple[LayerStep, ...], tuple[Callable[..., Arrays], Callable[..., Arrays]]] = {}
     groups = []
-    for first in range(0, len(layers), GROUP_LAYERS):
-        kinds = tuple(layers[first : first + GROUP_LAYERS])
+    for first in range(0, len(found), GROUP_LAYERS):
+        members = found[first : first + GROUP_LAYERS]
+        kinds = tuple(layer for layer, _ in members)
         if kinds not in made:
             one, keeping = (compiled(GroupStep(kernels, kinds, keeps)) for keeps in (False, True))
             made[kinds] = one, keeping
-        groups.append(LayerGroup(first, kinds, made[kinds], arrays[first : first + GROUP_LAYERS]))
-    return ModelStep(groups, (norms[0].weight, norms[0].eps))
+        groups.append(LayerGroup(first, kinds, made[kinds], [[*arrays] for _, arrays in members]))
+    return ModelStep(kernels, groups, (stack.norm.weight, stack.norm.eps))
 
 
-def _mixer(layer: Any) -> tuple[FusedDelta | FusedAttention, LayerArrays] | None:
-    """Return what a bound layer does, and its arrays; None if the kernels can not do it."""
+def _step_and_arrays(layer: Any) -> tuple[LayerStep, LayerArrays] | None:
+    """Return the step of a bound layer and its arrays; None if the kernels can not do it."""
     kind = getattr(layer, "weft_kind", None)
     if isinstance(kind, CudaDelta):
-        layout = kind.layout
-        if layout.key_dim * layout.value_dim > MAX_STATE_NUMBERS:
+        norm, *rest = layer.weft_step[3]
+        if kind.layout.key_dim * kind.layout.value_dim > MAX_STATE_NUMBERS:
             return None
-        _, *own = layer.weft_step[3]  # the input norm's weight belongs to the layer before
-        return FusedDelta(kind), _divided(own, 4, kind.bits)
+        return LayerStep(FusedDelta(kind)), _divided(norm, rest[:4], rest[4:], kind)
     if isinstance(kind, CudaAttention):
-        rotation, own = Rotation.of(layer.self_attn.rope), layer.self_attn
+        rotation = Rotation.of(layer.self_attn.rope)
         if rotation is None or getattr(layer, "use_sliding", False):
             return None
-        heads = HeadsLayout(kind.heads[0], kind.heads[1], kind.dim, kind.is_gated, kind.eps[1:], rotation, own.scale)
-        if not heads.is_supported:
+        sizes = (*kind.heads, kind.dim, kind.is_gated, kind.eps[1:])
+        if not (heads := HeadsLayout(*sizes, rotation, layer.self_attn.scale)).is_supported:
             return None
-        (_, *before), after = layer.weft_step[2:]
+        (norm, *before), after = layer.weft_step[2:]
         num_norms = len(heads.eps)
-        frequencies = [mx.array(rotation.frequencies)] if rotation.frequencies else []
-        return FusedAttention(kind, heads), _divided([*before[:num_norms], *frequencies, *before[num_norms:], *after],
-                                                     num_norms + len(frequencies), kind.bits)  # fmt: skip
+        own = [*before[:num_norms], *([mx.array(rotation.frequencies)] if rotation.frequencies else [])]
+        return LayerStep(FusedAttention(kind, heads)), _divided(norm, own, [*before[num_norms:], *after], kind)
     return None
 
 
-def _divided(arrays: Arrays, num_own: int, bits: tuple[int, int]) -> LayerArrays:
-    """Divide a layer's arrays: the mixer's own and its input product's, the output product's, and the MLP's."""
-    counts = [1 if number == 16 else 3 for number in bits]
-    inward, outward = num_own + counts[0], num_own + sum(counts)
-    return [arrays[:inward], arrays[inward:outward], arrays[outward:]]
-
-
-def _with_norm(arrays: LayerArrays, following: mx.array) -> LayerArrays:
-    mixer, outward, (post, *weights) = arrays
-    return [mixer, outward, [post, following, *weights]]
+def _divided(norm: mx.array, mixer: Arrays, arrays: Arrays, kind: CudaDelta | CudaAttention) -> LayerArrays:
+    """Divide a layer's further arrays: those of its input product, of its output product, and of its MLP with its norm."""
+    inward, outward = (1 if bits == 16 else 3 for bits in kind.bits)
+    post, *mlp = arrays[inward + outward :]
+    return LayerArrays([norm, post], arrays[:inward], mixer, arrays[inward : inward + outward], mlp)

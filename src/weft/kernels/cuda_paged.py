@@ -26,6 +26,7 @@ STATE_THREADS = 256
 ROW_THREADS = 1024
 CROWDED = ("delta_step", "attend_pages")  # two blocks share a multiprocessor: one reads while the other computes
 MAX_GROUP = 8  # query heads per key head: lines of a matrix instruction
+UNITES_IN_PLACE = True  # the last block over a line's pages puts together what all found; else a kernel of its own does
 MAX_STATE_NUMBERS = 128 * 128  # of one head, in the registers of a block
 DONE: tuple[list[tuple[int, ...]], list[mx.Dtype]] = ([(1,)], [mx.int32])  # an output that only says that the kernel ran
 
@@ -100,7 +101,7 @@ def place_heads(
             projected,
             *(norms or [projected, projected]),
             projected if frequencies is None else frequencies,
-            *(held.keys, held.values, *table),
+            *(held.keys, held.values, *table[:2]),
         ],
         template=[("T", projected.dtype), *sizes.items(), *kinds.items()],
         grid=(-(-units // (HEAD_THREADS // 32)) * HEAD_THREADS, projected.shape[0], 1),
@@ -120,25 +121,29 @@ def attend(
     found is multiplied by their sigmoids.
     """
     (lines, heads, key_dim), key_heads, value_dim = queries.shape, held.keys.shape[1], held.values.shape[3]
-    tokens, (rows, pages) = lines // table.rows.shape[0], table
+    tokens, (rows, pages, counters) = lines // table.rows.shape[0], table
     group = {"HEADS": key_heads, "GROUP": heads // key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    partial = _kernel("attend_pages", "queries after keys values rows pages", "partial", PAGE_THREADS, SCALE=scale)(
-        inputs=[queries, after, held.keys, held.values, rows, pages],
-        template=[("T", queries.dtype), *group.items()],
+    is_gated, projected = ("IS_GATED", gates is not None), queries if gates is None else gates
+    unites = UNITES_IN_PLACE and lines * key_heads <= counters.size
+    names = "queries after keys values rows pages counters projected"
+    partial, found = _kernel("attend_pages", names, "partial out", PAGE_THREADS, SCALE=scale)(
+        inputs=[queries, after, held.keys, held.values, rows, pages, counters, projected],
+        template=[("T", queries.dtype), *group.items(), is_gated, ("UNITES", unites)],
         grid=(pages.shape[0] * PAGE_THREADS, key_heads, tokens),
         threadgroup=(PAGE_THREADS, 1, 1),
-        output_shapes=[(pages.shape[0], tokens, heads, value_dim + 2)],
-        output_dtypes=[mx.float32],
-    )[0]
-    found: mx.array = _kernel("unite_pages", "partial projected rows", "out", PAGE_THREADS)(
-        inputs=[partial, queries if gates is None else gates, rows],
-        template=[("T", queries.dtype), ("HEADS", heads), ("VALUE_DIM", value_dim), ("IS_GATED", gates is not None)],
+        output_shapes=[(pages.shape[0], tokens, heads, value_dim + 2), (lines, heads, value_dim) if unites else (1,)],
+        output_dtypes=[mx.float32, queries.dtype],
+    )
+    if unites:
+        return found
+    return _kernel("unite_pages", "partial projected rows", "out", PAGE_THREADS)(
+        inputs=[partial, projected, rows],
+        template=[("T", queries.dtype), ("HEADS", heads), ("VALUE_DIM", value_dim), is_gated],
         grid=(value_dim, heads, lines),
         threadgroup=(value_dim, 1, 1),
         output_shapes=[(lines, heads, value_dim)],
         output_dtypes=[queries.dtype],
     )[0]
-    return found
 
 
 def place_tokens(keys: mx.array, values: mx.array, held: KeyValues, table: StepTable) -> mx.array:
@@ -146,7 +151,7 @@ def place_tokens(keys: mx.array, values: mx.array, held: KeyValues, table: StepT
     rows, heads, tokens, key_dim = keys.shape
     sizes = {"HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": values.shape[3]}
     return _kernel("place_tokens", "new_keys new_values keys values rows pages", "done", HEAD_THREADS)(
-        inputs=[keys, values, held.keys, held.values, *table],
+        inputs=[keys, values, held.keys, held.values, *table[:2]],
         template=[("T", keys.dtype), *sizes.items()],
         grid=(heads * HEAD_THREADS, rows * tokens, 1),
         threadgroup=(HEAD_THREADS, 1, 1),
@@ -253,6 +258,19 @@ def advance_rows(rows: mx.array) -> mx.array:
         grid=(threads, 1, 1),
         threadgroup=(min(threads, HEAD_THREADS), 1, 1),
         output_shapes=[rows.shape],
+        output_dtypes=[mx.int32],
+    )[0]
+
+
+def take_tokens(sampled: mx.array, places: mx.array, given: mx.array) -> mx.array:
+    """Return a token (B,) for each row: the one sampled at its place, or the given one where that is negative."""
+    threads = -(-places.size // 32) * 32
+    return _kernel("take_tokens", "sampled places given", "tokens", HEAD_THREADS)(
+        inputs=[sampled, places, given],
+        template=[],
+        grid=(threads, 1, 1),
+        threadgroup=(min(threads, HEAD_THREADS), 1, 1),
+        output_shapes=[places.shape],
         output_dtypes=[mx.int32],
     )[0]
 

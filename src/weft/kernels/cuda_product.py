@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from weft.kernels import cuda
 from weft.kernels.cuda import read_source
 from weft.kernels.cuda_cache import CudaKernel
 
@@ -32,6 +33,8 @@ SEGMENTS = 8  # of K, as in product.h
 MOST_FEW_LINES = 16
 MOST_OWN_ROWS = {16: 5, 8: 4, 4: 3}  # tiles of 16 rows that a warp can have without spilling registers, by bits
 MOST_LONE_ROWS = 3  # where no warps share a block's lines
+MOST_NORMED_LINES = 2  # that every block of a product may normalise for itself; 0: none
+MOST_NORMED_BYTES = 32 << 10  # of these lines, in shared memory
 STAGES = 4
 SHARED_BYTES = 227 << 10  # that a block may have
 ENOUGH_BLOCKS = 100  # fill the device
@@ -178,13 +181,42 @@ def product_in_parts(x: mx.array, weight: Weight) -> mx.array:
     return _product(x, weight, ProductEnding.APART)
 
 
+def normed_product(
+    lines: tuple[mx.array, mx.array], norm: tuple[mx.array, float], weight: Weight, ending: ProductEnding = ProductEnding.PLAIN
+) -> tuple[mx.array, mx.array]:
+    """Add two arrays of lines (M, K), and multiply the sum's RMSNorm by the rows of a weight; returns the sum and the product.
+
+    `norm`: its weight and epsilon. Of few lines that is one kernel, in which each block computes the norm for itself.
+    """
+    (x, y), width = lines, lines[0].shape[1]
+    if y.ndim == 3 or x.shape[0] > MOST_NORMED_LINES or x.nbytes > MOST_NORMED_BYTES:
+        added, normed = cuda.add_norm(x, y, *norm)
+        return added, _product(normed, weight, ending)
+    rows, sizes = weight.array.shape[0], choose_sizes(x.shape[0], weight.array.shape[0], width, weight.bits, ending)
+    threads, vectors = cuda.norm_threads(width)
+    template = {**_template(sizes, weight, width, ending), "NORM_THREADS": threads, "VECTORS": vectors}
+    added, found = _normed_kernel(x.nbytes, norm[1])(
+        inputs=[x, weight.array, *(weight.arrays[1:] or [x, x]), y, norm[0]],
+        template=[("T", x.dtype), *template.items()],
+        grid=(THREADS, grid_of(sizes, x.shape[0], rows)[1], 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[x.shape, (x.shape[0], rows // 2 if ending is ProductEnding.GATED else rows)],
+        output_dtypes=[x.dtype, x.dtype],
+    )
+    return added, found
+
+
+def _template(sizes: "Sizes", weight: Weight, width: int, ending: ProductEnding) -> dict[str, int]:
+    group = 32 if weight.scales is None else width // weight.scales.shape[-1]
+    return {**sizes.template(weight.bits, width), "BITS": weight.bits, "GROUP": group, "ENDING": int(ending)}
+
+
 def _product(x: mx.array, weight: Weight, ending: ProductEnding) -> mx.array:
     lines, rows, width = x.reshape(-1, x.shape[-1]), weight.array.shape[0], x.shape[-1]
     sizes = choose_sizes(lines.shape[0], rows, width, weight.bits, ending)
     if ending is ProductEnding.APART and sizes.splits == 1:
         ending = ProductEnding.PLAIN
-    group = 32 if weight.scales is None else width // weight.scales.shape[-1]
-    template = {**sizes.template(weight.bits, width), "BITS": weight.bits, "GROUP": group, "ENDING": int(ending)}
+    template = _template(sizes, weight, width, ending)
     shape: tuple[int, ...] = (lines.shape[0], rows // 2 if ending is ProductEnding.GATED else rows)
     across, down = grid_of(sizes, lines.shape[0], rows)
     found: mx.array = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
@@ -323,6 +355,15 @@ def bind(model: nn.Module, multiply: Product = product) -> list[str]:
 
 @cache
 def _kernel(name: str, shared_bytes: int) -> CudaKernel:
-    header = "\n".join(read_source(one) for one in ("instructions.h", "product.h"))
-    texts = header, read_source(f"{name}.cu")
-    return CudaKernel(f"weft_{name}", ["x", "w", "scales", "biases"], ["out"], texts, shared_bytes)
+    header = "\n".join(map(read_source, ("instructions.h", "product.h")))
+    body = "\n".join(map(read_source, ("lines_given.cu", "product_few.cu") if name == "product_few" else (f"{name}.cu",)))
+    return CudaKernel(f"weft_{name}", ["x", "w", "scales", "biases"], ["out"], (header, body), shared_bytes)
+
+
+@cache
+def _normed_kernel(shared_bytes: int, eps: float) -> CudaKernel:
+    constants = cuda.constants_text({"COLUMNS": cuda.COLUMNS, "EPS": eps})
+    header = "\n".join([read_source("instructions.h"), constants, *map(read_source, ("columns.h", "product.h"))])
+    body = "\n".join(map(read_source, ("lines_normed.cu", "product_few.cu")))
+    inputs = ["x", "w", "scales", "biases", "y", "norm"]
+    return CudaKernel("weft_product_normed", inputs, ["sum", "out"], (header, body), shared_bytes)

@@ -34,6 +34,7 @@ FEWEST_PAGES = 16
 FEWEST_SLOTS = 4
 GROWTH = 1.25  # of an array that has become too small
 SPARE = 4  # an array is cut when it has more than so many times what is used
+NUM_COUNTERS = 1 << 16
 KEPT_BYTES = 1 << 30  # stay allocated while no row is there
 
 
@@ -42,6 +43,7 @@ class StepTable(NamedTuple):
 
     rows: mx.array  # (B, 4): slot, tokens held, position of the first new token, index of the first page
     pages: mx.array  # (W, 2): row or −1, and page
+    counters: mx.array  # zeros, with which blocks of one kernel count each other
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class PagedPool:
         self.rows: list[RowState] = []
         self.layout = 0  # changes whenever a row's pages or slot do
         self.written: dict[int, mx.array] = {}  # by layer: done when its newest keys and values are written; of layers that ask
+        self.counters = mx.zeros(NUM_COUNTERS, mx.int32)
+        mx.eval(self.counters)  # sync: it has no part in anybody's graph
         self._page_numbers = Numbers(FEWEST_PAGES)
         self._slot_numbers = Numbers(FEWEST_SLOTS)
         self._table: StateTable | None = None
@@ -197,7 +201,7 @@ class PagedPool:
             if further == {0}:
                 return last.table
             if further == {1}:
-                table = StepTable(self.kernels.advance_rows(last.table.rows), last.table.pages)
+                table = last.table._replace(rows=self.kernels.advance_rows(last.table.rows))
                 self._last = PlacedRows(table, list(rows), firsts, self.layout)
                 return table
         self._last = self._build(rows, firsts)
@@ -219,7 +223,8 @@ class PagedPool:
         width = _padded(len(entries) // 2)
         entries += [-1, IDLE] * (width - len(entries) // 2)
         in_rows, in_pages = to_device(fields, entries)
-        return PlacedRows(StepTable(in_rows.reshape(-1, 4), in_pages.reshape(-1, 2)), list(rows), firsts, self.layout)
+        table = StepTable(in_rows.reshape(-1, 4), in_pages.reshape(-1, 2), self.counters)
+        return PlacedRows(table, list(rows), firsts, self.layout)
 
     def _reserve(self, num_pages: int, num_slots: int) -> None:
         """Make sure that so many pages and slots are free, in larger arrays if necessary."""

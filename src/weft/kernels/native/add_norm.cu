@@ -1,6 +1,6 @@
 // The body of the kernel; mlx writes its signature from the names in cuda.py.
 // sum = x + y, and its RMSNorm times a weight; a block: one line of `width` numbers, eight to a thread at a time, VECTORS times. With PARTS y is the sum
-// of as many arrays, added in their order and rounded to T: the segments of a product.
+// of as many arrays, added in their order and rounded to T: the segments of a product. Squares are added up as lines_normed.cu adds them.
 const int width = x_shape[1], lines = x_shape[0];
 const size_t from = size_t(blockIdx.x) * width;
 __shared__ float parts[32];
@@ -24,7 +24,7 @@ for (int i = 0; i < VECTORS; i++) {
     }
     for (int k = 0; k < COLUMNS; k++) {
         added[i][k] = rounded<T>(added[i][k] + other[k]);
-        squares += added[i][k] * added[i][k];
+        squares = __fmaf_rn(added[i][k], added[i][k], squares);
     }
     store_columns(added[i], sum + from + at);
 }

@@ -1,7 +1,8 @@
 // The body of the kernel; mlx writes its signature from the names in cuda_paged.py.
 // Attention of a step's queries (lines, HEADS · GROUP, KEY_DIM) over the keys and values of one page: partial sums of the values, the highest score and the
 // sum of weights, to `partial` (W, T, HEADS · GROUP, VALUE_DIM + 2). A block: one page, one key head, one of the T tokens. A warp scores sixteen keys at a
-// time by a matrix instruction; then each eight columns of the values have a thread in each of several teams, which take the keys in turn.
+// time by a matrix instruction; then each eight columns of the values have a thread in each of several teams, which take the keys in turn. With UNITES the
+// last block of a line and key head puts together what all of them found, as unite_pages.cu does it, to `out`; `counters`, zeros before and after, count them.
 constexpr int TEAM = VALUE_DIM / COLUMNS, TEAMS = THREADS / TEAM, WARPS = THREADS / 32, BLOCKS = (KEY_DIM + 31) / 32, EACH = (PAGE + TEAMS - 1) / TEAMS;
 constexpr int AHEAD = EACH < 8 ? EACH : 8;
 constexpr int SUMS = WARPS / 2 * GROUP * VALUE_DIM;
@@ -101,3 +102,27 @@ for (int half = WARPS / 2; half; half /= 2) {
 if (warp == 0 && lane < TEAM)
     for (int g = 0; g < GROUP; g++)
         for (int k = 0; k < COLUMNS; k++) to[g * (VALUE_DIM + 2) + column + k] = sum[g][k];
+if constexpr (UNITES) {
+    __shared__ int is_last;
+    const int line = row * tokens + token, last = (rows[row * FIELDS + LENGTH] + token) / PAGE, stride = HEADS * GROUP * (VALUE_DIM + 2);
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) {
+        int* counter = const_cast<int*>(counters) + line * HEADS + head;
+        is_last = atomicAdd(counter, 1) == last;
+        if (is_last) *counter = 0;
+    }
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    const float* parts = partial + ((size_t(rows[row * FIELDS + FIRST_PAGE]) * tokens + token) * HEADS + head) * GROUP * (VALUE_DIM + 2);
+    for (int at = thread; at < GROUP * VALUE_DIM; at += THREADS) {
+        const int own = head * GROUP + at / VALUE_DIM, own_column = at % VALUE_DIM;
+        float united_column = rounded<T>(united<VALUE_DIM>(parts + at / VALUE_DIM * (VALUE_DIM + 2), size_t(tokens) * stride, last, own_column));
+        if constexpr (IS_GATED) {
+            const float gate = static_cast<float>(projected[size_t(line) * projected_shape[1] + own * 2 * VALUE_DIM + VALUE_DIM + own_column]);
+            united_column /= 1.0f + expf(-gate);
+        }
+        out[(size_t(line) * HEADS * GROUP + own) * VALUE_DIM + own_column] = static_cast<T>(united_column);
+    }
+}

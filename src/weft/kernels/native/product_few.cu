@@ -4,14 +4,13 @@
 // · second half.
 constexpr int ROWS = ROW_TILES * 16, EIGHT_LINES = LINES / 8, LINE_TILES = (LINES + 15) / 16, NUMBERS = 8 * TOGETHER, WORDS = NUMBERS * BITS / 32;
 __shared__ float parts[SEGMENTS][LINES][ROWS + 1];
-const int num_lines = x_shape[0], width = x_shape[1], num_rows = w_shape[0];
+const int num_rows = w_shape[0], first_row = blockIdx.y * ROWS, first_line = blockIdx.x * LINES;
 const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
-const int first_row = blockIdx.y * ROWS, first_line = blockIdx.x * LINES;
 const int blocks = width / (4 * NUMBERS), end = segment_start(warp + 1, blocks);
 const unsigned* rows[ROW_TILES * 2];
 const T* row_scales[ROW_TILES * 2];
 const T* row_biases[ROW_TILES * 2];
-const uint4* lines[EIGHT_LINES];
+const uint4* lines[EIGHT_LINES];  // those beyond the last reach only sums that are not written
 #pragma unroll
 for (int j = 0; j < ROW_TILES * 2; j++) {
     const size_t row = weight_row<ENDING>(first_row, j * 8 + group, num_rows);
@@ -19,13 +18,8 @@ for (int j = 0; j < ROW_TILES * 2; j++) {
     row_scales[j] = scales + (BITS == 16 ? 0 : row * (width / GROUP));
     row_biases[j] = biases + (BITS == 16 ? 0 : row * (width / GROUP));
 }
-#pragma unroll
-for (int i = 0; i < EIGHT_LINES; i++)  // those beyond the last reach only sums that are not written
-    lines[i] = reinterpret_cast<const uint4*>(x + size_t(min(first_line + i * 8 + group, num_lines - 1)) * width) + quad * TOGETHER;
-
-float sums[ROW_TILES * 2][LINE_TILES][4] = {};
-for (int first = segment_start(warp, blocks); first < end; first += AHEAD) {
-    unsigned words[AHEAD][ROW_TILES * 2][WORDS], scaling[AHEAD][ROW_TILES * 2];
+unsigned words[AHEAD][ROW_TILES * 2][WORDS], scaling[AHEAD][ROW_TILES * 2];
+auto fetch = [&](int first) {
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ahead++) {
         const int block = min(first + ahead, end - 1);
@@ -38,6 +32,16 @@ for (int first = segment_start(warp, blocks); first < end; first += AHEAD) {
             }
         }
     }
+};
+int first = segment_start(warp, blocks);
+if (first < end) fetch(first);  // on its way while lines are prepared
+const T* prepared = prepare_lines();
+#pragma unroll
+for (int i = 0; i < EIGHT_LINES; i++)
+    lines[i] = reinterpret_cast<const uint4*>(prepared + size_t(min(first_line + i * 8 + group, num_lines - 1)) * width) + quad * TOGETHER;
+
+float sums[ROW_TILES * 2][LINE_TILES][4] = {};
+while (first < end) {
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ahead++) {
         if (first + ahead >= end) break;
@@ -45,7 +49,7 @@ for (int first = segment_start(warp, blocks); first < end; first += AHEAD) {
         for (int eight = 0; eight < TOGETHER; eight++) {
             uint4 own[LINE_TILES * 2] = {};
 #pragma unroll
-            for (int i = 0; i < EIGHT_LINES; i++) own[i] = in_order<BITS>(__ldg(lines[i] + (first + ahead) * 4 * TOGETHER + eight));
+            for (int i = 0; i < EIGHT_LINES; i++) own[i] = in_order<BITS>(lines[i][(first + ahead) * 4 * TOGETHER + eight]);
 #pragma unroll
             for (int j = 0; j < ROW_TILES * 2; j++) {
                 const unsigned* packed = words[ahead][j] + eight * BITS / 4;
@@ -59,6 +63,8 @@ for (int first = segment_start(warp, blocks); first < end; first += AHEAD) {
             }
         }
     }
+    first += AHEAD;
+    if (first < end) fetch(first);
 }
 #pragma unroll
 for (int j = 0; j < ROW_TILES * 2; j++)
@@ -74,11 +80,11 @@ auto total = [&](int line, int row) {
     return found;
 };
 constexpr int OUT_ROWS = ENDING == GATED ? ROWS / 2 : ROWS;
-const int out_rows = ENDING == GATED ? num_rows / 2 : num_rows, first = blockIdx.y * OUT_ROWS;
+const int out_rows = ENDING == GATED ? num_rows / 2 : num_rows, first_out = blockIdx.y * OUT_ROWS;
 for (int at = threadIdx.x; at < OUT_ROWS * LINES; at += 256) {
     const int own = at % OUT_ROWS, line = at / OUT_ROWS;
-    if (first + own >= out_rows || first_line + line >= num_lines) continue;
-    T* target = out + size_t(first_line + line) * out_rows + first + own;
+    if (first_out + own >= out_rows || first_line + line >= num_lines) continue;
+    T* target = out + size_t(first_line + line) * out_rows + first_out + own;
     if constexpr (ENDING == GATED)
         *target = gated<T>(total(line, own / 8 * 16 + own % 8), total(line, own / 8 * 16 + own % 8 + 8));
     else

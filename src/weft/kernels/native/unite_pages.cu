@@ -2,18 +2,8 @@
 // What attention over a row's pages found, put together, to `out` (lines, HEADS, VALUE_DIM); of gated layers times the sigmoid of the head's gate, which
 // follows its query in `projected`. A block: one query head of one line; a thread per column.
 const int column = threadIdx.x, head = blockIdx.y, line = blockIdx.z, tokens = gridDim.z / rows_shape[0], row = line / tokens, token = line % tokens;
-const int last = (rows[row * FIELDS + LENGTH] + token) / PAGE, stride = tokens * HEADS * (VALUE_DIM + 2);
+const int last = (rows[row * FIELDS + LENGTH] + token) / PAGE;
 const float* part = partial + ((size_t(rows[row * FIELDS + FIRST_PAGE]) * tokens + token) * HEADS + head) * (VALUE_DIM + 2);
-float highest = -INFINITY, total = 0.0f, sum = 0.0f;
-#pragma unroll 4
-for (int page = 0; page <= last; page++) highest = fmaxf(highest, part[size_t(page) * stride + VALUE_DIM]);
-#pragma unroll 4
-for (int page = 0; page <= last; page++) {
-    const float* here = part + size_t(page) * stride;
-    const float share = __expf(here[VALUE_DIM] - highest);
-    total += share * here[VALUE_DIM + 1];
-    sum += share * here[column];
-}
-float found = rounded<T>(sum / total);
+float found = rounded<T>(united<VALUE_DIM>(part, size_t(tokens) * HEADS * (VALUE_DIM + 2), last, column));
 if constexpr (IS_GATED) found /= 1.0f + expf(-static_cast<float>(projected[size_t(line) * projected_shape[1] + head * 2 * VALUE_DIM + VALUE_DIM + column]));
 out[(size_t(line) * HEADS + head) * VALUE_DIM + column] = static_cast<T>(found);
