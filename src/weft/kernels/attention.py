@@ -64,7 +64,7 @@ def attend_paged(queries: mx.array, keys: PagedHandle, scale: float, mask: Any, 
         raise InternalError("attention over pages takes no mask and no sinks")
     (rows, heads, tokens, dim), view = queries.shape, keys.view
     lines = queries.swapaxes(1, 2).reshape(-1, heads, dim)
-    found = cuda_paged.attend(lines, keys.done, view.held, view.batch.step_table, scale)
+    found = cuda_paged.attend_apart(lines, keys.done, view.held, view.batch.step_table, scale)
     return found.reshape(rows, tokens, heads, -1).swapaxes(1, 2)
 
 

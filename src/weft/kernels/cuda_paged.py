@@ -118,31 +118,53 @@ def attend(
     """Compute attention of queries (lines, heads, dim) over their rows' pages: (lines, heads, value dim).
 
     `after`: an output of the kernel that wrote the newest keys. `gates`: projections in which a gate follows each query; what is
-    found is multiplied by their sigmoids.
+    found is multiplied by their sigmoids. Not for two layers at once: all calls count blocks with the same counters.
     """
+    projected = queries if gates is None else gates
+    if not UNITES_IN_PLACE or queries.shape[0] * held.keys.shape[1] > table.counters.size:
+        return _united(_attended(queries, after, held, table, scale), projected, table, is_gated=gates is not None)
+    kinds = {"IS_GATED": gates is not None, "UNITES": True}
+    return _attend_pages([queries, after], projected, held, table, scale, kinds)[1]
+
+
+def attend_apart(queries: mx.array, after: mx.array, held: KeyValues, table: StepTable, scale: float) -> mx.array:
+    """Compute attention of queries (lines, heads, dim) over their rows' pages, for layers that may run beside others."""
+    return _united(_attended(queries, after, held, table, scale), queries, table, is_gated=False)
+
+
+def _attended(queries: mx.array, after: mx.array, held: KeyValues, table: StepTable, scale: float) -> mx.array:
+    return _attend_pages([queries, after], queries, held, table, scale, {"IS_GATED": False, "UNITES": False})[0]
+
+
+def _attend_pages(
+    inputs: list[mx.array], projected: mx.array, held: KeyValues, table: StepTable, scale: float, kinds: dict[str, bool]
+) -> list[mx.array]:
+    queries, (rows, pages, counters) = inputs[0], table
     (lines, heads, key_dim), key_heads, value_dim = queries.shape, held.keys.shape[1], held.values.shape[3]
-    tokens, (rows, pages, counters) = lines // table.rows.shape[0], table
+    tokens = lines // rows.shape[0]
     group = {"HEADS": key_heads, "GROUP": heads // key_heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    is_gated, projected = ("IS_GATED", gates is not None), queries if gates is None else gates
-    unites = UNITES_IN_PLACE and lines * key_heads <= counters.size
     names = "queries after keys values rows pages counters projected"
-    partial, found = _kernel("attend_pages", names, "partial out", PAGE_THREADS, SCALE=scale)(
-        inputs=[queries, after, held.keys, held.values, rows, pages, counters, projected],
-        template=[("T", queries.dtype), *group.items(), is_gated, ("UNITES", unites)],
+    return _kernel("attend_pages", names, "partial out", PAGE_THREADS, SCALE=scale)(
+        inputs=[*inputs, held.keys, held.values, rows, pages, counters, projected],
+        template=[("T", queries.dtype), *group.items(), *kinds.items()],
         grid=(pages.shape[0] * PAGE_THREADS, key_heads, tokens),
         threadgroup=(PAGE_THREADS, 1, 1),
-        output_shapes=[(pages.shape[0], tokens, heads, value_dim + 2), (lines, heads, value_dim) if unites else (1,)],
+        output_shapes=[(pages.shape[0], tokens, heads, value_dim + 2), (lines, heads, value_dim) if kinds["UNITES"] else (1,)],
         output_dtypes=[mx.float32, queries.dtype],
     )
-    if unites:
-        return found
+
+
+def _united(partial: mx.array, projected: mx.array, table: StepTable, *, is_gated: bool) -> mx.array:
+    """Put together what attention over pages found, (W, T, heads, value dim + 2)."""
+    _, tokens, heads, width = partial.shape
+    lines, value_dim = tokens * table.rows.shape[0], width - 2
     return _kernel("unite_pages", "partial projected rows", "out", PAGE_THREADS)(
-        inputs=[partial, projected, rows],
-        template=[("T", queries.dtype), ("HEADS", heads), ("VALUE_DIM", value_dim), is_gated],
+        inputs=[partial, projected, table.rows],
+        template=[("T", projected.dtype), ("HEADS", heads), ("VALUE_DIM", value_dim), ("IS_GATED", is_gated)],
         grid=(value_dim, heads, lines),
         threadgroup=(value_dim, 1, 1),
         output_shapes=[(lines, heads, value_dim)],
-        output_dtypes=[queries.dtype],
+        output_dtypes=[projected.dtype],
     )[0]
 
 
