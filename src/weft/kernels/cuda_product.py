@@ -34,7 +34,10 @@ MOST_FEW_LINES = 16
 MOST_OWN_ROWS = {16: 5, 8: 4, 4: 3}  # tiles of 16 rows that a warp can have without spilling registers, by bits
 MOST_LONE_ROWS = 3  # where no warps share a block's lines
 MOST_NORMED_LINES = 2  # that every block of a product may normalise for itself; 0: none
-MOST_NORMED_BYTES = 32 << 10  # of these lines, in shared memory
+MOST_SHARED_LINES = 2  # that every block copies into its shared memory; 0: none
+MOST_LINE_BYTES = 32 << 10  # of these lines
+MOST_AHEAD = 8  # blocks of K that a warp reads at once, of 16 bits
+MOST_PACKED_AHEAD = 4  # of packed numbers, or of many lines
 STAGES = 4
 SHARED_BYTES = 227 << 10  # that a block may have
 ENOUGH_BLOCKS = 100  # fill the device
@@ -61,10 +64,6 @@ class FewSizes(NamedTuple):
     ahead: int
 
     @property
-    def kernel(self) -> str:
-        return "product_few"
-
-    @property
     def splits(self) -> int:
         return 1
 
@@ -75,9 +74,6 @@ class FewSizes(NamedTuple):
     def template(self, bits: int, width: int) -> dict[str, int]:
         return {**{name.upper(): size for name, size in self._asdict().items()}, "TOGETHER": numbers_together(bits, width)}
 
-    def shared_bytes(self, bits: int) -> int:  # noqa: ARG002 - what it shares is declared by the kernel
-        return 0
-
 
 class ManySizes(NamedTuple):
     """The sizes of a block for many lines: tiles of 16 rows that a warp has, warps side by side in lines, blocks that share K."""
@@ -85,10 +81,6 @@ class ManySizes(NamedTuple):
     own_rows: int
     warp_lines: int
     splits: int = 1
-
-    @property
-    def kernel(self) -> str:
-        return "product"
 
     @property
     def rows(self) -> int:
@@ -189,7 +181,7 @@ def normed_product(
     `norm`: its weight and epsilon. Of few lines that is one kernel, in which each block computes the norm for itself.
     """
     (x, y), width = lines, lines[0].shape[1]
-    if y.ndim == 3 or x.shape[0] > MOST_NORMED_LINES or x.nbytes > MOST_NORMED_BYTES:
+    if y.ndim == 3 or x.shape[0] > MOST_NORMED_LINES or x.nbytes > MOST_LINE_BYTES:
         added, normed = cuda.add_norm(x, y, *norm)
         return added, _product(normed, weight, ending)
     rows, sizes = weight.array.shape[0], choose_sizes(x.shape[0], weight.array.shape[0], width, weight.bits, ending)
@@ -219,7 +211,9 @@ def _product(x: mx.array, weight: Weight, ending: ProductEnding) -> mx.array:
     template = _template(sizes, weight, width, ending)
     shape: tuple[int, ...] = (lines.shape[0], rows // 2 if ending is ProductEnding.GATED else rows)
     across, down = grid_of(sizes, lines.shape[0], rows)
-    found: mx.array = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
+    is_shared = isinstance(sizes, FewSizes) and lines.shape[0] <= MOST_SHARED_LINES and lines.nbytes <= MOST_LINE_BYTES
+    kernel = _few_kernel("lines_shared", lines.nbytes) if is_shared else _kernel(sizes, weight.bits)
+    found: mx.array = kernel(
         inputs=[lines, weight.array, *(weight.arrays[1:] or [lines, lines])],
         template=[("T", x.dtype), *template.items()],
         grid=(across * THREADS, down, sizes.splits),
@@ -260,11 +254,11 @@ def choose_sizes(lines: int, rows: int, width: int, bits: int, ending: ProductEn
     if lines <= MOST_FEW_LINES or not is_whole:
         in_block = 8 if lines <= 8 else 16 if lines <= 16 else 32
         row_tiles = 2 if in_block == 32 and rows >= ENOUGH_BLOCKS * 32 else 1
-        most = 4 if bits < 16 or in_block == 32 else 8
+        most = MOST_AHEAD if bits == 16 and in_block < 32 else MOST_PACKED_AHEAD
         each = -(-width // (32 * numbers_together(bits, width)) // SEGMENTS)
         ahead = min(range(min(most, 2), most + 1), key=lambda count: (-(-each // count) * count - each, -count))
         return FewSizes(row_tiles, in_block, ahead)
-    warp_lines = 1 if lines <= 32 else 2 if lines <= 64 else 4
+    warp_lines, lines = (1, 32) if lines <= 32 else (2, 64) if lines <= 64 else (4, 128)  # few kinds: each must be compiled
     splits = (1, SEGMENTS) if ending is ProductEnding.APART else (1,)
     most_rows = min(MOST_OWN_ROWS[bits], MOST_LONE_ROWS if warp_lines == 1 else WARPS)
     possible = [ManySizes(own, warp_lines, split) for own in range(1, most_rows + 1) for split in splits]
@@ -353,11 +347,24 @@ def bind(model: nn.Module, multiply: Product = product) -> list[str]:
     return left
 
 
+PRODUCT_INPUTS = ["x", "w", "scales", "biases"]
+
+
+def _kernel(sizes: Sizes, bits: int) -> CudaKernel:
+    return _few_kernel("lines_given", 0) if isinstance(sizes, FewSizes) else _many_kernel(sizes.shared_bytes(bits))
+
+
 @cache
-def _kernel(name: str, shared_bytes: int) -> CudaKernel:
+def _many_kernel(shared_bytes: int) -> CudaKernel:
     header = "\n".join(map(read_source, ("instructions.h", "product.h")))
-    body = "\n".join(map(read_source, ("lines_given.cu", "product_few.cu") if name == "product_few" else (f"{name}.cu",)))
-    return CudaKernel(f"weft_{name}", ["x", "w", "scales", "biases"], ["out"], (header, body), shared_bytes)
+    return CudaKernel("weft_product", PRODUCT_INPUTS, ["out"], (header, read_source("product.cu")), shared_bytes)
+
+
+@cache
+def _few_kernel(lines: str, shared_bytes: int) -> CudaKernel:
+    header = "\n".join(map(read_source, ("instructions.h", "product.h")))
+    body = "\n".join(map(read_source, (f"{lines}.cu", "product_few.cu")))
+    return CudaKernel("weft_product_few", PRODUCT_INPUTS, ["out"], (header, body), shared_bytes)
 
 
 @cache
@@ -365,5 +372,4 @@ def _normed_kernel(shared_bytes: int, eps: float) -> CudaKernel:
     constants = cuda.constants_text({"COLUMNS": cuda.COLUMNS, "EPS": eps})
     header = "\n".join([read_source("instructions.h"), constants, *map(read_source, ("columns.h", "product.h"))])
     body = "\n".join(map(read_source, ("lines_normed.cu", "product_few.cu")))
-    inputs = ["x", "w", "scales", "biases", "y", "norm"]
-    return CudaKernel("weft_product_normed", inputs, ["sum", "out"], (header, body), shared_bytes)
+    return CudaKernel("weft_product_normed", [*PRODUCT_INPUTS, "y", "norm"], ["sum", "out"], (header, body), shared_bytes)

@@ -7,6 +7,11 @@
 constexpr int SEGMENTS = 8;
 constexpr int PLAIN = 0, GATED = 1, APART = 2;  // the ENDING of a product: its numbers, silu(first half of the rows) · second half, or segments
 
+template <bool IS>
+struct Flag {
+    static constexpr bool value = IS;
+};
+
 // The first block of a segment, of so many blocks in all.
 __device__ inline int segment_start(int segment, int blocks) { return segment * blocks / SEGMENTS; }
 

@@ -1,7 +1,7 @@
 // The body of the kernel; mlx writes its signature from the names in cuda_product.py.
 // out (M, N) = x (M, K) · w (N, K)ᵀ for few lines, where all is in reading w. A block: ROW_TILES · 16 rows of w and LINES lines, eight or a multiple of
 // sixteen; each of its eight warps has a segment of K, and reads AHEAD blocks of it before it multiplies them. GATED: out (M, N / 2) is silu(first half)
-// · second half.
+// · second half. What stands before this text says where the lines are: lines_given.cu, lines_shared.cu or lines_normed.cu.
 constexpr int ROWS = ROW_TILES * 16, EIGHT_LINES = LINES / 8, LINE_TILES = (LINES + 15) / 16, NUMBERS = 8 * TOGETHER, WORDS = NUMBERS * BITS / 32;
 __shared__ float parts[SEGMENTS][LINES][ROWS + 1];
 const int num_rows = w_shape[0], first_row = blockIdx.y * ROWS, first_line = blockIdx.x * LINES;
@@ -41,10 +41,10 @@ for (int i = 0; i < EIGHT_LINES; i++)
     lines[i] = reinterpret_cast<const uint4*>(prepared + size_t(min(first_line + i * 8 + group, num_lines - 1)) * width) + quad * TOGETHER;
 
 float sums[ROW_TILES * 2][LINE_TILES][4] = {};
-while (first < end) {
+auto multiply_fetched = [&](auto is_whole) {  // as many blocks as were read ahead, or fewer: without a look at their number all lines are read at once
 #pragma unroll
     for (int ahead = 0; ahead < AHEAD; ahead++) {
-        if (first + ahead >= end) break;
+        if (!is_whole.value && first + ahead >= end) break;
 #pragma unroll
         for (int eight = 0; eight < TOGETHER; eight++) {
             uint4 own[LINE_TILES * 2] = {};
@@ -63,6 +63,12 @@ while (first < end) {
             }
         }
     }
+};
+while (first < end) {
+    if (first + AHEAD <= end)
+        multiply_fetched(Flag<true>());
+    else
+        multiply_fetched(Flag<false>());
     first += AHEAD;
     if (first < end) fetch(first);
 }
