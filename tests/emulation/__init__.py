@@ -26,7 +26,7 @@ from weft.kernels.cuda_cache import OWN_HEADER, TYPES, CudaKernel
 FOLDER = Path(__file__).parent
 COMPILER = shutil.which("g++")
 ALIGNMENT = 256
-OPTIONS = ("-std=c++20", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-shared", "-fPIC")
+OPTIONS = ("-std=c++20", "-O1", "-fno-strict-aliasing", "-ffp-contract=off", "-w", "-fPIC")
 
 
 BYTES = {mx.bfloat16: mx.uint16, mx.float16: mx.uint16}
@@ -85,6 +85,30 @@ def variant_of(kernel: CudaKernel, inputs: list[mx.array], dtypes: list[mx.Dtype
 
 
 @cache
+def headers_folder() -> Path:
+    """The emulation's headers, compiled once, in a folder for what is compiled with them."""
+    headers = {name: (FOLDER / name).read_text() for name in ("device.h", "instructions.h")}
+    mark = hashlib.sha256("".join([*headers.values(), *OPTIONS]).encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"weft-emulation-{os.getuid()}-{mark}"
+    folder.mkdir(exist_ok=True)
+    for name, text in headers.items():
+        started = folder / f"{name}.{os.getpid()}"
+        started.write_text(text)
+        started.replace(folder / name)
+    if not (target := folder / "instructions.h.gch").exists():
+        run_compiler(folder / "instructions.h", target, "-xc++-header")
+    return folder
+
+
+def run_compiler(source: Path, target: Path, kind: str) -> None:
+    """Compile a file; whoever else is at it finds it whole or not at all."""
+    started = target.with_name(f"{target.name}.{os.getpid()}")
+    assert COMPILER is not None
+    subprocess.run([COMPILER, *OPTIONS, kind, f"-I{target.parent}", str(source), "-o", str(started)], check=True)
+    started.replace(target)
+
+
+@cache
 def compiled(name: str, text: str, called: str) -> Callable[..., bool]:
     """Compile a kernel's whole text for the CPU; kept in the system's folder for temporary files."""
     own = text.replace(OWN_HEADER, "").replace(read_source("instructions.h"), "")
@@ -96,17 +120,11 @@ extern "C" bool launch(const int* shape, int shared_bytes, bool is_backward, voi
 }}
 """
     whole = f'#include "instructions.h"\n{own}\n{launch}'
-    headers = "".join((FOLDER / header).read_text() for header in ("device.h", "instructions.h"))
-    mark = hashlib.sha256((whole + headers + " ".join(OPTIONS)).encode()).hexdigest()[:24]
-    target = Path(tempfile.gettempdir()) / f"weft-emulation-{os.getuid()}" / f"{name}-{mark}.so"
+    target = headers_folder() / f"{name}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.so"
     if not target.exists():
-        target.parent.mkdir(exist_ok=True)
         source = target.with_suffix(f".{os.getpid()}.cpp")
         source.write_text(whole)
-        started = source.with_suffix(".so")
-        assert COMPILER is not None
-        subprocess.run([COMPILER, *OPTIONS, f"-I{FOLDER}", str(source), "-o", str(started)], check=True)
-        started.replace(target)
+        run_compiler(source, target, "-shared")
         source.unlink()
     function: Any = ctypes.CDLL(str(target)).launch
     function.restype = ctypes.c_bool
