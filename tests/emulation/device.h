@@ -8,9 +8,6 @@
 #include <cstring>
 #include <functional>
 #include <vector>
-#if !defined(__x86_64__)
-#include <ucontext.h>
-#endif
 
 #define __device__
 #define __global__
@@ -28,11 +25,7 @@ namespace emulated {
 constexpr size_t STACK = 128 << 10;
 
 struct Fiber {
-#if defined(__x86_64__)
     void* stack_pointer = nullptr;
-#else
-    ucontext_t context;
-#endif
     dim3 thread;
     int index = 0;
     bool is_done = false;
@@ -48,7 +41,6 @@ inline std::function<void()> body;
 inline dim3 block_index, block_size, grid_size;
 inline std::vector<char> pool;
 
-#if defined(__x86_64__)
 extern "C" void emulated_switch(void** from, void* to);
 asm(R"(
 .text
@@ -71,9 +63,6 @@ emulated_switch:
     ret
 )");
 inline void switch_to(Fiber& from, Fiber& to) { emulated_switch(&from.stack_pointer, to.stack_pointer); }
-#else
-inline void switch_to(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
-#endif
 
 inline void leave() { switch_to(*current, scheduler); }
 
@@ -130,19 +119,11 @@ inline void run_fiber() {
 }
 
 inline void prepare(Fiber& fiber, char* stack) {
-#if defined(__x86_64__)
     auto* top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(stack + STACK) & ~uintptr_t(15));
     *--top = nullptr;  // as if it had been called
     *--top = reinterpret_cast<void*>(run_fiber);
     for (int i = 0; i < 6; i++) *--top = nullptr;
     fiber.stack_pointer = top;
-#else
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = stack;
-    fiber.context.uc_stack.ss_size = STACK;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, run_fiber, 0);
-#endif
 }
 
 inline bool run_block() {
