@@ -10,7 +10,7 @@ import pytest
 
 import emulation
 from weft.kernels import cuda_cache, cuda_product
-from weft.kernels.cuda_product import FewSizes, ManySizes, ProductEnding, Weight, gated_product, product, product_in_parts
+from weft.kernels.cuda_product import FewSizes, ManySizes, ProductEnding, Weight, embed, gated_product, product, product_in_parts
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler")
 
@@ -86,6 +86,18 @@ def added(parts: mx.array) -> mx.array:
     for part in parts:
         total = total + part
     return total
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_embeddings_are_rows_of_the_weight(bits: int) -> None:
+    mx.random.seed(4)
+    weight, unpacked = weight_of(50, 192, bits)
+    tokens = mx.array([[3], [49], [0]], mx.int32)
+
+    found = embed(tokens, weight)
+
+    assert found.shape == (3, 1, 192)
+    assert difference(found, numbers(unpacked[tokens])) < 0.01
 
 
 def test_a_width_of_which_threads_read_less_than_16_bytes_at_once() -> None:

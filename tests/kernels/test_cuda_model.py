@@ -92,7 +92,7 @@ def test_a_step_has_few_launches(adapter: Adapter, monkeypatch: pytest.MonkeyPat
 
     kinds = [type(layer.mixer).__name__ for group in adapter.model_step.groups for layer in group.layers]  # type: ignore[union-attr]
     in_layers = sum(6 if kind == "FusedAttention" else 5 for kind in kinds)
-    assert len(launches) == in_layers + 4  # the table, the last norm, the output and the choice of a token
+    assert len(launches) == in_layers + 5  # the table, the embeddings, the last norm, the output and the choice of a token
     assert launches[0] == "weft_advance_rows"
 
 

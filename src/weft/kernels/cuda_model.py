@@ -18,7 +18,7 @@ from mlx_lm.models import llama, qwen3, qwen3_5
 from weft.kernels import cuda, cuda_layers, cuda_paged, cuda_product
 from weft.kernels.cuda_layers import Arrays, CudaAttention, CudaDelta, split_weights
 from weft.kernels.cuda_paged import MAX_STATE_NUMBERS, DeltaArrays, DeltaKind, HeadsLayout, Rotation
-from weft.kernels.cuda_product import ProductEnding
+from weft.kernels.cuda_product import ProductEnding, Weight
 from weft.memory.pages import PagedBatch, PagedView, SlottedView, StepTable
 from weft.memory.spec import KeyValues
 
@@ -30,6 +30,7 @@ STACKS = (llama.LlamaModel, qwen3.Qwen3Model, qwen3_5.Qwen3_5TextModel)
 class StepKernels:
     """The operations that a step is made of; tests put others in their place."""
 
+    embed = staticmethod(cuda_product.embed)
     normed_product = staticmethod(cuda_product.normed_product)
     product_in_parts = staticmethod(cuda_product.product_in_parts)
     add_norm = staticmethod(cuda.add_norm)
@@ -188,8 +189,10 @@ class StepOfModel:
     def __call__(self: Any, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         if not cache or not isinstance(cache[0], PagedView | SlottedView):
             return super().__call__(inputs, cache, input_embeddings)  # type: ignore[misc,no-any-return]
-        embedded = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-        total, normed = self.weft_model_step(embedded, cache)
+        step, weight = self.weft_model_step, Weight.of(self.embed_tokens)
+        if input_embeddings is None:
+            input_embeddings = self.embed_tokens(inputs) if weight is None else step.kernels.embed(inputs, weight)
+        total, normed = step(input_embeddings, cache)
         return normed if isinstance(self.norm, nn.RMSNorm) else total  # type: ignore[no-any-return]  # an MTP head may ask for states before the norm
 
 

@@ -198,6 +198,24 @@ def normed_product(
     return added, found
 
 
+def embed(tokens: mx.array, weight: Weight) -> mx.array:
+    """Return the rows of a weight (N, K) that are the embeddings of tokens (…): (…, K)."""
+    dtype = weight.array.dtype if weight.scales is None else weight.scales.dtype
+    width = weight.array.shape[1] * (1 if weight.scales is None else 32 // weight.bits)
+    lines = tokens.reshape(-1)
+    threads = lines.size * width // 8
+    group = 32 if weight.scales is None else width // weight.scales.shape[-1]
+    found: mx.array = _embed_kernel()(
+        inputs=[lines, weight.array, *(weight.arrays[1:] or [weight.array, weight.array])],
+        template=[("T", dtype), ("BITS", weight.bits), ("GROUP", group)],
+        grid=(-(-threads // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines.size, width)],
+        output_dtypes=[dtype],
+    )[0]
+    return found.reshape(*tokens.shape, width)
+
+
 def _template(sizes: "Sizes", weight: Weight, width: int, ending: ProductEnding) -> dict[str, int]:
     group = 32 if weight.scales is None else width // weight.scales.shape[-1]
     return {**sizes.template(weight.bits, width), "BITS": weight.bits, "GROUP": group, "ENDING": int(ending)}
@@ -365,6 +383,12 @@ def _few_kernel(lines: str, shared_bytes: int) -> CudaKernel:
     header = "\n".join(map(read_source, ("instructions.h", "product.h")))
     body = "\n".join(map(read_source, (f"{lines}.cu", "product_few.cu")))
     return CudaKernel("weft_product_few", PRODUCT_INPUTS, ["out"], (header, body), shared_bytes)
+
+
+@cache
+def _embed_kernel() -> CudaKernel:
+    texts = read_source("instructions.h"), read_source("embed.cu")
+    return CudaKernel("weft_embed", ["tokens", "w", "scales", "biases"], ["out"], texts)
 
 
 @cache
