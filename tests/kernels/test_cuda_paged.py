@@ -185,6 +185,24 @@ def test_attention_over_pages_is_attention_over_a_row_s_tokens(heads: int, key_h
     assert mx.array_equal(cuda_paged.attend(queries, queries, held, table, scale, gates), gated)
 
 
+def test_attention_over_more_pages_than_a_warp_has_lanes() -> None:
+    mx.random.seed(9)
+    length, pages = 39 * PAGE + 5, list(range(40, 0, -1))
+    table = StepTable(
+        mx.array([[1, length, length, 0]], mx.int32), mx.array([[0, page] for page in pages], mx.int32), mx.zeros(64, mx.int32)
+    )
+    held = KeyValues(*(mx.random.normal((41, 1, PAGE, 32)).astype(BF) for _ in range(2)))
+    queries = mx.random.normal((1, 2, 32)).astype(BF)
+
+    found = cuda_paged.attend(queries, queries, held, table, 0.3)
+
+    keys, values = (
+        mx.concatenate([plane[page] for page in pages], axis=1)[None, :, : length + 1] for plane in (held.keys, held.values)
+    )
+    assert close(found, mx.fast.scaled_dot_product_attention(queries[:, :, None], keys, values, scale=0.3)[:, :, 0])
+    assert mx.array_equal(cuda_paged.attend_apart(queries, queries, held, table, 0.3), found)
+
+
 def test_what_lies_behind_a_row_s_tokens_does_not_matter() -> None:
     mx.random.seed(5)
     table = table_of((PAGE + 7,), 1)

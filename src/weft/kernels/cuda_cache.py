@@ -43,6 +43,7 @@ SHORT_TYPES = {
     mx.uint32: "uint32_t",
 }
 LIBSTDCXX_SEED = 0xC70F6907
+LABELS_KERNELS = True  # else MLX is given texts, which it compiles at every start
 LABEL_CHARACTERS = 32
 LABELLED_TRIAL = ("", "out[0] = x_shape[0] + x[0];")
 
@@ -82,7 +83,7 @@ class CudaKernel:
     def _prepared(self, inputs: list[mx.array], template: Template, output_dtypes: list[mx.Dtype]) -> Launch:
         """Return how this variant is launched: by its label if it lies in the cache folder, else by its text."""
         try:
-            if self.texts == LABELLED_TRIAL or finds_labelled():
+            if LABELS_KERNELS and (self.texts == LABELLED_TRIAL or finds_labelled()):
                 return self._labelled(inputs, template, output_dtypes)
         except (OSError, KeyError, AttributeError, RuntimeError) as error:
             log.info("%s is compiled by MLX, at every start (%s: %s)", self.name, type(error).__name__, error)

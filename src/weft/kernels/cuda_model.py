@@ -22,6 +22,7 @@ from weft.kernels.cuda_product import ProductEnding, Weight
 from weft.memory.pages import PagedBatch, PagedView, SlottedView, StepTable
 from weft.memory.spec import KeyValues
 
+FUSES_STEPS = True  # else models decode layer by layer, over slabs
 GROUP_LAYERS = 4  # in one compiled function
 Lines = tuple[mx.array, mx.array]  # (M, width) each: a residual sum, and what the last product adds to it, in parts perhaps
 STACKS = (llama.LlamaModel, qwen3.Qwen3Model, qwen3_5.Qwen3_5TextModel)
@@ -208,7 +209,7 @@ def bind_model(
     model: nn.Module, kernels: type[StepKernels] = StepKernels, compiled: Callable[[Any], Any] = mx.compile
 ) -> ModelStep | None:
     """Let a model whose layers are all bound take fused steps; returns its step, None if it can not."""
-    for stack in list(model.modules()):
+    for stack in list(model.modules()) if FUSES_STEPS else ():
         if type(stack) in STACKS and (step := step_of(stack, kernels, compiled)) is not None:
             stack.weft_model_step = step
             stack.__class__ = type(f"Stepped{type(stack).__name__}", (StepOfModel, type(stack)), {})

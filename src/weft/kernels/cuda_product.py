@@ -36,6 +36,7 @@ MOST_LONE_ROWS = 3  # where no warps share a block's lines
 MOST_NORMED_LINES = 2  # that every block of a product may normalise for itself; 0: none
 MOST_SHARED_LINES = 2  # that every block copies into its shared memory; 0: none
 MOST_LINE_BYTES = 32 << 10  # of these lines
+SPLITS_SEGMENTS = True  # over several blocks, where a weight has few rows
 MOST_AHEAD = 8  # blocks of K that a warp reads at once, of 16 bits
 MOST_PACKED_AHEAD = 4  # of packed numbers, or of many lines
 STAGES = 4
@@ -277,7 +278,7 @@ def choose_sizes(lines: int, rows: int, width: int, bits: int, ending: ProductEn
         ahead = min(range(min(most, 2), most + 1), key=lambda count: (-(-each // count) * count - each, -count))
         return FewSizes(row_tiles, in_block, ahead)
     warp_lines, lines = (1, 32) if lines <= 32 else (2, 64) if lines <= 64 else (4, 128)  # few kinds: each must be compiled
-    splits = (1, SEGMENTS) if ending is ProductEnding.APART else (1,)
+    splits = (1, SEGMENTS) if ending is ProductEnding.APART and SPLITS_SEGMENTS else (1,)
     most_rows = min(MOST_OWN_ROWS[bits], MOST_LONE_ROWS if warp_lines == 1 else WARPS)
     possible = [ManySizes(own, warp_lines, split) for own in range(1, most_rows + 1) for split in splits]
     fitting = [sizes for sizes in possible if sizes.shared_bytes(bits) <= SHARED_BYTES]

@@ -158,13 +158,14 @@ class Adapter:
         self.unverified = found.unverified  # why several tokens of a row in one step are not what one after the other are
 
     def _found_by_trying(self) -> Findings:
-        """Find out how rows can be batched; a fused step that does not give rows their own numbers is not used."""
+        """Find out how rows can be batched; a fused step that does not give rows their own numbers, bit for bit, is not used."""
         found = examine(self)
-        if self.model_step is not None and found.way != "seam":
-            log.warning("%s: its fused step is not used, since rows differ (%s)", self.name, found.refused.get("seam"))
-            self.model_step = None
-            return examine(self)
-        return found
+        if self.model_step is None or (found.way == "seam" and found.is_alone_in_a_crowd and found.unverified is None):
+            return found
+        reason = found.refused.get("seam") or found.unverified or "a row's bits depend on the others"
+        log.warning("%s: its fused step is not used, it decodes layer by layer, which is slower (%s)", self.name, reason)
+        self.model_step = None
+        return examine(self)
 
     def make_pool(
         self,

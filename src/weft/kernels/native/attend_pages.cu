@@ -104,7 +104,8 @@ if (warp == 0 && lane < TEAM)
         for (int k = 0; k < COLUMNS; k++) to[g * (VALUE_DIM + 2) + column + k] = sum[g][k];
 if constexpr (UNITES) {
     __shared__ int is_last;
-    const int line = row * tokens + token, last = (rows[row * FIELDS + LENGTH] + token) / PAGE, stride = HEADS * GROUP * (VALUE_DIM + 2);
+    __shared__ Weighed weighed[GROUP];
+    const int line = row * tokens + token, last = (rows[row * FIELDS + LENGTH] + token) / PAGE;
     __threadfence();
     __syncthreads();
     if (thread == 0) {
@@ -115,14 +116,18 @@ if constexpr (UNITES) {
     __syncthreads();
     if (!is_last) return;
     __threadfence();
+    const size_t stride = size_t(tokens) * HEADS * GROUP * (VALUE_DIM + 2);
     const float* parts = partial + ((size_t(rows[row * FIELDS + FIRST_PAGE]) * tokens + token) * HEADS + head) * GROUP * (VALUE_DIM + 2);
+    for (int g = warp; g < GROUP; g += WARPS) {
+        const Weighed own = weigh_pages<VALUE_DIM>(parts + g * (VALUE_DIM + 2), stride, last);
+        if (lane == 0) weighed[g] = own;
+    }
+    __syncthreads();
     for (int at = thread; at < GROUP * VALUE_DIM; at += THREADS) {
-        const int own = head * GROUP + at / VALUE_DIM, own_column = at % VALUE_DIM;
-        float united_column = rounded<T>(united<VALUE_DIM>(parts + at / VALUE_DIM * (VALUE_DIM + 2), size_t(tokens) * stride, last, own_column));
-        if constexpr (IS_GATED) {
-            const float gate = static_cast<float>(projected[size_t(line) * projected_shape[1] + own * 2 * VALUE_DIM + VALUE_DIM + own_column]);
-            united_column /= 1.0f + expf(-gate);
-        }
-        out[(size_t(line) * HEADS * GROUP + own) * VALUE_DIM + own_column] = static_cast<T>(united_column);
+        const int g = at / VALUE_DIM, own_column = at % VALUE_DIM, own = head * GROUP + g;
+        float united = rounded<T>(unite_column<VALUE_DIM>(parts + g * (VALUE_DIM + 2), stride, last, own_column, weighed[g]));
+        if constexpr (IS_GATED)
+            united /= 1.0f + expf(-static_cast<float>(projected[size_t(line) * projected_shape[1] + own * 2 * VALUE_DIM + VALUE_DIM + own_column]));
+        out[(size_t(line) * HEADS * GROUP + own) * VALUE_DIM + own_column] = static_cast<T>(united);
     }
 }
