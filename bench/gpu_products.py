@@ -13,14 +13,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from weft.kernels.cuda_product import (
-    Weight,
-    choose_sizes,
-    gated_product,
-    product,
-    product_in_parts,
-    prompt_product,
-)
+from weft.kernels.cuda_product import Weight, gated_product, product, product_in_parts, prompt_product
+from weft.kernels.cuda_sizes import choose_sizes
 
 SHAPES = {  # of weights: outputs and inputs
     "Qwen3.5-4B": ((12352, 2560), (2560, 4096), (18432, 2560), (2560, 9216), (10240, 2560), (248320, 2560)),

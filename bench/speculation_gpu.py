@@ -22,7 +22,7 @@ from weft.engine.runner import Step
 from weft.engine.sequence import Line, Sequence
 from weft.engine.speculation import Draft
 from weft.ipc.limits import Sampling
-from weft.memory.pages import make_batches
+from weft.memory.paged_views import make_batches
 from weft.memory.slabs import RowState
 from weft.memory.views import StepSpan
 from weft.model.adapter import Adapter

@@ -10,7 +10,8 @@ import pytest
 
 import emulation
 from weft.kernels import cuda_cache, cuda_product
-from weft.kernels.cuda_product import FewSizes, ManySizes, ProductEnding, Weight, embed, gated_product, product, product_in_parts
+from weft.kernels.cuda_product import Weight, embed, gated_product, product, product_in_parts
+from weft.kernels.cuda_sizes import FewSizes, ManySizes, ProductEnding
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler")
 

@@ -17,7 +17,8 @@ from weft.engine.engine import Engine
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.kernels import cuda_model, cuda_paged, cuda_product
-from weft.memory.pages import PAGE, PagedPool, make_batches
+from weft.memory.paged_views import make_batches
+from weft.memory.pages import PAGE, PagedPool
 from weft.memory.slabs import RowState
 from weft.model.adapter import Adapter
 

@@ -15,8 +15,10 @@ from test_cuda_layers import LLAMA, QWEN, QWEN3, PlainKernels, model_of, steps
 from emulation.plain import PlainPages
 from weft.kernels import cuda_layers, cuda_model, cuda_product
 from weft.kernels.cuda_paged import DeltaArrays, DeltaKind, HeadsLayout
-from weft.kernels.cuda_product import ProductEnding, Weight
-from weft.memory.pages import PAGE, PagedPool, PagedView, SlottedView, StepTable, make_batches
+from weft.kernels.cuda_product import Weight
+from weft.kernels.cuda_sizes import ProductEnding
+from weft.memory.paged_views import PagedView, SlottedView, make_batches
+from weft.memory.pages import PAGE, PagedPool, StepTable
 from weft.memory.slabs import RowState
 from weft.memory.spec import FullAttention, KeyValues, Plane, Recurrent
 from weft.memory.views import StepSpan

@@ -9,18 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from weft.kernels import cuda_product
-from weft.kernels.cuda_product import (
+from weft.kernels.cuda_product import InvariantLinear, is_prompt, prompt_product
+from weft.kernels.cuda_sizes import (
     MOST_FEW_LINES,
     SHARED_BYTES,
     WARPS,
     FewSizes,
-    InvariantLinear,
     ProductEnding,
     choose_sizes,
     grid_of,
-    is_prompt,
     numbers_together,
-    prompt_product,
 )
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from emulation.plain import PlainPages
 from weft.memory import pages
-from weft.memory.pages import FEWEST_PAGES, IDLE, PAGE, PagedBatch, PagedPool, make_batches
+from weft.memory.paged_views import PagedBatch, make_batches
+from weft.memory.pages import FEWEST_PAGES, IDLE, PAGE, PagedPool
 from weft.memory.slabs import RowState
 from weft.memory.spec import FullAttention, KeyValues, Plane, Recurrent
 from weft.memory.views import StepSpan

@@ -18,7 +18,7 @@ from weft.engine.row_memory import RowMemory
 from weft.engine.sampler import sample
 from weft.engine.sequence import Line, Sequence
 from weft.kernels.primitives import ops
-from weft.memory.pages import AnyPool, make_room
+from weft.memory.paged_views import AnyPool, make_room
 from weft.memory.slabs import RowState
 from weft.memory.spec import MAX_STEP_TOKENS
 from weft.memory.views import Batch, StepSpan

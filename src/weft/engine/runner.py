@@ -27,7 +27,7 @@ from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
 from weft.kernels import cuda_paged
 from weft.memory.disk_files import Damaged, Entry
-from weft.memory.pages import make_batches
+from weft.memory.paged_views import make_batches
 from weft.memory.slabs import Refusal
 from weft.memory.spec import Recurrent, mismatch
 from weft.memory.transfer import ON_CUDA, to_device

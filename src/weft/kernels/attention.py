@@ -13,7 +13,7 @@ import mlx.core as mx
 from weft.errors import InternalError
 from weft.kernels import cpu, cuda, cuda_paged
 from weft.memory.grouped import RowArrays, attend_each
-from weft.memory.pages import PagedHandle
+from weft.memory.paged_views import PagedHandle
 from weft.memory.transfer import ON_CUDA
 from weft.memory.views import FORBIDDEN, KeyValueView, Reach, SlabHandle, StepMask, as_bias
 

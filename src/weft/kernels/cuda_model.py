@@ -18,8 +18,10 @@ from mlx_lm.models import llama, qwen3, qwen3_5
 from weft.kernels import cuda, cuda_layers, cuda_paged, cuda_product
 from weft.kernels.cuda_layers import Arrays, CudaAttention, CudaDelta, split_weights
 from weft.kernels.cuda_paged import MAX_STATE_NUMBERS, DeltaArrays, DeltaKind, HeadsLayout, Rotation
-from weft.kernels.cuda_product import ProductEnding, Weight
-from weft.memory.pages import PagedBatch, PagedView, SlottedView, StepTable
+from weft.kernels.cuda_product import Weight
+from weft.kernels.cuda_sizes import ProductEnding
+from weft.memory.paged_views import PagedBatch, PagedView, SlottedView
+from weft.memory.pages import StepTable
 from weft.memory.spec import KeyValues
 
 FUSES_STEPS = True  # else models decode layer by layer, over slabs

@@ -22,7 +22,8 @@ from weft.kernels.primitives import ops
 from weft.kernels.recurrent import bind as bind_recurrent
 from weft.kernels.token_window import TokenWindow
 from weft.memory.grouped import GroupedKeyValues, GroupedStates
-from weft.memory.pages import AnyPool, PagedBatch, PagedPool, PagedView, SlottedView
+from weft.memory.paged_views import AnyPool, PagedBatch, PagedView, SlottedView
+from weft.memory.pages import PagedPool
 from weft.memory.positions import ConvolutionInput, current_notes
 from weft.memory.slabs import Pool
 from weft.memory.spec import (

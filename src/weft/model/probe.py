@@ -9,7 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
 from weft.kernels import cpu
-from weft.memory.pages import AnyPool, make_batches
+from weft.memory.paged_views import AnyPool, make_batches
 from weft.memory.slabs import RowState, refusal_by
 from weft.memory.spec import MAX_STEP_TOKENS, RowContents, SlidingWindow
 from weft.memory.transfer import ON_CUDA
