@@ -39,7 +39,7 @@ def decode(name: str, loaded: LoadedModel, steps: int = 25, rounds: int = 4) -> 
     """
     adapter = Adapter(loaded)
     print(f"{name}: {adapter.way} way, refused {adapter.refused}")
-    exact = EngineConfig.resolve(EngineSettings(model="", exact=True), "cuda", is_row_invariant=False)
+    exact = EngineConfig.resolve(EngineSettings(model="", exact=True, speculate=()), "cuda", is_row_invariant=False)
     free = dataclasses.replace(exact, width=None)
     cases: dict[str, Callable[[], None]] = {"mlx-lm 16 × 512": bare_step(loaded.model, merged_caches(SHORT, adapter), 16)}
     for label, lengths in (("16 × 512", SHORT), ("15 × 512 + 16k", LONG), ("1 × 512", [512])):
@@ -58,6 +58,16 @@ def decode(name: str, loaded: LoadedModel, steps: int = 25, rounds: int = 4) -> 
     print(f"{name}: exact costs {settled['16 × 512 exact'] / settled['16 × 512']:.3f} × with 16 rows, "
           f"{settled['1 × 512 exact'] / settled['1 × 512']:.3f} × with one")  # fmt: skip
     return adapter
+
+
+def steps(name: str, adapter: Adapter, rows: tuple[int, ...] = (1, 16, 64, 128)) -> None:
+    """Steps of few and of many rows of 256 tokens and more, without drafts."""
+    settings = EngineSettings(model="", max_rows=max(rows), speculate=())
+    config = EngineConfig.resolve(settings, "cuda", is_row_invariant=adapter.is_row_invariant)
+    for count in rows:
+        took = median_ms(engine_at(adapter, config, [256] * count).turn, 25)
+        print(f"{name}: {count:3} rows {took:6.2f} ms a step, {count / took * 1e3:.0f} tok/s", flush=True)
+        mx.clear_cache()
 
 
 def prefill(name: str, loaded: LoadedModel, adapter: Adapter, tokens: int = 2048) -> None:
@@ -162,6 +172,8 @@ def main() -> None:
     if chosen & {"decode", "prompts"}:
         loaded = random_model(QWEN35_4B, mx.bfloat16)
         adapter = decode("Qwen3.5-4B", loaded) if "decode" in chosen else Adapter(loaded)
+        if "decode" in chosen:
+            steps("Qwen3.5-4B", adapter)
         if "prompts" in chosen:
             prompts("Qwen3.5-4B", loaded, adapter)
         del loaded, adapter
@@ -170,11 +182,12 @@ def main() -> None:
         packed = random_model(QWEN35_4B, mx.bfloat16)
         nn.quantize(packed.model, 64, 4)
         mx.eval(packed.model.parameters())
-        decode("Qwen3.5-4B, 4 bits", packed)
-        del packed
+        adapter = decode("Qwen3.5-4B, 4 bits", packed)
+        steps("Qwen3.5-4B, 4 bits", adapter)
+        del packed, adapter
         mx.clear_cache()
     if "llama" in chosen:
-        decode("llama-1B", random_model(LLAMA_1B, mx.bfloat16))
+        steps("llama-1B", decode("llama-1B", random_model(LLAMA_1B, mx.bfloat16)))
 
 
 def prompts(name: str, loaded: LoadedModel, adapter: Adapter) -> None:

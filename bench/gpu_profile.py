@@ -1,13 +1,15 @@
 """`python -m bench.gpu_profile [PART …]`: where the time of steps and prompts goes on a CUDA GPU, Qwen3.5-4B shape, random bf16.
 
-Parts: products, prompts, steps; all by default. Kernels are listed where torch is installed: its profiler sees those of MLX too.
-Nothing is compared with a bar: this is for whoever makes it faster.
+Parts: products (MLX's own, of prompts), prompts, steps, packed (steps with weights of 4 bits) and llama (steps of the llama-1B
+shape); the first three by default. Kernels are listed where torch is installed: its profiler sees those of MLX too. Nothing is
+compared with a bar: this is for whoever makes it faster. Products of steps: `bench.gpu_products`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import cProfile
+import dataclasses
 import io
 import pstats
 import sys
@@ -16,14 +18,16 @@ from collections import Counter
 from collections.abc import Callable
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from bench.shapes import QWEN35_4B, engine_at, median_ms, random_model
+from bench.shapes import LLAMA_1B, QWEN35_4B, engine_at, median_ms, random_model
 from bench.turn_profile import TurnProfile
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.engine import Engine
 from weft.engine.warm_up import warm_up
 from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
+from weft.model.loader import LoadedModel
 
 SHAPES = ((18432, 2560), (2560, 9216), (12352, 2560), (2560, 4096), (10240, 2560))  # of weights: outputs, inputs
 LINES = (64, 128, 192, 256, 257, 320, 384, 512, 768, 1024, 2048, 4096)
@@ -95,7 +99,8 @@ def first_tokens(adapter: Adapter, config: EngineConfig, rows: int) -> None:
 
 
 def steps(adapter: Adapter, config: EngineConfig) -> None:
-    """Print what a decode step takes with few and with many rows: the turn's parts, and its kernels."""
+    """Print what a decode step takes with few and with many rows, without drafts: the turn's parts, and its kernels."""
+    config = dataclasses.replace(config, speculate=())
     for rows in ROWS:
         engine = engine_at(adapter, config, [256] * rows)
         print(f"{rows} rows: {median_ms(engine.turn, 20):.2f} ms a step", flush=True)
@@ -144,13 +149,40 @@ def main() -> None:
     chosen = sys.argv[1:] or ["products", "prompts", "steps"]
     if "products" in chosen:
         products()
-    adapter = Adapter(random_model(QWEN35_4B, mx.bfloat16))
+    if {"prompts", "steps"} & {*chosen}:
+        adapter, config = served(random_model(QWEN35_4B, mx.bfloat16))
+        for name, part in (("prompts", prompts), ("steps", steps)):
+            if name in chosen:
+                part(adapter, config)
+        del adapter
+        mx.clear_cache()
+    if "packed" in chosen:
+        packed = random_model(QWEN35_4B, mx.bfloat16)
+        nn.quantize(packed.model, 64, 4)
+        mx.eval(packed.model.parameters())
+        print("with weights of 4 bits:", flush=True)
+        steps(*served(packed))
+        del packed
+        mx.clear_cache()
+    if "llama" in chosen:
+        print("llama-1B:", flush=True)
+        steps(*served(random_model(LLAMA_1B, mx.bfloat16)))
+
+
+def served(loaded: LoadedModel) -> tuple[Adapter, EngineConfig]:
+    """Return a model's adapter, warmed up, and the settings of an engine over it."""
+    begun = time.perf_counter()
+    adapter = Adapter(loaded)
     settings = EngineSettings(model="", max_rows=max(ROWS))
     config = EngineConfig.resolve(settings, "cuda", is_row_invariant=adapter.is_row_invariant)
+    made = time.perf_counter()
     warm_up(adapter, config)
-    for name, part in (("prompts", prompts), ("steps", steps)):
-        if name in chosen:
-            part(adapter, config)
+    ended = time.perf_counter()
+    found = (
+        f"{adapter.way} way, exact {adapter.is_row_invariant}, fused {adapter.model_step is not None}, refused {adapter.refused}"
+    )
+    print(f"{found}; made in {made - begun:.1f} s, warmed up in {ended - made:.1f}", flush=True)
+    return adapter, config
 
 
 if __name__ == "__main__":

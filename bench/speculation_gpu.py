@@ -22,8 +22,9 @@ from weft.engine.runner import Step
 from weft.engine.sequence import Line, Sequence
 from weft.engine.speculation import Draft
 from weft.ipc.limits import Sampling
-from weft.memory.slabs import Pool, RowState
-from weft.memory.views import StepSpan, make_batches
+from weft.memory.paged_views import make_batches
+from weft.memory.slabs import RowState
+from weft.memory.views import StepSpan
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel
 
@@ -103,7 +104,7 @@ def bits(name: str, adapter: Adapter) -> None:
     fed = [[(5 + 7 * row + 3 * step) % 1000 for step in range(4)] for row in range(4)]
 
     def logits(tokens: int) -> np.ndarray:
-        pool, states = Pool(adapter.specs, slab_tokens=4096, max_rows=4, constant_shapes=True), [RowState() for _ in fed]
+        pool, states = adapter.make_pool(slab_tokens=4096, max_rows=4, constant_shapes=True), [RowState() for _ in fed]
         for row, state in enumerate(states):
             caches = adapter.prefilled_caches([row + 1, *PROMPT[: 60 + 9 * row]])
             pool.allocate(state, adapter.contents(caches), 61 + 9 * row)

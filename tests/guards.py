@@ -125,8 +125,8 @@ GUARDS = [
     ),
     Guard(
         "geometry", "memory/slabs.py",
-        "            if reason := mismatch(spec, content, length):",
-        "            if reason := None:",
+        "        if reason := mismatch(spec, content, length):",
+        "        if reason := None:",
         "tests/memory/test_slabs.py::test_what_does_not_have_the_geometry_is_refused_by_name",
         "states of another geometry never enter the batch", "R002 R003",
     ),

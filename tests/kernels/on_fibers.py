@@ -28,7 +28,7 @@ class FiberKernel:
     """A kernel's body with template values and arrays of these types, compiled for this machine."""
 
     def __init__(self, folder: Path, name: str, template: dict[str, int], arrays: Arrays, constants: str = "") -> None:
-        body = read_source(f"{name}.cu").replace("extern __shared__ uint4 memory[];", "uint4* memory = (uint4*)shared_bytes;")
+        body = read_source(f"{name}.cu").replace("SHARED_POOL(uint4, memory);", "uint4* memory = (uint4*)shared_bytes;")
         values = "".join(f"constexpr int {key} = {value};\n" for key, value in template.items())
         parameters = ", ".join(f"{TYPES[array.dtype]}* {key}" for key, array in arrays.items())
         names = ", ".join(arrays)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -42,7 +43,7 @@ def test_a_text_has_the_hash_that_mlx_computes(text: str) -> None:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The texts that were compiled; the cache folder is a fresh one."""
+    """The texts that were compiled; the cache folder is a fresh one, and MLX finds what lies in it."""
     texts: list[str] = []
 
     def compile_cubin(text: str) -> bytes:
@@ -51,32 +52,40 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(cuda_cache, "compile_cubin", compile_cubin)
     monkeypatch.setattr(cuda_cache, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda *_, **__: lambda **launch: [launch])
+    monkeypatch.setattr(cuda_cache, "finds_labelled", lambda: True)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda **launch: [launch])
+    monkeypatch.setattr(mx.fast, "cuda_kernel", lambda *named, **_: lambda **launch: [{"text of": named[0], **launch}])
     return texts
 
 
 @ON_LINUX
 def test_a_kernel_is_compiled_once_and_lies_where_mlx_looks(compiled: list[str], tmp_path: Path) -> None:
-    for _ in range(2):
-        keep_compiled("custom_kernel_one", "    float* out", ("// before\n", "out[0] = 1;"))
+    labels = {keep_compiled("weft_one", "the text") for _ in range(2)}
 
-    (text,) = compiled
-    assert 'extern "C" __global__ void custom_kernel_one(\n    float* out) {\nout[0] = 1;\n}' in text
-    (cubin,) = tmp_path.glob("custom_kernel_one_*.ptx")
+    assert compiled == ["the text"]
+    (label,) = labels
+    (cubin,) = tmp_path.glob("*.ptx")
+    assert cubin.name == f"weft_one_{text_hash(label.decode()):x}.ptx"
     assert cubin.read_bytes() == b"cubin"
-    assert cubin.with_suffix(".txt").read_text() == "mlx::core::cu::custom_kernel_one\tcustom_kernel_one\n"
+    assert cubin.with_suffix(".txt").read_text() == "weft_one\tweft_one\n"
 
 
 @ON_LINUX
 def test_each_variant_of_a_kernel_is_compiled_at_its_first_use(compiled: list[str]) -> None:
-    kernel = CudaKernel("sum", ["x", "y"], ["out"], ("", "out[0] = x_shape[0] * SIZE;"))
-    for size in (4, 4, 8):
-        kernel(inputs=[mx.zeros((1,)), mx.zeros((1,), mx.bfloat16)], template=[("SIZE", size)], output_dtypes=[mx.float32])
+    kernel = CudaKernel("sum", ["x", "y"], ["out"], ("", "out[0] = x_shape[1] * SIZE;"), 64)
+    inputs = [mx.zeros((5, 7)), mx.zeros((1,), mx.bfloat16)]
+    launches: list[dict[str, Any]] = [
+        kernel(inputs=inputs, template=[("SIZE", size)], output_dtypes=[mx.float32], grid=(1, 1, 1))[0]  # type: ignore[misc]
+        for size in (4, 4, 8)
+    ]
 
     assert len(compiled) == 2
-    assert (
-        "const float* x,\n    const __grid_constant__ Shape x_shape,\n    const __nv_bfloat16* y,\n    float* out)" in compiled[0]
-    )
+    assert "void sum_4(const float* x, const __nv_bfloat16* y, float* out, const int x_0, const int x_1) {" in compiled[0]
+    assert "const int x_shape[] = {x_0, x_1};" in compiled[0]
+    first = launches[0]
+    assert (first["name"], first["scalars"], first["shared_memory"], first["grid"]) == ("sum_4", [5, 7], 64, (1, 1, 1))
+    assert len({launch["compiled_source"] for launch in launches}) == 2
+    assert all(len(launch["compiled_source"]) == cuda_cache.LABEL_CHARACTERS for launch in launches)
 
 
 @ON_LINUX
@@ -86,8 +95,19 @@ def test_a_kernel_that_can_not_be_compiled_here_is_left_to_mlx(compiled: list[st
 
     monkeypatch.setattr(cuda_cache, "compile_cubin", broken)
     kernel = CudaKernel("sum", ["x"], ["out"], ("", "out[0] = x[0];"))
+    (launch,) = kernel(inputs=[mx.zeros((1,))], template=[], output_dtypes=[mx.float32])
 
-    assert kernel(inputs=[mx.zeros((1,))], template=[], output_dtypes=[mx.float32])
+    assert launch["text of"] == "sum"  # type: ignore[index,call-overload]
+    assert compiled == []
+
+
+@ON_LINUX
+def test_where_mlx_does_not_find_what_is_kept_it_is_given_the_text(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_cache, "finds_labelled", lambda: False)
+    kernel = CudaKernel("sum", ["x"], ["out"], ("", "out[0] = x[0];"))
+    (launch,) = kernel(inputs=[mx.zeros((1,))], template=[], output_dtypes=[mx.float32])
+
+    assert launch["text of"] == "sum"  # type: ignore[index,call-overload]
     assert compiled == []
 
 

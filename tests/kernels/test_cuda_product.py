@@ -9,34 +9,42 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from weft.kernels import cuda_product
-from weft.kernels.cuda_product import (
+from weft.kernels.cuda_product import InvariantLinear, is_prompt, prompt_product
+from weft.kernels.cuda_sizes import (
+    MOST_FEW_LINES,
+    SHARED_BYTES,
+    WARPS,
     FewSizes,
-    InvariantLinear,
+    ProductEnding,
     choose_sizes,
     grid_of,
-    is_prompt,
     numbers_together,
-    prompt_product,
 )
 
-SHARED_BYTES = 227 << 10  # that a block may have on the smallest device that these are for
 
-
-@given(some.integers(1, 3000), some.integers(1, 300_000), some.integers(4, 2000), some.sampled_from([4, 8, 16]))
-def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(lines: int, rows: int, blocks: int, bits: int) -> None:
-    sizes = choose_sizes(lines, rows, blocks, bits)
+@given(
+    some.integers(1, 3000),
+    some.integers(16, 300_000),
+    some.integers(4, 600),
+    some.sampled_from([4, 8, 16]),
+    some.sampled_from(ProductEnding),
+)
+def test_blocks_cover_all_lines_and_rows_and_fit_into_shared_memory(
+    lines: int, rows: int, blocks: int, bits: int, ending: ProductEnding
+) -> None:
+    sizes = choose_sizes(lines, rows, blocks * 32, bits, ending)
     across, down = grid_of(sizes, lines, rows)
 
-    assert across * sizes.line_tiles * 8 >= lines
-    assert down * sizes.row_tiles * 16 >= rows
-    assert sizes.shared_bytes(bits) <= SHARED_BYTES
+    assert across * sizes.lines >= lines
+    assert down * sizes.rows >= rows
+    assert sizes.splits == 1 or ending is ProductEnding.APART
     if isinstance(sizes, FewSizes):
-        assert lines <= sizes.line_tiles * 8
+        assert lines <= MOST_FEW_LINES or numbers_together(bits, blocks * 32) < 16 // bits
         assert 2 <= sizes.ahead <= 8
     else:
-        assert sizes.row_tiles % sizes.warp_rows == 0
-        assert sizes.line_tiles % min(sizes.line_tiles, 8 // sizes.warp_rows) == 0
-        assert sizes.blocks % numbers_together(bits, 4096) == 0  # a stage holds whole blocks
+        assert sizes.shared_bytes(bits) <= SHARED_BYTES
+        assert WARPS % sizes.warp_lines == 0
+        assert numbers_together(bits, blocks * 32) == 16 // bits  # a thread reads 16 bytes of a row at once
 
 
 @given(some.sampled_from([4, 8, 16]), some.integers(4, 600))

@@ -18,9 +18,10 @@ from weft.engine.row_memory import RowMemory
 from weft.engine.sampler import sample
 from weft.engine.sequence import Line, Sequence
 from weft.kernels.fused_model import GuessSampling
-from weft.memory.slabs import Pool, RowState
+from weft.memory.paged_views import AnyPool, make_room
+from weft.memory.slabs import RowState
 from weft.memory.spec import MAX_STEP_TOKENS
-from weft.memory.views import Batch, StepSpan, make_room
+from weft.memory.views import Batch, StepSpan
 from weft.model.adapter import HIDDEN_STATES, Adapter
 
 MAX_READING_ROWS = 4  # in larger batches tokens are skipped
@@ -40,7 +41,7 @@ Batches = Callable[[tuple[Sequence, ...], StepSpan], Iterator[tuple[Batch, list[
 class Guesses:
     """Runs a model's MTP head over the rows of one pool; `batches` groups sequences as the decode steps do."""
 
-    def __init__(self, adapter: Adapter, pool: Pool, batches: Batches) -> None:
+    def __init__(self, adapter: Adapter, pool: AnyPool, batches: Batches) -> None:
         self.adapter = adapter
         self.pool = pool
         self._batches = batches
@@ -77,8 +78,7 @@ class Guesses:
         if not count or not self.adapter.guesses_ahead or not has_read:
             return []
         tokens = [1 + len(step.drafts.get(one, ())) for one in step.sequences]
-        rows = zip(states, tokens, strict=True)
-        if any(state.slab is None or state.slab.capacity < state.length + own + count for state, own in rows):
+        if any(self.pool.capacity_of(state) < state.length + own + count for state, own in zip(states, tokens, strict=True)):
             return []
         return [_guess_sampling(one, own + count) for one, own in zip(step.sequences, tokens, strict=True)]
 
@@ -159,16 +159,15 @@ class Guesses:
         if not self._has_written:
             return []
         self._has_written = False
-        held = [slab.layers[self._layer] for slab in self.pool.slabs]
-        return [array for one in held for array in (one.keys, one.values)]
+        return self.pool.written_arrays(self._layer)
 
     def _skip(self, states: list[RowState]) -> None:
-        skipped = [state for state in states if state.slab is not None and state.unread > 0]
+        skipped = [state for state in states if state.is_placed and state.unread > 0]
         if self.adapter.guesses_ahead and self.adapter.fused is not None:
             self.adapter.fused.skip(skipped)
         for state in skipped:
-            if not self.adapter.guesses_ahead and state.slab is not None:
-                state.slab.scrub_tokens(state.slot, state.length - state.unread, state.length, (self._layer,))
+            if not self.adapter.guesses_ahead:
+                self.pool.scrub_tokens(state, state.length - state.unread, state.length, (self._layer,))
             state.unread = 0
 
     def _guess(self, chain: list[tuple[Batch, list[Sequence | None]]]) -> tuple[list[Sequence], mx.array]:

@@ -25,11 +25,14 @@ from weft.engine.sampler import SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Line, Sequence
 from weft.errors import InternalError, WeftError
+from weft.kernels import cuda_paged
 from weft.kernels.fused_model import FusedStep
 from weft.memory.disk_files import Damaged, Entry
+from weft.memory.paged_views import make_batches
 from weft.memory.slabs import Pool, Refusal
 from weft.memory.spec import Recurrent, mismatch
-from weft.memory.views import ONE_TOKEN, Batch, StepSpan, make_batches
+from weft.memory.transfer import ON_CUDA, to_device
+from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
@@ -139,8 +142,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replace the pool by an empty one, because the contents of the old one are undefined after a failed forward."""
-        self.pool = Pool(
-            self.adapter.specs,
+        self.pool = self.adapter.make_pool(
             slab_tokens=self.config.slab_tokens,
             max_rows=self.config.max_rows,
             coarse_tokens=self.config.coarse_tokens,
@@ -153,6 +155,7 @@ class Runner:
 
         `upcoming`: prompt lengths of rows that will join next.
         """
+        self.pool.trim()
         for sequence in sequences:
             try:
                 self._allocate(sequence, upcoming)
@@ -219,6 +222,7 @@ class Runner:
     def _forward_fused(self, plan: Plan, last: Step | None) -> Step:
         """Build a step as one operation, in which each row has its known tokens and its draft, and nothing to fill."""
         assert self.adapter.fused is not None
+        assert isinstance(self.pool, Pool)
         owner = {_memory(one).state: one for one in plan.steps}
         known = {state: min(one.num_known, plan.step_tokens) for state, one in owner.items()}
         counts = {state: known[state] + len(plan.drafts.get(one, ())) for state, one in owner.items()}
@@ -254,8 +258,8 @@ class Runner:
             finite = step.finite_lines(forward) if forward.is_finite is None else np.array(forward.is_finite)
             for index, (state, count) in enumerate(zip(forward.batch.rows, counts, strict=True)):
                 # A masked NaN still poisons: 0 · NaN.
-                if state is not None and state.slab is not None and not finite[index, count:].all():
-                    state.slab.scrub_tokens(state.slot, state.length + count, state.length + forward.batch.tokens)
+                if state is not None and not finite[index, count:].all():
+                    self.pool.scrub_tokens(state, state.length + count, state.length + forward.batch.tokens)
             forward.batch.keep(counts)
         self.guesses.settle_ahead()
 
@@ -421,7 +425,7 @@ class Runner:
     def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
         """Copy a row's own caches into a slot of the pool if their geometry fits; otherwise the row decodes on them alone."""
         memory = _memory(sequence)
-        if memory.own is None and memory.state.slab is None:
+        if memory.own is None and not memory.state.is_placed:
             memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
         if memory.own is None:
             return
@@ -497,6 +501,8 @@ class Runner:
         assert last.sampled is not None
         if in_flight == list(range(len(last.sequences))):
             return last.sampled.tokens
+        if ON_CUDA:
+            return cuda_paged.take_tokens(last.sampled.tokens, *to_device(in_flight, on_host))
         taken = last.sampled.tokens[mx.array([max(place, 0) for place in in_flight])]
         return mx.where(mx.array([place >= 0 for place in in_flight]), taken, mx.array(on_host, mx.int32))
 

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from weft.engine.sequence import Line, Sequence
 from weft.ipc.messages import TokenLogprob
-from weft.kernels import cpu
+from weft.kernels import cpu, cuda_paged
 from weft.kernels.primitives import ops
+from weft.memory.transfer import ON_CUDA
 
 NOT_FINITE = "the model's logits are not finite for this sequence"
 PROBLEMS = ("", "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens", NOT_FINITE)
@@ -45,7 +46,7 @@ class SampledTokens:
     """The tokens sampled for a step's rows, with error codes and log-probabilities, as lazy device arrays."""
 
     tokens: mx.array  # (B,) int32
-    problems: mx.array  # (B,) by row: an index into PROBLEMS
+    problems: mx.array  # (B,) by row: an index into PROBLEMS; or (B, 2), behind the tokens again, whether a logit is not finite
     logprobs: dict[int, Logprobs]  # by row
 
     def arrays(self) -> list[mx.array]:
@@ -53,8 +54,15 @@ class SampledTokens:
 
     def are_finite(self) -> NDArray[np.bool_]:
         """Return whether the rows' logits are finite, (B,); to be called when they have been read."""
-        found: NDArray[np.bool_] = np.array(self.problems) != PROBLEMS.index(NOT_FINITE)
+        found: NDArray[np.bool_] = self._read()[1] != PROBLEMS.index(NOT_FINITE)
         return found
+
+    def _read(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return tokens and problems; where one array has both, the host leaves the tokens alone, which a step may be reading."""
+        found = np.array(self.problems)
+        if found.ndim == 1:
+            return np.array(self.tokens), found
+        return found[:, 0], found[:, 1] * PROBLEMS.index(NOT_FINITE)
 
     def read(self) -> tuple[list[int], dict[int, str]]:
         """Wait for the device; return the tokens and, by row index, the error message of each row that has one.
@@ -62,8 +70,8 @@ class SampledTokens:
         Raises RuntimeError if the step failed on the device.
         """
         mx.eval(self.arrays())  # sync: numpy would swallow the device's error, and read memory that nothing was written to
-        problems = {row: PROBLEMS[index] for row, index in enumerate(np.array(self.problems).tolist()) if index}
-        return np.array(self.tokens).tolist(), problems
+        tokens, problems = self._read()
+        return tokens.tolist(), {row: PROBLEMS[index] for row, index in enumerate(problems.tolist()) if index}
 
 
 def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
@@ -83,9 +91,11 @@ def sample(
 
     `uniform` (B,): the rows' random numbers, where only the device knows which tokens are sampled; None: those of the rows.
     """
-    raw = logits.astype(mx.float32)
-    adjusted = _adjust(raw, rows)
-    if cpu.is_bound(mx.float32):
+    changes, raw = _changes(rows), logits.astype(mx.float32)
+    adjusted = _adjust(raw, changes)
+    if ON_CUDA and not changes and allowed is None and all(row.sampling.temperature == 0.0 for row in rows):
+        tokens, problems = cuda_paged.greedy(logits)
+    elif cpu.is_bound(mx.float32):
         tokens, problems = _choose(adjusted, rows, allowed, uniform)
         problems = problems if adjusted is raw else _problems(raw, adjusted, allowed)
     else:
@@ -196,10 +206,16 @@ def _pick(weights: mx.array, uniform: mx.array) -> mx.array:
     return mx.where(mx.any(beyond, axis=-1), mx.argmax(beyond, axis=-1), last).astype(mx.int32)
 
 
-def _adjust(logits: mx.array, rows: Rows[Sequence | Line]) -> mx.array:
-    """Apply penalties, logit_bias and min_tokens (stop tokens to −infinity) to the rows' logits as one sparse update."""
+Changes = list[tuple[tuple[int, int], tuple[float, float]]]  # of logits, by row and token: a factor and a shift
+
+
+def _changes(rows: Rows[Sequence | Line]) -> Changes:
     changed = [(index, row) for index, row in enumerate(rows) if row.sampling.adjusts_logits]
-    changes = [((index, token), change) for index, row in changed for token, change in adjustments(row).items()]
+    return [((index, token), change) for index, row in changed for token, change in adjustments(row).items()]
+
+
+def _adjust(logits: mx.array, changes: Changes) -> mx.array:
+    """Apply penalties, logit_bias and min_tokens (stop tokens to −infinity) to the rows' logits as one sparse update."""
     if not changes:
         return logits
     row_index, token_index = mx.array([place for place, _ in changes]).T

@@ -14,7 +14,7 @@ from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
 from weft.model.adapter import Adapter
 
-ROWS = (1, 9, 17, 33, 65)  # in a step: the product's kernels change behind 8, 16, 32 and 64 lines
+ROWS = (1, 3, 9, 17, 33, 65)  # in a step: the product's kernels change behind 2, 8, 16, 32 and 64 lines
 SHORTEST = 4  # tokens of a prompt
 TOGETHER = (5, 40, 300, 9, 70)  # tokens of prompts that come at once
 BEYOND = (9, 40)  # tokens of such prompts beyond those of one chunk

@@ -11,8 +11,9 @@ from typing import Any
 import mlx.core as mx
 
 from weft.errors import InternalError
-from weft.kernels import cpu, cuda
+from weft.kernels import cpu, cuda, cuda_paged
 from weft.memory.grouped import RowArrays, attend_each
+from weft.memory.paged_views import PagedHandle
 from weft.memory.transfer import ON_CUDA
 from weft.memory.views import FORBIDDEN, KeyValueView, Reach, SlabHandle, StepMask, as_bias
 
@@ -30,6 +31,8 @@ def seam_over(original: Callable[..., mx.array]) -> Callable[..., mx.array]:
     ) -> mx.array:
         if isinstance(keys, SlabHandle):
             return attend(queries, keys.view, scale, mask, sinks)
+        if isinstance(keys, PagedHandle):
+            return attend_paged(queries, keys, scale, mask, sinks)
         if isinstance(keys, RowArrays):
 
             def attend_row(own: mx.array, its_keys: mx.array, its_values: mx.array, its_cache: Any, its_mask: Any) -> mx.array:
@@ -53,6 +56,16 @@ def attend(queries: mx.array, view: KeyValueView, scale: float, mask: Any, sinks
     if num_idle := view.batch.rows.count(None):
         outputs.append(mx.zeros((num_idle, *outputs[0].shape[1:]), outputs[0].dtype))
     return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+
+
+def attend_paged(queries: mx.array, keys: PagedHandle, scale: float, mask: Any, sinks: mx.array | None) -> mx.array:
+    """Compute attention of a step's tokens over the rows' pages: (B, heads, T, dim) → (B, heads, T, value dim)."""
+    if mask is not None or sinks is not None:
+        raise InternalError("attention over pages takes no mask and no sinks")
+    (rows, heads, tokens, dim), view = queries.shape, keys.view
+    lines = queries.swapaxes(1, 2).reshape(-1, heads, dim)
+    found = cuda_paged.attend_apart(lines, keys.done, view.held, view.batch.step_table, scale)
+    return found.reshape(rows, tokens, heads, -1).swapaxes(1, 2)
 
 
 def _attend_part(queries: mx.array, view: KeyValueView, reach: Reach, scale: float, sinks: mx.array | None) -> mx.array:

@@ -8,6 +8,7 @@ a row depend on that row alone, whoever shares the batch.
 
 import itertools
 import re
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -23,39 +24,6 @@ SPAN = 128  # keys one block works through; a row's cuts are multiples of it
 THREADS = 128
 COLUMNS = 8  # values one thread loads at once
 MAX_GROUP = 8  # query heads per key head: bounds the shared memory
-
-HEADER = f"""
-constexpr int SPAN = {SPAN};
-constexpr int THREADS = {THREADS};
-constexpr int COLUMNS = {COLUMNS};
-
-template <typename T>
-__device__ inline void load_columns(const T* from, float* to) {{
-    alignas(16) T raw[COLUMNS];
-    const uint4* source = reinterpret_cast<const uint4*>(from);
-    uint4* target = reinterpret_cast<uint4*>(raw);
-    for (int i = 0; i < int(COLUMNS * sizeof(T) / 16); i++) target[i] = source[i];
-    for (int i = 0; i < COLUMNS; i++) to[i] = static_cast<float>(raw[i]);
-}}
-
-template <typename T>
-__device__ inline void store_columns(const float* from, T* to) {{
-    alignas(16) T raw[COLUMNS];
-    for (int i = 0; i < COLUMNS; i++) raw[i] = static_cast<T>(from[i]);
-    uint4* target = reinterpret_cast<uint4*>(to);
-    for (int i = 0; i < int(COLUMNS * sizeof(T) / 16); i++) target[i] = reinterpret_cast<const uint4*>(raw)[i];
-}}
-
-template <int COUNT, typename T>
-__device__ inline void copy_numbers(const T* from, T* to) {{
-    if constexpr (COUNT * sizeof(T) == 16)
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    else if constexpr (COUNT * sizeof(T) == 8)
-        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
-    else
-        for (int i = 0; i < COUNT; i++) to[i] = from[i];
-}}
-"""
 
 
 def can_attend(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
@@ -245,18 +213,24 @@ def gated_norm(x: mx.array, gates: mx.array, gate_at: int, weight: mx.array, eps
 
 
 def add_norm(x: mx.array, y: mx.array, weight: mx.array, eps: float) -> tuple[mx.array, mx.array]:
-    """Return x + y, both (lines, width), and its RMSNorm times the weight."""
-    vectors = x.shape[1] // COLUMNS
-    threads = min(1024, -(-vectors // 32) * 32)
+    """Return x + y, both (lines, width), and its RMSNorm times the weight; y may be a product in parts (parts, lines, width)."""
+    threads, vectors = norm_threads(x.shape[1])
     added, normed = _kernel("add_norm", "x y weight", "sum normed", EPS=eps)(
         inputs=[x, y, weight],
-        template=[("T", x.dtype), ("VECTORS", -(-vectors // threads))],
+        template=[("T", x.dtype), ("VECTORS", vectors), ("PARTS", y.shape[0] if y.ndim == 3 else 0)],
         grid=(x.shape[0] * threads, 1, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[x.shape, x.shape],
         output_dtypes=[x.dtype, x.dtype],
     )
     return added, normed
+
+
+def norm_threads(width: int) -> tuple[int, int]:
+    """Return by how many threads the squares of a line are added up, and how many times each has eight numbers."""
+    vectors = width // COLUMNS
+    threads = min(1024, -(-vectors // 32) * 32)
+    return threads, -(-vectors // threads)
 
 
 def can_convolve(x: mx.array, convolution: nn.Conv1d) -> bool:
@@ -285,9 +259,18 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
 
 @cache
 def _kernel(name: str, inputs: str, outputs: str, **constants: float) -> CudaKernel:
-    # Constants are part of the text: an array made by the host would be read from the host's memory at every launch.
-    header = HEADER + "".join(f"constexpr float {key} = {float(number)!r}f;\n" for key, number in constants.items())
+    sizes = {"SPAN": SPAN, "THREADS": THREADS, "COLUMNS": COLUMNS}
+    header = f"{constants_text(sizes)}{read_source('columns.h')}\n{constants_text(constants)}"
     return CudaKernel(f"weft_{name}", inputs.split(), outputs.split(), (header, read_source(f"{name}.cu")))
+
+
+def constants_text(constants: Mapping[str, float]) -> str:
+    """Return constants as part of a kernel's text: an array of the host's would be read from its memory at every launch."""
+    lines = (
+        f"constexpr int {key} = {one};" if isinstance(one, int) else f"constexpr float {key} = {one!r}f;"
+        for key, one in constants.items()
+    )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def read_source(name: str) -> str:

@@ -1,15 +1,17 @@
 """Compiled CUDA kernels are kept on disk, so that a server that starts again compiles none.
 
-MLX compiles the text of a kernel like ours in every process, a second each and forty of them. But it looks first into a cache
-folder, by the kernel's name and the hash of its text, and loads what lies there. So a kernel is compiled here at its first use,
-and put there. Where that does not work, or MLX writes another text, MLX compiles as before: it costs time, nothing else.
+MLX compiles the text of a kernel like ours in every process, a second each and forty of them, and hashes it at every launch.
+But it looks first into a cache folder, by the kernel's name and the hash of what it was given for it, and loads what lies there.
+So a kernel is compiled here at its first use and put there, and MLX is given a short label in its place. Where that does not work
+MLX is given the text and compiles it: that costs time, nothing else.
 """
 
 import ctypes
+import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -22,8 +24,7 @@ from weft.memory.transfer import ON_CUDA
 
 log = logging.getLogger("weft.kernels")
 
-MLX_HEADER = '\n#include "mlx/backend/cuda/device/utils.cuh"\n\n#include <cooperative_groups.h>\n\n'
-# What our kernels need of it.
+# What our kernels need of what MLX puts before a kernel.
 OWN_HEADER = """
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -32,10 +33,6 @@ typedef unsigned int uint32_t;
 #ifndef INFINITY
 #define INFINITY __int_as_float(0x7f800000)
 #endif
-struct Shape {
-    int sizes[10];
-    __device__ int operator[](int i) const { return sizes[i]; }
-};
 """
 TYPES = {mx.bfloat16: "__nv_bfloat16", mx.float16: "__half", mx.float32: "float", mx.int32: "int32_t", mx.uint32: "uint32_t"}
 SHORT_TYPES = {
@@ -46,47 +43,102 @@ SHORT_TYPES = {
     mx.uint32: "uint32_t",
 }
 LIBSTDCXX_SEED = 0xC70F6907
+LABELS_KERNELS = True  # else MLX is given texts, which it compiles at every start
+LABEL_CHARACTERS = 32
+LABELLED_TRIAL = ("", "out[0] = x_shape[0] + x[0];")
 
 Template = Sequence[tuple[str, Any]]  # values: bool, int, or an mlx dtype
+Launch = Callable[..., list[mx.array]]
 
 
 class CudaKernel:
     """A kernel with MLX's way of calling it; each variant is compiled into the cache folder before MLX asks for it."""
 
-    def __init__(self, name: str, inputs: list[str], outputs: list[str], texts: tuple[str, str], shared_bytes: int = 0) -> None:
-        """Define a kernel of these inputs and outputs; `texts`: its header and its body."""
-        header, source = texts
-        self.name, self.inputs, self.outputs, self.texts = name, inputs, outputs, texts
-        self.call: Any = mx.fast.cuda_kernel(name, inputs, outputs, source=source, header=header, shared_memory=shared_bytes)
-        self.known: set[tuple[Any, ...]] = set()
+    def __init__(
+        self,
+        name: str,
+        inputs: list[str],
+        outputs: list[str],
+        texts: tuple[str, str],
+        shared_bytes: int = 0,
+        bounds: tuple[int, int] | None = None,
+    ) -> None:
+        """Define a kernel of these inputs and outputs.
+
+        `texts`: its header and its body. `bounds`: threads of a block, and blocks that a multiprocessor should have room for.
+        """
+        self.name, self.inputs, self.outputs, self.texts, self.shared_bytes = name, inputs, outputs, texts, shared_bytes
+        self.bounds = "" if bounds is None else f"__launch_bounds__({bounds[0]}, {bounds[1]}) "
+        self.sized = [place for place, one in enumerate(inputs) if f"{one}_shape" in texts[1]]  # whose shapes its body speaks of
+        self.launches: dict[tuple[Any, ...], Launch] = {}  # by variant
 
     def __call__(
         self, *, inputs: list[mx.array], template: Template, output_dtypes: list[mx.Dtype], **launch: Any
     ) -> list[mx.array]:
-        kind = (*template, *(array.dtype for array in inputs))
-        if kind not in self.known:
-            self.known.add(kind)
-            self._keep_compiled(inputs, template, output_dtypes)
-        found: list[mx.array] = self.call(inputs=inputs, template=template, output_dtypes=output_dtypes, **launch)
-        return found
+        kind = (*template, *((array.dtype, array.ndim) for array in inputs))
+        if kind not in self.launches:
+            self.launches[kind] = self._prepared(inputs, template, output_dtypes)
+        return self.launches[kind](inputs=inputs, template=template, output_dtypes=output_dtypes, **launch)
 
-    def _keep_compiled(self, inputs: list[mx.array], template: Template, output_dtypes: list[mx.Dtype]) -> None:
+    def _prepared(self, inputs: list[mx.array], template: Template, output_dtypes: list[mx.Dtype]) -> Launch:
+        """Return how this variant is launched: by its label if it lies in the cache folder, else by its text."""
         try:
-            name = f"custom_kernel_{self.name}{''.join(map(_short, template))}"
-            arguments = self.arguments([array.dtype for array in inputs], output_dtypes)
-            keep_compiled(name, arguments, (self.texts[0], constants(template) + self.texts[1]))
+            if LABELS_KERNELS and (self.texts == LABELLED_TRIAL or finds_labelled()):
+                return self._labelled(inputs, template, output_dtypes)
         except (OSError, KeyError, AttributeError, RuntimeError) as error:
             log.info("%s is compiled by MLX, at every start (%s: %s)", self.name, type(error).__name__, error)
+        header, source = self.texts
+        from_text: Any = mx.fast.cuda_kernel
+        found: Launch = from_text(
+            self.name, self.inputs, self.outputs, source=source, header=header, shared_memory=self.shared_bytes
+        )
+        return found
 
-    def arguments(self, inputs: list[mx.Dtype], outputs: list[mx.Dtype]) -> str:
-        """Return the text of the kernel's parameters as MLX writes it: with shapes, where its body speaks of them."""
-        lines = []
-        for name, dtype in zip(self.inputs, inputs, strict=True):
-            lines.append(f"    const {TYPES[dtype]}* {name}")
-            if f"{name}_shape" in self.texts[1]:
-                lines.append(f"    const __grid_constant__ Shape {name}_shape")
-        lines += [f"    {TYPES[dtype]}* {name}" for name, dtype in zip(self.outputs, outputs, strict=True)]
-        return ",\n".join(lines)
+    def _labelled(self, inputs: list[mx.array], template: Template, output_dtypes: list[mx.Dtype]) -> Launch:
+        name = f"{self.name}{''.join(map(_short, template))}"
+        label = keep_compiled(name, self.text(name, inputs, template, output_dtypes))
+        precompiled: Any = mx.fast.precompiled_cuda_kernel
+
+        def launch(*, inputs: list[mx.array], template: Template, **launched: Any) -> list[mx.array]:  # noqa: ARG001 - named so
+            sizes = [size for place in self.sized for size in inputs[place].shape]
+            found: list[mx.array] = precompiled(
+                name=name,
+                compiled_source=label,
+                inputs=inputs,
+                scalars=sizes,
+                shared_memory=self.shared_bytes,
+                ensure_row_contiguous=True,
+                **launched,
+            )
+            return found
+
+        return launch
+
+    def text(self, name: str, inputs: list[mx.array], template: Template, output_dtypes: list[mx.Dtype]) -> str:
+        """Return the whole text of a variant: its parameters are inputs, outputs, and the sizes that its body speaks of."""
+        arrays = [f"const {TYPES[array.dtype]}* {one}" for one, array in zip(self.inputs, inputs, strict=True)]
+        arrays += [f"{TYPES[dtype]}* {one}" for one, dtype in zip(self.outputs, output_dtypes, strict=True)]
+        names = {
+            self.inputs[place]: [f"{self.inputs[place]}_{axis}" for axis in range(inputs[place].ndim)] for place in self.sized
+        }
+        sizes = [f"const int {one}" for axes in names.values() for one in axes]
+        shapes = "".join(f"const int {one}_shape[] = {{{', '.join(axes)}}};\n" for one, axes in names.items())
+        body = f"{constants(template)}{shapes}{self.texts[1]}"
+        parameters = ", ".join([*arrays, *sizes])
+        return f'{OWN_HEADER}{self.texts[0]}\nextern "C" __global__ void {self.bounds}{name}({parameters}) {{\n{body}\n}}\n'
+
+
+@cache
+def finds_labelled() -> bool:
+    """Whether MLX loads what lies in the cache folder under a label; tried once, with a kernel of one line."""
+    kernel = CudaKernel("weft_labelled", ["x"], ["out"], LABELLED_TRIAL)
+    shape = {"grid": (1, 1, 1), "threadgroup": (1, 1, 1), "output_shapes": [(1,)]}
+    try:
+        found = kernel(inputs=[mx.full((3,), 4, mx.int32)], template=[], output_dtypes=[mx.int32], **shape)
+        return bool(found[0].item() == 7)  # sync: once in a process
+    except (RuntimeError, ValueError, TypeError) as error:
+        log.info("kernels are compiled by MLX, at every start (%s: %s)", type(error).__name__, error)
+        return False
 
 
 def _short(entry: tuple[str, Any]) -> str:
@@ -108,22 +160,17 @@ def constants(template: Template) -> str:
     return "".join(lines) + "\n" if lines else ""
 
 
-def keep_compiled(name: str, arguments: str, texts: tuple[str, str]) -> None:
-    """Compile a kernel into the cache folder under the name by which MLX will look for it, unless it lies there.
-
-    `texts`: what stands before the kernel, and its body.
-    """
-    header, body = texts
-    opened = "namespace mlx::core::cu {\n\nnamespace cg = cooperative_groups;\n\n"
-    kernel, closed = f"__global__ void {name}(\n{arguments}) {{\n{body}\n}}\n\n", "} // namespace mlx::core::cu\n"
-    target = cache_folder() / f"{name}_{text_hash(MLX_HEADER + header + opened + kernel + closed):x}.ptx"
-    if target.exists():
-        return
-    compiled = compile_cubin(f'{OWN_HEADER}{header}\nextern "C" {kernel}')
-    for path, content in ((target.with_suffix(".txt"), f"mlx::core::cu::{name}\t{name}\n".encode()), (target, compiled)):
-        started = path.with_name(f"{path.name}.{os.getpid()}")
-        started.write_bytes(content)
-        started.replace(path)
+def keep_compiled(name: str, text: str) -> bytes:
+    """Compile a kernel into the cache folder, unless it lies there, and return the label under which MLX will look for it."""
+    label = hashlib.sha256(text.encode()).hexdigest()[:LABEL_CHARACTERS]
+    target = cache_folder() / f"{name}_{text_hash(label):x}.ptx"
+    if not target.exists():
+        compiled = compile_cubin(text)
+        for path, content in ((target.with_suffix(".txt"), f"{name}\t{name}\n".encode()), (target, compiled)):
+            started = path.with_name(f"{path.name}.{os.getpid()}")
+            started.write_bytes(content)
+            started.replace(path)
+    return label.encode()
 
 
 def text_hash(text: str) -> int:

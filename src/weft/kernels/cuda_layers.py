@@ -292,6 +292,7 @@ def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernel
                 if (step, keeps) not in made:
                     made[step, keeps] = mx.compile(functools.partial(step, kernels, keeps))
             layer.weft_step = (functools.partial(step, prompt_kernels, False), made[step, False], made[step, True], arrays)
+            layer.weft_kind = step
             layer.__class__ = _with(StepOfDelta, type(layer))
             layer.weft_parts = BoundLayer(step, arrays, [])
             count += 1
@@ -305,6 +306,7 @@ def bind_steps(model: nn.Module, kernels: type[Kernels] = Kernels, prompt_kernel
                 halves = functools.partial(kind.before, kernels, rope), functools.partial(kind.after, kernels)
                 made[key] = tuple(mx.compile(half) for half in halves)
             layer.weft_step = (*made[key], before, after)
+            layer.weft_kind = kind
             layer.__class__ = _with(StepOfAttention, type(layer))
             layer.weft_parts = BoundLayer(kind, before, after)
             count += 1

@@ -10,60 +10,26 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from weft.kernels import cuda
 from weft.kernels.cuda import read_source
 from weft.kernels.cuda_cache import CudaKernel
+from weft.kernels.cuda_sizes import SEGMENTS, FewSizes, ProductEnding, Sizes, choose_sizes, grid_of
 
 log = logging.getLogger("weft.kernels")
 
 THREADS = 256
 SMALLEST_K = 128
 PACKED_BITS = (4, 8)
-ENOUGH_BLOCKS = 100  # fill the device
-
-
-class BlockSizes(NamedTuple):
-    """The sizes of a block for many lines: tiles of 16 rows and 8 lines, warps side by side in rows, and stages of K."""
-
-    row_tiles: int
-    line_tiles: int
-    warp_rows: int
-    blocks: int  # of 32 numbers, in a stage
-    stages: int
-
-    @property
-    def kernel(self) -> str:
-        return "product"
-
-    def shared_bytes(self, bits: int) -> int:
-        return self.stages * self.blocks * 32 * (self.row_tiles * 16 * bits + self.line_tiles * 8 * 16) // 8
-
-
-class FewSizes(NamedTuple):
-    """The sizes of a block for few lines: tiles of 16 rows and 8 lines, and how many blocks of K are read ahead."""
-
-    row_tiles: int
-    line_tiles: int
-    ahead: int
-
-    @property
-    def kernel(self) -> str:
-        return "product_few"
-
-    def shared_bytes(self, _: int) -> int:
-        return 0  # what it shares is declared by the kernel
-
-
-SEGMENTS = 8  # of K, one per warp, as in product.h
-MOST_FEW_LINES = 32
-SOME = BlockSizes(4, 8, 4, 4, 3)
-MANY = BlockSizes(8, 16, 2, 4, 2)
-TRIED_LINES = (3, 70)
+MOST_NORMED_LINES = 2  # that every block of a product may normalise for itself; 0: none
+MOST_SHARED_LINES = 2  # that every block copies into its shared memory; 0: none
+MOST_LINE_BYTES = 32 << 10  # of these lines
+TRIED_LINES = (3, 30, 60, 140)
+TRIED_ROWS = 2048
 MOST_APART = 0.1  # of the spread of a product's numbers, in 16 bits; a wrong number is off by several times the spread
 MAX_STEP_TOKENS = 8  # of a row; more of one row are a prompt, whose numbers of lines depend on its request alone
 
@@ -121,37 +87,100 @@ def can_multiply(dtype: mx.Dtype, width: int) -> bool:
 
 def product(x: mx.array, weight: Weight) -> mx.array:
     """Multiply lines (…, K) by the rows of a weight (N, K): (…, N)."""
-    lines, rows = x.reshape(-1, x.shape[-1]), weight.array.shape[0]
-    packed = weight.arrays[1:] or [lines, lines]
-    group = 32 if weight.scales is None else x.shape[-1] // weight.scales.shape[-1]
-    together = numbers_together(weight.bits, x.shape[-1])
-    sizes = choose_sizes(lines.shape[0], rows, x.shape[-1] // (32 * together), weight.bits)
-    kind = {"BITS": weight.bits, "GROUP": group, "TOGETHER": together}
-    across, down = grid_of(sizes, lines.shape[0], rows)
-    output = _kernel(sizes.kernel, sizes.shared_bytes(weight.bits))(
-        inputs=[lines, weight.array, *packed],
-        template=[("T", x.dtype), *((name.upper(), size) for name, size in sizes._asdict().items()), *kind.items()],
-        grid=(across * THREADS, down, 1),
+    return _product(x, weight, ProductEnding.PLAIN).reshape(*x.shape[:-1], -1)
+
+
+def gated_product(x: mx.array, weight: Weight) -> mx.array:
+    """Multiply lines (…, K) by the rows of two weights, joined (2N, K), and gate the second's numbers by the first's: (…, N)."""
+    return _product(x, weight, ProductEnding.GATED).reshape(*x.shape[:-1], -1)
+
+
+def product_in_parts(x: mx.array, weight: Weight) -> mx.array:
+    """Multiply lines (M, K) by the rows of a weight (N, K): (M, N), or the float32 sums of K's segments (SEGMENTS, M, N)."""
+    return _product(x, weight, ProductEnding.APART)
+
+
+def normed_product(
+    lines: tuple[mx.array, mx.array], norm: tuple[mx.array, float], weight: Weight, ending: ProductEnding = ProductEnding.PLAIN
+) -> tuple[mx.array, mx.array]:
+    """Add two arrays of lines (M, K), and multiply the sum's RMSNorm by the rows of a weight; returns the sum and the product.
+
+    `norm`: its weight and epsilon. Of few lines that is one kernel, in which each block computes the norm for itself.
+    """
+    (x, y), width = lines, lines[0].shape[1]
+    if y.ndim == 3 or x.shape[0] > MOST_NORMED_LINES or x.nbytes > MOST_LINE_BYTES:
+        added, normed = cuda.add_norm(x, y, *norm)
+        return added, _product(normed, weight, ending)
+    rows, sizes = weight.array.shape[0], choose_sizes(x.shape[0], weight.array.shape[0], width, weight.bits, ending)
+    threads, vectors = cuda.norm_threads(width)
+    template = {**_template(sizes, weight, width, ending), "NORM_THREADS": threads, "VECTORS": vectors}
+    added, found = _normed_kernel(x.nbytes, norm[1])(
+        inputs=[x, weight.array, *(weight.arrays[1:] or [x, x]), y, norm[0]],
+        template=[("T", x.dtype), *template.items()],
+        grid=(THREADS, grid_of(sizes, x.shape[0], rows)[1], 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(lines.shape[0], rows)],
-        output_dtypes=[x.dtype],
+        output_shapes=[x.shape, (x.shape[0], rows // 2 if ending is ProductEnding.GATED else rows)],
+        output_dtypes=[x.dtype, x.dtype],
+    )
+    return added, found
+
+
+def embed(tokens: mx.array, weight: Weight) -> mx.array:
+    """Return the rows of a weight (N, K) that are the embeddings of tokens (…): (…, K)."""
+    dtype = weight.array.dtype if weight.scales is None else weight.scales.dtype
+    width = weight.array.shape[1] * (1 if weight.scales is None else 32 // weight.bits)
+    lines = tokens.reshape(-1)
+    threads = lines.size * width // 8
+    group = 32 if weight.scales is None else width // weight.scales.shape[-1]
+    found: mx.array = _embed_kernel()(
+        inputs=[lines, weight.array, *(weight.arrays[1:] or [weight.array, weight.array])],
+        template=[("T", dtype), ("BITS", weight.bits), ("GROUP", group)],
+        grid=(-(-threads // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines.size, width)],
+        output_dtypes=[dtype],
     )[0]
-    return output.reshape(*x.shape[:-1], rows)
+    return found.reshape(*tokens.shape, width)
 
 
-def numbers_together(bits: int, width: int) -> int:
-    """Return how many times eight numbers of a row a thread reads at once: 16 bytes where the width allows it."""
-    return next(count for count in (4, 2, 1) if count <= 16 // bits and width % (32 * count) == 0)
+def _template(sizes: "Sizes", weight: Weight, width: int, ending: ProductEnding) -> dict[str, int]:
+    group = 32 if weight.scales is None else width // weight.scales.shape[-1]
+    return {**sizes.template(weight.bits, width), "BITS": weight.bits, "GROUP": group, "ENDING": int(ending)}
+
+
+def _product(x: mx.array, weight: Weight, ending: ProductEnding) -> mx.array:
+    lines, rows, width = x.reshape(-1, x.shape[-1]), weight.array.shape[0], x.shape[-1]
+    sizes = choose_sizes(lines.shape[0], rows, width, weight.bits, ending)
+    if ending is ProductEnding.APART and sizes.splits == 1:
+        ending = ProductEnding.PLAIN
+    template = _template(sizes, weight, width, ending)
+    shape: tuple[int, ...] = (lines.shape[0], rows // 2 if ending is ProductEnding.GATED else rows)
+    across, down = grid_of(sizes, lines.shape[0], rows)
+    is_shared = isinstance(sizes, FewSizes) and lines.shape[0] <= MOST_SHARED_LINES and lines.nbytes <= MOST_LINE_BYTES
+    kernel = _few_kernel("lines_shared", lines.nbytes) if is_shared else _kernel(sizes, weight.bits)
+    found: mx.array = kernel(
+        inputs=[lines, weight.array, *(weight.arrays[1:] or [lines, lines])],
+        template=[("T", x.dtype), *template.items()],
+        grid=(across * THREADS, down, sizes.splits),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(SEGMENTS, *shape) if ending is ProductEnding.APART else shape],
+        output_dtypes=[mx.float32 if ending is ProductEnding.APART else x.dtype],
+    )[0]
+    return found
 
 
 def is_right(weight: Weight, multiply: Product = product) -> bool:
-    """Whether the kernel finds what MLX's product finds, for few lines and for more than one block has."""
+    """Whether the kernel finds what MLX's product finds, for as many lines as each kind of block has."""
     dtype = weight.array.dtype if weight.scales is None else weight.scales.dtype
     width = weight.array.shape[1] if weight.scales is None else weight.array.shape[1] * 32 // weight.bits
+    ends = slice(0, TRIED_ROWS), slice(-TRIED_ROWS, None)  # of the rows
+    rows = mx.concatenate([unpacked(weight, end) for end in ends]).astype(dtype)
     for lines in TRIED_LINES:
         x = mx.sin(mx.arange(lines * width) * 0.37).reshape(lines, width).astype(dtype)
         try:
-            found, wanted = (one(x, weight).astype(mx.float32) for one in (multiply, prompt_product))
+            whole = multiply(x, weight)
+            found = mx.concatenate([whole[:, end] for end in ends], axis=1).astype(mx.float32)
+            wanted = (x @ rows.T).astype(mx.float32)
             share = float(mx.max(mx.abs(found - wanted)) / mx.maximum(mx.std(wanted), 1e-6))
         except (RuntimeError, ValueError) as error:
             log.warning("weft's matrix product for CUDA does not run here (%s); MLX's own is used", error)
@@ -162,22 +191,13 @@ def is_right(weight: Weight, multiply: Product = product) -> bool:
     return True
 
 
-def choose_sizes(lines: int, rows: int, blocks: int, bits: int) -> FewSizes | BlockSizes:
-    """Return the sizes of a product's blocks; `blocks` are those of its K. They change its speed, not its numbers."""
-    if lines <= MOST_FEW_LINES:
-        line_tiles = 1 if lines <= 8 else 2 if lines <= 16 else 4
-        row_tiles = 2 if line_tiles == 4 and rows >= ENOUGH_BLOCKS * 32 else 1
-        most = 4 if bits < 16 or line_tiles == 4 else 8
-        each = -(-blocks // SEGMENTS)
-        ahead = min(range(min(most, 2), most + 1), key=lambda count: (-(-each // count) * count - each, -count))
-        return FewSizes(row_tiles, line_tiles, ahead)
-    across, down = grid_of(MANY, lines, rows)
-    return MANY if lines > 64 and across * down >= ENOUGH_BLOCKS else SOME
-
-
-def grid_of(sizes: FewSizes | BlockSizes, lines: int, rows: int) -> tuple[int, int]:
-    """Return how many blocks cover all lines, and how many all rows."""
-    return -(-lines // (8 * sizes.line_tiles)), -(-rows // (16 * sizes.row_tiles))
+def unpacked(weight: Weight, rows: slice) -> mx.array:
+    """Return some rows of a weight as plain numbers."""
+    if weight.scales is None or weight.biases is None:
+        return weight.array[rows]
+    width = weight.array.shape[1] * 32 // weight.bits
+    parts = weight.array[rows], weight.scales[rows], weight.biases[rows]
+    return mx.dequantize(*parts, group_size=width // weight.scales.shape[1], bits=weight.bits)
 
 
 def is_prompt(x: mx.array) -> bool:
@@ -266,7 +286,35 @@ def bind(model: nn.Module, multiply: Product = product, in_prompts: Product = pr
     return left
 
 
+PRODUCT_INPUTS = ["x", "w", "scales", "biases"]
+
+
+def _kernel(sizes: Sizes, bits: int) -> CudaKernel:
+    return _few_kernel("lines_given", 0) if isinstance(sizes, FewSizes) else _many_kernel(sizes.shared_bytes(bits))
+
+
 @cache
-def _kernel(name: str, shared_bytes: int) -> CudaKernel:
-    texts = read_source("product.h"), read_source(f"{name}.cu")
-    return CudaKernel(f"weft_{name}", ["x", "w", "scales", "biases"], ["out"], texts, shared_bytes)
+def _many_kernel(shared_bytes: int) -> CudaKernel:
+    header = "\n".join(map(read_source, ("instructions.h", "product.h")))
+    return CudaKernel("weft_product", PRODUCT_INPUTS, ["out"], (header, read_source("product.cu")), shared_bytes)
+
+
+@cache
+def _few_kernel(lines: str, shared_bytes: int) -> CudaKernel:
+    header = "\n".join(map(read_source, ("instructions.h", "product.h")))
+    body = "\n".join(map(read_source, (f"{lines}.cu", "product_few.cu")))
+    return CudaKernel("weft_product_few", PRODUCT_INPUTS, ["out"], (header, body), shared_bytes)
+
+
+@cache
+def _embed_kernel() -> CudaKernel:
+    texts = read_source("instructions.h"), read_source("embed.cu")
+    return CudaKernel("weft_embed", ["tokens", "w", "scales", "biases"], ["out"], texts)
+
+
+@cache
+def _normed_kernel(shared_bytes: int, eps: float) -> CudaKernel:
+    constants = cuda.constants_text({"COLUMNS": cuda.COLUMNS, "EPS": eps})
+    header = "\n".join([read_source("instructions.h"), constants, *map(read_source, ("columns.h", "product.h"))])
+    body = "\n".join(map(read_source, ("lines_normed.cu", "product_few.cu")))
+    return CudaKernel("weft_product_normed", [*PRODUCT_INPUTS, "y", "norm"], ["sum", "out"], (header, body), shared_bytes)

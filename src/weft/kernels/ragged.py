@@ -205,9 +205,14 @@ def own_lines(num_rows: int, value_dim: int) -> int:
     return next(count for count in (4, 2, 1) if count <= num_rows and value_dim % (16 * count) == 0)
 
 
+def prompt_header() -> str:
+    """Return what stands before the kernels of prompts."""
+    return f"{read_source('instructions.h')}\n{read_source('prompts.h')}"
+
+
 def attend_header(scale: float) -> str:
     """Return what stands before the kernel of attention with this scale of scores, which become powers of two."""
-    return f"{read_source('prompts.h')}\nconstexpr float SCALE = {scale * math.log2(math.e)!r}f;\n"
+    return f"{prompt_header()}\nconstexpr float SCALE = {scale * math.log2(math.e)!r}f;\n"
 
 
 @cache
@@ -226,11 +231,11 @@ def _planes_kernel() -> CudaKernel:
 
 @cache
 def _gate_kernel() -> CudaKernel:
-    return CudaKernel("weft_gate_lines", ["x"], ["out"], (read_source("prompts.h"), read_source("gate_lines.cu")))
+    return CudaKernel("weft_gate_lines", ["x"], ["out"], (prompt_header(), read_source("gate_lines.cu")))
 
 
 @cache
 def _delta_kernel() -> CudaKernel:
     names = "query key value fading writing log_rate bias state starts"
-    texts = read_source("prompts.h"), read_source("delta_prompt.cu")
+    texts = prompt_header(), read_source("delta_prompt.cu")
     return CudaKernel("weft_delta_prompt", names.split(), ["out", "last"], texts)

@@ -25,7 +25,7 @@ class Refusal:
 
 
 class RowState:
-    """One sequence's place in the pool: its token count, slab and slot, and recurrent states that are in no table."""
+    """One sequence's place in the pool: its token count, slab or pages, and slot, and recurrent states that are in no table."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -33,8 +33,14 @@ class RowState:
         self.unread = 0  # of its last tokens, by the model's MTP head; −1: the head has read the next one too
         self.is_blind = False  # hidden states of the last tokens were not kept, so the head can not read these
         self.slab: Slab | None = None
+        self.pages: list[int] = []  # in a pool of pages, which has no slabs
         self.slot = -1
         self.loose: list[tuple[mx.array | None, ...]] | None = None  # recurrent states that are in no table
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a pool has a place for it."""
+        return self.slot >= 0
 
     def advance(self, count: int) -> None:
         """Count tokens whose keys, values and states are here now; an MTP head has yet to read them."""
@@ -99,7 +105,7 @@ class StateTable:
         if rows == self.rows:
             return
         for row in filter(None, self.rows):
-            if row.slab is not None and row not in rows:
+            if row.is_placed and row not in rows:
                 row.loose = self.extract(row)
         sources = self._sources(rows)
         for layer, parts in enumerate(self.parts):
@@ -140,6 +146,14 @@ class StateTable:
             return row.loose
         at = self.rows.index(row)
         return [tuple(None if array is None else mx.contiguous(array[at : at + 1]) for array in states) for states in self.states]
+
+
+def refusal_by(specs: Sequence[LayerSpec], contents: RowContents, length: int) -> Refusal | None:
+    """Return the first layer of a row's contents that does not match its spec; None if all do."""
+    for layer, (spec, content) in enumerate(zip(specs, contents, strict=True)):
+        if reason := mismatch(spec, content, length):
+            return Refusal(layer, f"layer {layer} ({type(spec).__name__}): {reason}")
+    return None
 
 
 class Pool:
@@ -185,10 +199,7 @@ class Pool:
 
     def refusal(self, contents: RowContents, length: int) -> Refusal | None:
         """Return the first layer of a row's contents that does not match its spec; None if the pool can take the row."""
-        for layer, (spec, content) in enumerate(zip(self.specs, contents, strict=True)):
-            if reason := mismatch(spec, content, length):
-                return Refusal(layer, f"layer {layer} ({type(spec).__name__}): {reason}")
-        return None
+        return refusal_by(self.specs, contents, length)
 
     def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:
         """Copy a row's keys and values into a free slot; its recurrent states are only referenced. Check `refusal` first."""
@@ -224,6 +235,23 @@ class Pool:
         slab.rows[row.slot] = None
         row.slab, row.slot = None, -1
         self._drop_if_empty(slab)
+
+    def trim(self) -> None:
+        """Do nothing: a slab is dropped when its last row leaves."""
+
+    def scrub_tokens(self, row: RowState, first: int, last: int, layers: Iterable[int] | None = None) -> None:
+        """Zero the keys and values of a row's tokens [first, last) in some layers, or in all."""
+        if row.slab is not None:
+            row.slab.scrub_tokens(row.slot, first, last, layers)
+
+    def capacity_of(self, row: RowState) -> int:
+        """Return how many tokens a row has room for before it must move; 0 if it has no place."""
+        return 0 if row.slab is None else row.slab.capacity
+
+    def written_arrays(self, layer: int) -> list[mx.array]:
+        """Return what must be evaluated for a layer's newest keys and values to be written."""
+        held = [slab.layers[layer] for slab in self.slabs]
+        return [array for one in held for array in (one.keys, one.values)]
 
     def capacity_for(self, tokens: int) -> int:
         if not self.has_positions:

@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from weft.errors import InternalError
 from weft.memory.positions import Noted, taking_notes
-from weft.memory.slabs import Pool, RowState, Slab
+from weft.memory.slabs import Pool, RowState, Slab, StateTable
 from weft.memory.spec import FullAttention, Recurrent, SlidingWindow, difference, part_mismatch
 from weft.memory.transfer import to_device
 
@@ -69,14 +69,16 @@ class Batch:
     """
 
     def __init__(self, pool: Pool, parts: list[Part], rows: list[RowState | None], *, seam: bool) -> None:
-        self.pool = pool
+        self.specs = pool.specs
         self.parts = parts
-        self.tokens = parts[0].tokens
         self.rows = rows  # None: an idle row that fills the width
         self.seam = seam
-        self.offsets = self._offsets()  # (B,) positions of first new tokens
-        self.table = pool.table_for(None if seam else parts[0].slab)
-        self.table.arrange(rows)
+        self._begin(parts[0].tokens, pool.table_for(None if seam else parts[0].slab))
+
+    def _begin(self, tokens: int, table: StateTable) -> None:
+        self.tokens = tokens
+        self.table = table
+        self.table.arrange(self.rows)
         self._memo: dict[tuple[Any, ...], Any] = {}
         self._replaced: list[tuple[int, int, mx.array]] = []  # states that the forward wrote, in order: layer, part, value
         self._by_token: list[tuple[int, int, Noted | None]] = []  # the same with what was noted of them
@@ -84,7 +86,9 @@ class Batch:
             tuple[int, int, Noted]
         ] = []  # states that are not replaced before it is known how many tokens count
 
-    def _offsets(self) -> mx.array:
+    @cached_property
+    def offsets(self) -> mx.array:
+        """The positions (B,) of first new tokens, those `ahead` not counted."""
         held = [(row, first) for part in self.parts for row, first in zip(part.rows, part.first, strict=True)]
         if self.rows == [row for row, _ in held] and len(self.parts) == 1 and not any(row.shift for row, _ in held):
             return self.parts[0].lengths
@@ -230,7 +234,7 @@ class KeyValueView:
     """The KV cache of one attention layer in one decode step, stored in slabs; implements mlx-lm's cache API."""
 
     def __init__(self, batch: Batch, layer: int) -> None:
-        spec = batch.pool.specs[layer]
+        spec = batch.specs[layer]
         assert isinstance(spec, FullAttention)
         self.batch = batch
         self.layer = layer
@@ -320,7 +324,7 @@ class StateView:
     left_padding = None
 
     def __init__(self, batch: Batch, layer: int) -> None:
-        spec = batch.pool.specs[layer]
+        spec = batch.specs[layer]
         assert isinstance(spec, Recurrent)
         self.batch = batch
         self.layer = layer

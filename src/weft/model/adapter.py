@@ -13,12 +13,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from weft.errors import UnsupportedModel
-from weft.kernels import cpu
+from weft.kernels import cpu, cuda_paged
 from weft.kernels.attention import seam_over
 from weft.kernels.block_product import BlockProducts
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
-from weft.kernels.cuda_layers import bind as bind_cuda
+from weft.kernels.cuda_model import bind as bind_cuda
+from weft.kernels.cuda_model import bound_step
 from weft.kernels.cuda_prompts import RaggedPrompts, try_layers
 from weft.kernels.cuda_prompts import bind as bind_prompts
 from weft.kernels.fused_model import FusedModel, fits, fused_model
@@ -27,7 +28,10 @@ from weft.kernels.primitives import ops
 from weft.kernels.recurrent import bind as bind_recurrent
 from weft.kernels.token_window import TokenWindow
 from weft.memory.grouped import GroupedKeyValues, GroupedStates
+from weft.memory.paged_views import AnyPool, PagedBatch, PagedView, SlottedView
+from weft.memory.pages import PagedPool
 from weft.memory.positions import ConvolutionInput, current_notes
+from weft.memory.slabs import Pool
 from weft.memory.spec import (
     MAX_STEP_TOKENS,
     FullAttention,
@@ -120,6 +124,7 @@ class Adapter:
         products = BlockProducts()  # of prompts on CUDA
         # Whether the numbers of a row are the same in a batch of any size.
         self.is_row_invariant = bind_cuda(loaded.model, products) if ON_CUDA else cpu.is_bound(mx.float32)
+        self.model_step = bound_step(loaded.model) if ON_CUDA else None  # its fused decode step, over pages instead of slabs
         _bind_seam(loaded.model)
         self.fused_layers = bind_blocks(loaded.model) if loaded.num_shards == 1 else []  # a block would not add up its slices
         self.head: MTPHead | None = None
@@ -172,7 +177,7 @@ class Adapter:
         self.can_be_saved = self.unreadable is None  # a row's states can be copied out and put back
         # A prompt's states after any of its tokens are the first of its keys and values: other layers keep none.
         self.is_positional = self.can_be_saved and all(type(s) is FullAttention or s == Recurrent(()) for s in self.specs)
-        found = Findings(way, {}) if way else examine(self)
+        found = Findings(way, {}) if way else self._found_by_trying()
         self.way, self.refused = found.way, found.refused
         self._cuts_freely, self.decodes_like_prefill = found.cuts_freely, found.decodes_like_prefill
         self.grouping = found.grouping  # of prompts in one forward
@@ -195,6 +200,36 @@ class Adapter:
         if made is not None and self.head is not None:
             made = None if self.head.fused is None else replace(made, head=self.head.fused)
         return made if made is not None and fits(made, self.specs) else None
+
+    def _found_by_trying(self) -> Findings:
+        """Find out how rows can be batched; a fused step that does not give rows their own numbers, bit for bit, is not used."""
+        found = examine(self)
+        if self.model_step is None or (found.way == "seam" and found.is_alone_in_a_crowd and found.unverified is None):
+            return found
+        reason = found.refused.get("seam") or found.unverified or "a row's bits depend on the others"
+        log.warning("%s: its fused step is not used, it decodes layer by layer, which is slower (%s)", self.name, reason)
+        self.model_step = None
+        return examine(self)
+
+    def make_pool(
+        self,
+        *,
+        slab_tokens: int,
+        max_rows: int,
+        coarse_tokens: int | None = None,
+        constant_shapes: bool = False,
+        way: Way | None = None,
+    ) -> AnyPool:
+        """Make an empty pool for rows that decode together, of pages where the step is fused; `way`: the model's own if None."""
+        if self.model_step is not None and (way or self.way) == "seam":
+            return PagedPool(self.specs, self.model_step.slotted, cuda_paged)
+        return Pool(
+            self.specs,
+            slab_tokens=slab_tokens,
+            max_rows=max_rows,
+            coarse_tokens=coarse_tokens,
+            constant_shapes=constant_shapes,
+        )
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:
         """Make fresh mlx-lm caches for one row; the first write allocates the whole prompt, so no chunk copies earlier ones.
@@ -370,7 +405,10 @@ class Adapter:
     def _view(self, batch: Batch, place: int | tuple[int, ...]) -> Any:
         if isinstance(place, tuple):
             return tuple(self._view(batch, inner) for inner in place)
-        return (RecurrentView if isinstance(self.specs[place], Recurrent) else KeyValueView)(batch, place)
+        is_recurrent = isinstance(self.specs[place], Recurrent)
+        if isinstance(batch, PagedBatch) and (place in batch.paged_pool.slotted or not is_recurrent):
+            return (SlottedView if is_recurrent else PagedView)(batch, place)
+        return (RecurrentView if is_recurrent else KeyValueView)(batch, place)
 
     def _read_specs(self) -> None:
         """Build (not run) a short forward and record the geometry of every layer's cache in `specs` and `layout`."""

@@ -11,10 +11,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from weft.errors import UnsupportedModel, WeftError
 from weft.kernels import cpu
 from weft.kernels.fused_model import FusedModel
-from weft.memory.slabs import Pool, RowState
+from weft.memory.paged_views import AnyPool, make_batches
+from weft.memory.slabs import Pool, RowState, refusal_by
 from weft.memory.spec import MAX_STEP_TOKENS, RowContents, SlidingWindow
 from weft.memory.transfer import ON_CUDA
-from weft.memory.views import Batch, StepSpan, make_batches
+from weft.memory.views import Batch, StepSpan
 
 if TYPE_CHECKING:
     from weft.model.adapter import Adapter, Way
@@ -185,9 +186,9 @@ class Probe:
         They begin with the contents of the caches that `find_leak` has prefilled and found right.
         """
         for index, contents in self.prefilled.items():
-            if refusal := Pool(self.adapter.specs, slab_tokens=256, max_rows=4).refusal(contents, PROBE_LENGTHS[index]):
+            if refusal := refusal_by(self.adapter.specs, contents, PROBE_LENGTHS[index]):
                 return refusal.reason
-        pool, states = self._pool()
+        pool, states = self._pool(way)
         prefilled = {row: self._prefill_fed(row) for row in PREFILLED_ROWS if self.is_invariant}
         self.decodes_like_prefill = self.is_invariant
         self.stepped = [[] for _ in self.prompts]
@@ -210,7 +211,7 @@ class Probe:
     def is_alone_in_a_crowd(self, way: Way) -> bool:
         """Return whether each row has, with the pool for itself, the bits that it had there beside the others."""
         for row, wanted in enumerate(self.stepped):
-            pool, states = self._pool()
+            pool, states = self._pool(way)
             for step, logits in enumerate(wanted):
                 (batch,) = make_batches(pool, [states[row]], seam=way == "seam", width=None)
                 tokens = [[self.fed[row][step] if state is states[row] else 0] for state in batch.rows]
@@ -229,7 +230,7 @@ class Probe:
         if any(isinstance(spec, SlidingWindow) and spec.spare + 1 < MAX_STEP_TOKENS for spec in self.adapter.specs):
             return "its sliding windows have no room to go back"
         try:
-            pool, states = self._pool()
+            pool, states = self._pool(way)
             at = [0] * len(states)
             for kept, tokens in ((PROBE_KEPT, MAX_STEP_TOKENS), ((1,) * len(states), 2)):
                 for batch in make_batches(pool, states, seam=way == "seam", width=None, span=StepSpan(tokens)):
@@ -273,7 +274,8 @@ class Probe:
 
     def _decode_fused(self, fused: FusedModel, kept: tuple[int, ...]) -> bool:
         """Whether rows have the logits of single steps: each keeps so many tokens of the first step, then one of each."""
-        pool, states = self._pool()
+        pool, states = self._pool("seam")
+        assert isinstance(pool, Pool)
         at, counts = [0] * len(states), kept
         while live := [row for row, begun in enumerate(at) if begun < PROBE_STEPS]:
             # What comes next, and, where several tokens are kept, one behind them that is not.
@@ -294,9 +296,9 @@ class Probe:
             counts = (1,) * len(states)
         return True
 
-    def _pool(self) -> tuple[Pool, list[RowState]]:
+    def _pool(self, way: Way) -> tuple[AnyPool, list[RowState]]:
         """Return a pool with the four rows, prefilled."""
-        pool = Pool(self.adapter.specs, slab_tokens=256, max_rows=4, constant_shapes=True)
+        pool = self.adapter.make_pool(slab_tokens=256, max_rows=4, constant_shapes=True, way=way)
         states = [RowState() for _ in self.prompts]
         for index, contents in self.prefilled.items():
             pool.allocate(states[index], contents, PROBE_LENGTHS[index])

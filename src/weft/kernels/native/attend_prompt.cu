@@ -6,7 +6,7 @@
 // depends on its position alone, not on where its chunk begins or who is beside it. A pair that reads none of them adds zeros.
 constexpr int PAIRS = 64, KEYS = 64, PIECES = DIM / 8;  // of 16 bytes
 constexpr int TURNS = PIECES % 8 == 0 ? 7 : PIECES % 4 == 0 ? 3 : 0;
-extern __shared__ uint4 memory[];
+SHARED_POOL(uint4, memory);
 uint4* const held_queries = memory;
 uint4* const held_keys = held_queries + PAIRS * PIECES;
 uint4* const held_values = held_keys + KEYS * PIECES;

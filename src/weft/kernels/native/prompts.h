@@ -1,12 +1,5 @@
-// Instructions of the kernels of prompts (attend_prompt.cu, delta_prompt.cu, gate_lines.cu). Included as text in front of them.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-template <typename T>
-constexpr bool IS_HALF = false;
-template <>
-constexpr bool IS_HALF<__half> = true;
-
+// Further instructions of the kernels of prompts (attend_prompt.cu, delta_prompt.cu, gate_lines.cu). Included as text in front of them, behind
+// instructions.h.
 // Add to 16 × 8 sums the products of 16 × 16 numbers on the left with 16 × 8 on the right, as `load_tiles` and `load_turned` give them.
 template <typename T>
 __device__ inline void multiply_tile(float* sums, const unsigned* left, const unsigned* right) {
@@ -59,17 +52,4 @@ __device__ inline void read_side(const T* from, float* to) {
             to[2 * i] = __uint_as_float(words[i] << 16), to[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
         }
     }
-}
-
-// Copy 16 bytes into shared memory without waiting for them.
-__device__ inline void copy_later(void* to, const void* from) {
-    const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-}
-
-__device__ inline void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int LEFT>
-__device__ inline void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
