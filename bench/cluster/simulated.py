@@ -72,6 +72,9 @@ class NoRunner:
         self.prefill_rate = PrefillRate()
         self.has_checkpoints = has_checkpoints
 
+    def saved_bytes(self, row: Row) -> int:
+        return row.count + int(self.has_checkpoints)
+
     def save(self, row: Row) -> tuple[Size, Size]:
         return Size(row.count), Size(int(self.has_checkpoints))
 

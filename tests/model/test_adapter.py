@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 import zoo
@@ -15,6 +17,7 @@ from weft.errors import UnsupportedModel
 from weft.memory.spec import FullAttention, Recurrent, SlidingWindow
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel, load
+from weft.model.probe import PROBE_LIMIT, PROBE_ROUNDING, PROBE_TOLERANCE, allowed_rounding
 
 Checkpoint = Callable[[str], Path]
 
@@ -181,3 +184,36 @@ def test_a_cache_that_is_not_exactly_mlx_lms_own_is_not_taken_for_one(
     assert not adapter.can_be_saved
     prompts = random_prompts(adapter.vocab_size, (20, 7))
     assert answers(adapter, prompts, 5) == [answers(adapter, [prompt], 5)[0] for prompt in prompts]
+
+
+class Stack(nn.Module):
+    """Layers that each multiply what the ones before have rounded."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 64)
+        self.norms = [nn.RMSNorm(64) for _ in range(depth)]
+        self.set_dtype(mx.bfloat16)
+
+    def make_cache(self) -> list[object]:
+        return []
+
+    def __call__(self, tokens: mx.array, cache: object) -> mx.array:
+        assert cache == []
+        hidden = self.embedding(tokens)
+        for norm in self.norms:
+            hidden = mx.sin(4 * norm(hidden))
+        return hidden
+
+
+def test_a_deep_model_in_16_bits_may_round_as_far_as_its_own_layers_do() -> None:
+    models = [Stack(1), Stack(12)]
+    before = [dict(tree_flatten(model.parameters())) for model in models]
+
+    shallow, deep = (allowed_rounding(model, [3, 5], mx.bfloat16) for model in models)
+
+    assert shallow == PROBE_ROUNDING < deep <= PROBE_LIMIT
+    assert allowed_rounding(models[1], [3, 5], mx.float32) == PROBE_TOLERANCE
+    for model, weights in zip(models, before, strict=True):
+        after = dict(tree_flatten(model.parameters()))
+        assert all(mx.array_equal(after[name], value) for name, value in weights.items())

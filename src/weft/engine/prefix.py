@@ -129,7 +129,7 @@ class PrefixSharing:
             cursor.is_private = True
             return
         tokens = tuple(sequence.prefill_ids[row.start : row.start + row.count])
-        saved = self.runner.save(row) if self.tree.has_room(self.runner.adapter.saved_bytes(row.start, row.count)) else None
+        saved = self.runner.save(row) if self.tree.has_room(self.runner.saved_bytes(row)) else None
         if saved is None or not self.tree.has_room(sum(state.nbytes for state in saved)):
             cursor.is_private = True  # from here on it computes for itself alone
             return

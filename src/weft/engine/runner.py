@@ -380,6 +380,10 @@ class Runner:
         memory.together = ()
         row.sequence.num_computed += row.count
 
+    def saved_bytes(self, row: Row) -> int:
+        """Return the bytes that `save` will take for a chunk."""
+        return self.adapter.saved_bytes(row.start, row.count)
+
     def save(self, row: Row) -> tuple[SavedState, SavedState]:
         """Copy a just computed chunk: its keys and values (block), and all other layers' states at its end (checkpoint)."""
         self.faults.at("snapshot", row.sequence)

@@ -6,6 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from weft.errors import UnsupportedModel, WeftError
@@ -45,6 +47,7 @@ PROBE_LIMIT = 1.0
 # In 16 bits another kernel rounds otherwise: tiny-hybrid on an H200 moves by 0.08 of its spread from chunks alone. What is
 # looked for are the numbers of another row, or a prompt of which something is forgotten: several times the spread.
 PROBE_ROUNDING = 0.3
+ROUNDING_STEP = 2.0**-8  # of a number in bfloat16: half the distance to the next
 # How prompts may be computed together: bit for bit as alone, rounded otherwise, or not at all.
 Grouping = Literal["exact", "rounded", "none"]
 PROBE_ERRORS = (WeftError, AttributeError, TypeError, ValueError, IndexError, RuntimeError)
@@ -103,7 +106,7 @@ def ragged_problem(adapter: Adapter) -> str | None:
         worst = max(_difference(one, wanted) for one, wanted in zip(found, own, strict=True))
     except PROBE_ERRORS as error:
         return f"{type(error).__name__}: {error}"
-    allowed = PROBE_TOLERANCE if own[0].dtype == mx.float32 else PROBE_ROUNDING
+    allowed = allowed_rounding(adapter.model, prompts[0], own[0].dtype)
     return None if worst <= allowed else f"logits differ by {worst:.2g} of their spread, {allowed:.2g} are allowed"
 
 
@@ -119,7 +122,7 @@ class Probe:
         self.is_invariant = cpu.is_bound(mx.float32)  # elsewhere kernels are chosen by shape: what is equal here may differ there
         self.prompts_are_invariant = self.is_invariant or adapter.ragged is not None
         self.cuts_freely = self.decodes_like_prefill = False
-        rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else PROBE_ROUNDING
+        rounding = allowed_rounding(adapter.model, self.prompts[0], self.alone[0][0].dtype)
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
         self.stepped: list[list[mx.array]] = []  # by row and step: logits of single steps in the pool
         self.prefilled: dict[int, RowContents] = {}  # by row, in the order of turns: its layers' contents after its prompt
@@ -323,6 +326,36 @@ class Probe:
         """Return a message if a row's logits at a step differ too much from those decoded alone; None if they are right."""
         share = _difference(found, self.alone[row][step])
         return None if share <= self.allowed else f"logits differ by {share:.2g} of their spread, {self.allowed:.2g} are allowed"
+
+
+def allowed_rounding(model: nn.Module, prompt: list[int], dtype: mx.Dtype) -> float:
+    """Return the share of their spread by which logits of this type may differ from another kernel's, PROBE_LIMIT at most.
+
+    In 16 bits a deep model multiplies what its layers round. As much is allowed as the logits change by when the norms' weights
+    are moved by a rounding step, up and down in turn: 0.37 for tiny-hybrid, 0.5 and 1.1 for 8 and 32 layers of random weights.
+    """
+    if dtype == mx.float32:
+        return PROBE_TOLERANCE
+    vectors = [(name, value) for name, value in tree_flatten(model.parameters()) if _is_rounded_vector(value)]
+    try:
+        plain = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
+        model.update(tree_unflatten([(name, _moved(value)) for name, value in vectors]))
+        change = _difference(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1], plain)
+    except PROBE_ERRORS:  # it fails again, and is refused with a reason, where rows take turns
+        return PROBE_ROUNDING
+    finally:
+        model.update(tree_unflatten(vectors))
+    return min(PROBE_LIMIT, max(PROBE_ROUNDING, change))
+
+
+def _is_rounded_vector(value: mx.array) -> bool:
+    return value.ndim == 1 and value.dtype in (mx.bfloat16, mx.float16)
+
+
+def _moved(weights: mx.array) -> mx.array:
+    """Return a vector with its numbers moved by a rounding step, every other one downwards."""
+    signs = 1 - 2 * (mx.arange(weights.size) % 2)
+    return (weights.astype(mx.float32) * (1 + ROUNDING_STEP * signs)).astype(weights.dtype)
 
 
 def _difference(found: mx.array, wanted: mx.array) -> float:
