@@ -134,7 +134,7 @@ def wait_ready(port: int, process: subprocess.Popen[bytes]) -> float:
             return time.perf_counter() - began
         except (OSError, TimeoutError, asyncio.IncompleteReadError, ValueError):
             time.sleep(0.2)
-    raise SystemExit(f"the server on port {port} did not come up")
+    raise ValueError(f"the server on port {port} did not come up")
 
 
 async def _models(port: int) -> None:
@@ -186,9 +186,8 @@ def measure(name: str, command: list[str], port: int, streams: tuple[int, ...]) 
                     flush=True,
                 )
         except (TimeoutError, ValueError, OSError, statistics.StatisticsError) as error:
-            print(f"{name}: no answer in {LIMIT_SECONDS} s or an error ({type(error).__name__}: {error})", flush=True)
-            log.seek(0)
-            print(log.read()[-2000:].decode(errors="replace"))
+            print(f"{name}: no answer in {LIMIT_SECONDS} s, or an error ({type(error).__name__}: {error})", flush=True)
+            print(Path(log.name).read_text(errors="replace")[-4000:])
         finally:
             process.terminate()
     return rates

@@ -17,7 +17,7 @@ from weft.kernels import blas
 blas.bind()
 process.import_mlx_lm()
 
-from failing_layers import FAILURES, Fail, break_layer  # noqa: E402 - after the binding
+from failing_layers import FAILURES, Fail, break_fused_steps, break_layer  # noqa: E402 - after the binding
 from weft.model import loader  # noqa: E402
 
 
@@ -27,10 +27,11 @@ def main() -> None:
 
     def load(*arguments: Any, **options: Any) -> loader.LoadedModel:
         loaded = load_model(*arguments, **options)
-        for token, name in always.items():
-            break_layer(loaded.model, int(token), FAILURES[name])
-        for token, name in once.items():
-            break_layer(loaded.model, int(token), unless_there_is(folder / token, FAILURES[name]))
+        failures = {token: FAILURES[name] for token, name in always.items()}
+        failures |= {token: unless_there_is(folder / token, FAILURES[name]) for token, name in once.items()}
+        for token, fail in failures.items():
+            break_layer(loaded.model, int(token), fail)
+            break_fused_steps(int(token), fail)
         return loaded
 
     loader.load = load

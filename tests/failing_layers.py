@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 from mlx import nn
+
+from weft.kernels.fused_model import FusedModel, FusedStep, StepRows
 
 Place = Literal["first", "last"]  # the embedding, or the whole model: its failure comes when all of a step is on its way
 Fail = Callable[[mx.array, mx.array, int], mx.array]  # a layer's output, the tokens (B, T) and the token to fail for → the output
@@ -38,6 +41,18 @@ def break_layer(model: Any, token: int, fail: Fail, place: Place = "first") -> A
 
     layer.__class__ = Failing
     return layer
+
+
+def break_fused_steps(token: int, fail: Fail) -> None:
+    """Let the steps of weft's own operations, which call no layer, fail when they read this token."""
+    decode = FusedModel.decode
+
+    def failing_decode(self: FusedModel, rows: StepRows, tokens: mx.array, *rest: Any, **options: Any) -> FusedStep:
+        step = decode(self, rows, tokens, *rest, **options)
+        read = fail(mx.zeros((tokens.size, 1)), tokens, token)  # a line each; not every one has logits
+        return replace(step, logits=step.logits + read.sum())
+
+    FusedModel.decode = failing_decode  # type: ignore[method-assign]
 
 
 def when_read(act: Callable[[], mx.array | float]) -> Fail:

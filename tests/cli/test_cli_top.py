@@ -99,7 +99,7 @@ def test_without_a_terminal_one_picture_of_a_real_server_is_printed(
 
     assert f"weft at {served.url}" in told
     assert "tiny-hybrid" in told
-    assert "weights 42.1 MB" in told
+    assert "weights 39.3 MB" in told
 
 
 @pytest.mark.xdist_group("served")

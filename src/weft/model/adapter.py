@@ -47,7 +47,7 @@ from weft.memory.views import Batch, KeyValueView, StateView
 from weft.model.load_phases import LoadPhases
 from weft.model.loader import LoadedModel
 from weft.model.mtp import MTPHead, Trunk, load_head, states_from
-from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, Findings, examine, ragged_problem
+from weft.model.probe import PROBE_CHUNK, PROBE_ERRORS, PROBE_ROUNDING, Findings, examine, ragged_problem, rounding_share
 from weft.model.saved_state import LayerCaches, arrays_of, leaves
 from weft.model.vision.vision import Seen, load_vision
 
@@ -118,6 +118,8 @@ class Adapter:
         self.eos_token_ids = frozenset(loaded.eos_token_ids)
         self.weights_bytes = loaded.weights_bytes
         phases.begin("kernels")
+        # How far logits in 16 bits may be from another kernel's, measured on the model's own code.
+        self.rounding_share = rounding_share(loaded.model, self.vocab_size) if mx.default_device() == mx.gpu else PROBE_ROUNDING
         self.gated_delta_modules = bind_gated_delta(loaded.model)
         bind_recurrent(loaded.model)
         bind_layers(loaded.model)

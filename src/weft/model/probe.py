@@ -106,7 +106,7 @@ def ragged_problem(adapter: Adapter) -> str | None:
         worst = max(_difference(one, wanted) for one, wanted in zip(found, own, strict=True))
     except PROBE_ERRORS as error:
         return f"{type(error).__name__}: {error}"
-    allowed = allowed_rounding(adapter.model, prompts[0], own[0].dtype)
+    allowed = PROBE_TOLERANCE if own[0].dtype == mx.float32 else adapter.rounding_share
     return None if worst <= allowed else f"logits differ by {worst:.2g} of their spread, {allowed:.2g} are allowed"
 
 
@@ -122,7 +122,7 @@ class Probe:
         self.is_invariant = cpu.is_bound(mx.float32)  # elsewhere kernels are chosen by shape: what is equal here may differ there
         self.prompts_are_invariant = self.is_invariant or adapter.ragged is not None
         self.cuts_freely = self.decodes_like_prefill = False
-        rounding = allowed_rounding(adapter.model, self.prompts[0], self.alone[0][0].dtype)
+        rounding = PROBE_TOLERANCE if self.alone[0][0].dtype == mx.float32 else adapter.rounding_share
         self.allowed = min(PROBE_LIMIT, max(rounding, PROBE_NOISE * self._noise()))
         self.stepped: list[list[mx.array]] = []  # by row and step: logits of single steps in the pool
         self.prefilled: dict[int, RowContents] = {}  # by row, in the order of turns: its layers' contents after its prompt
@@ -328,19 +328,18 @@ class Probe:
         return None if share <= self.allowed else f"logits differ by {share:.2g} of their spread, {self.allowed:.2g} are allowed"
 
 
-def allowed_rounding(model: nn.Module, prompt: list[int], dtype: mx.Dtype) -> float:
-    """Return the share of their spread by which logits of this type may differ from another kernel's, PROBE_LIMIT at most.
+def rounding_share(model: nn.Module, vocab_size: int) -> float:
+    """Return the share of their spread by which another kernel's logits in 16 bits may differ, PROBE_LIMIT at most.
 
-    In 16 bits a deep model multiplies what its layers round. As much is allowed as the logits change by when the norms' weights
-    are moved by a rounding step, up and down in turn: 0.37 for tiny-hybrid, 0.5 and 1.1 for 8 and 32 layers of random weights.
+    A deep model multiplies what its layers round. As much is allowed as the logits change by when the norms' weights are moved
+    by a rounding step, up and down in turn: 0.37 for tiny-hybrid, 0.5 and 1.1 for 8 and 32 layers of random weights.
     """
-    if dtype == mx.float32:
-        return PROBE_TOLERANCE
+    tokens = mx.array([[(7 + 11 * place * place) % vocab_size for place in range(PROBE_LENGTHS[0])]])
     vectors = [(name, value) for name, value in tree_flatten(model.parameters()) if _is_rounded_vector(value)]
     try:
-        plain = model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1]
+        plain = model(tokens, cache=make_prompt_cache(model))[0, -1]
         model.update(tree_unflatten([(name, _moved(value)) for name, value in vectors]))
-        change = _difference(model(mx.array([prompt]), cache=make_prompt_cache(model))[0, -1], plain)
+        change = _difference(model(tokens, cache=make_prompt_cache(model))[0, -1], plain)
     except PROBE_ERRORS:  # it fails again, and is refused with a reason, where rows take turns
         return PROBE_ROUNDING
     finally:
