@@ -38,6 +38,13 @@ def scripted_token(sequence: Sequence, position: int) -> int:
     return (position * 7919 + sequence.id * 104729) % 50_000
 
 
+@dataclass(frozen=True)
+class Copying:
+    """What says of a row that its drafts are worth asking for in a crowd too."""
+
+    is_following: bool = True
+
+
 @dataclass
 class ScriptedDrafts:
     """Drafts of the scripted answer, each token right with a chance of ACCEPTANCE."""
@@ -75,6 +82,8 @@ def engine_for(adapter: Adapter, length: int) -> Engine:
 def seconds_of(engine: Engine, rows: int) -> float:
     """How long the rows take for TOKENS tokens each, from the end of their prompts on."""
     sequences = [engine.submit([row + 1, *PROMPT], Sampling(max_tokens=TOKENS, ignore_eos=True)) for row in range(rows)]
+    for sequence in sequences:
+        sequence.drafting.lookup = Copying()  # type: ignore[assignment]
     while not all(one.is_prefilled for one in sequences):
         engine.turn()
     start = time.perf_counter()
