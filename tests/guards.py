@@ -891,6 +891,13 @@ GUARDS = [
         "suspects, for whom all others wait, are admitted first", "R019 R024",
     ),
     Guard(
+        "lost-rank", "engine/engine.py",
+        "        if is_lost_rank(error):",
+        "        if False:",
+        "tests/engine/test_failing_layers.py::test_a_lost_rank_ends_the_engine_and_not_the_row_that_met_it",
+        "a lost rank is no row's fault: the engine ends, so that another one goes on", "R022",
+    ),
+    Guard(
         "failed-turns", "engine/engine.py",
         "        if self.num_failed_turns >= MAX_FAILED_TURNS:",
         "        if False:",

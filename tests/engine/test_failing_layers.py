@@ -11,7 +11,8 @@ import mlx.core as mx
 import pytest
 
 from driver import SMALL, Run, adapter_for, answers, random_prompts
-from failing_layers import FAILURES, Place, failing, slow_zero
+from failing_layers import FAILURES, Place, failing, slow_zero, when_read
+from weft.errors import InternalError
 from weft.model.adapter import Adapter, Way
 
 Where = Literal["amid the prompt", "at its end", "amid the answer"]
@@ -149,3 +150,18 @@ def test_a_step_that_fails_for_a_crowd_only_costs_nobody_an_answer(scene: Scene)
         run.finish()
 
     assert [row.output for row in rows] == scene.undisturbed
+
+
+@pytest.mark.parametrize("where", ["amid the prompt", "amid the answer"])
+def test_a_lost_rank_ends_the_engine_and_not_the_row_that_met_it(scene: Scene, where: Where) -> None:
+    token, prompt = scene.guilty(where)
+
+    def lose() -> float:
+        raise RuntimeError("[ring] connection to a peer was lost")
+
+    with failing(scene.adapter.model, token, when_read(lose), "last"):
+        run, rows = scene.started(prompt, RuntimeError)
+        with pytest.raises(InternalError, match="another rank of the engine is gone"):
+            run.finish()
+
+    assert not any(row.finish == "error" for row in rows)

@@ -15,7 +15,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.faults import Faults
-from weft.engine.lockstep import AgreedMasks, AgreedRows, Lockstep
+from weft.engine.lockstep import AgreedMasks, AgreedRows, Lockstep, is_lost_rank
 from weft.engine.mask_prices import MaskPrices
 from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
@@ -336,7 +336,7 @@ class Engine:
             self._blame(suspects[0], "computing its prompt", error)
             return
         log.error("a forward of %d prompts failed, each is computed by itself", len(suspects), exc_info=error)
-        self.last_failure = error
+        self._note_failure(error)
         self.scheduler.apart |= {*suspects}
         if isinstance(error, RuntimeError):  # as MLX reports what failed on the device
             if (step := self.order.pending) is not None:
@@ -508,7 +508,7 @@ class Engine:
         """After a failed step preempt all decoding rows and retry its rows in halves; end a row that fails a retry alone."""
         suspects = list(dict.fromkeys(rows))
         log.error("a step of %d rows failed and is tried again in parts", len(suspects), exc_info=error)
-        self.last_failure = error
+        self._note_failure(error)
         self.num_failed_turns += 1
         if self.num_failed_turns >= MAX_FAILED_TURNS:
             raise InternalError(f"{self.num_failed_turns} turns failed one after the other; the last: {error}") from error
@@ -522,12 +522,18 @@ class Engine:
         if guilty is not None:
             self._fail(guilty, "a step of it", error)
 
+    def _note_failure(self, error: Exception) -> None:
+        """Remember the last failure; raises where no row can be computed any more: the process ends, and another one resumes."""
+        self.last_failure = error
+        if is_lost_rank(error):
+            raise InternalError(f"another rank of the engine is gone: {error}") from error
+
     def _fail(self, sequence: Sequence, what: str, error: Exception) -> None:
         """End a sequence with an error, free its memory, and uncache the prompt chunks that it computed."""
         if sequence.is_finished:
             return
         log.error("sequence %d ends: %s failed", sequence.id, what, exc_info=error)
-        self.last_failure = error
+        self._note_failure(error)
         self.runner.release(sequence, poisoned=True)
         self.prefix.reset(sequence)
         self.prefix.invalidate(sequence)

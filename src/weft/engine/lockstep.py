@@ -56,6 +56,11 @@ class OutOfStep(BaseException):
     """A rank is not where rank 0 is; no border may take that for the failure of a row, so it is no Exception."""
 
 
+def is_lost_rank(error: Exception) -> bool:
+    """Whether MLX's ring says that another rank can not be reached any more: no row's fault, and nothing can be computed."""
+    return isinstance(error, RuntimeError) and str(error).startswith("[ring]")
+
+
 class Lockstep(Protocol):
     """What the engine of a rank needs to stay in step."""
 
