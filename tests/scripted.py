@@ -96,7 +96,13 @@ def add_drafts(run: Run, answers: Rows[list[int]], scripts: Rows[Script]) -> Scr
     source = ScriptedSource(dict(enumerate(answers)), dict(enumerate(scripts)))
     run.engine.speculation.sources = [source]
     run.engine.speculation.policy = EveryDraft()
+    ask_four_rows(run)
     return source
+
+
+def ask_four_rows(run: Run) -> None:
+    """Let a crowd begin with five rows on every device, so that drafts of several rows are seen on a CPU too."""
+    run.engine.speculation.few_rows = run.engine.runner.guesses.max_rows = 4
 
 
 def note_plans(run: Run) -> list[Plan]:

@@ -106,6 +106,7 @@ def guessing(adapter: Adapter, config: EngineConfig = ON, disk: DiskTier | None 
     """An engine whose drafts are the MTP head's, and depend on nothing but the row."""
     run = Run(adapter, dataclasses.replace(config, speculate=("mtp",)), disk=disk)
     run.engine.speculation.policy = Guessing()
+    scripted.ask_four_rows(run)
     return run
 
 
@@ -262,13 +263,26 @@ def test_a_crowd_without_drafts_is_asked_for_them_ever_more_seldom(adapter: Adap
 
     speculation.may_draft, speculation._would_pay = counted, never  # type: ignore[method-assign]
     finish(run, *(Submit((number,), chat(question), (told,)) for number, question in enumerate(QUESTIONS[:6])))
-    crowded = [sum(count for num_rows, count in one.items() if num_rows > 4) for one in (steps, asked)]
+    few = speculation.few_rows
+    crowded = [sum(count for num_rows, count in one.items() if num_rows > few) for one in (steps, asked)]
 
     assert crowded[1] > 2
     assert crowded[0] > 6 * crowded[1]
     # Of few rows drafts are asked for in every step; whether these would pay only where a step is pending.
-    assert sum(steps[num_rows] for num_rows in range(1, 5)) > 0
-    assert not any(asked[num_rows] for num_rows in range(1, 5))
+    assert sum(steps[num_rows] for num_rows in range(1, few + 1)) > 0
+    assert not any(asked[num_rows] for num_rows in range(1, few + 1))
+
+
+def test_on_a_cpu_the_head_is_asked_for_two_rows_and_not_for_three(adapter: Adapter) -> None:
+    if adapter.fused is None:
+        pytest.skip("needs weft's own operations")
+    told = Sampling(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for num_rows in (2, 3):
+        run = Run(adapter, dataclasses.replace(ON, speculate=("mtp",), gap_factor=1e6))
+        run.engine.speculation.policy = Guessing()
+        finish(run, *(Submit((number,), chat(QUESTIONS[0]), (told,)) for number in range(num_rows)))  # all end at once
+
+        assert (run.engine.speculation.num_drafts > 20) == (num_rows == 2)
 
 
 @pytest.mark.parametrize("after", range(9))

@@ -24,7 +24,8 @@ from weft.memory.spec import MAX_STEP_TOKENS
 from weft.memory.views import Batch, StepSpan
 from weft.model.adapter import HIDDEN_STATES, Adapter
 
-MAX_READING_ROWS = 4  # in larger batches tokens are skipped
+MAX_READING_ROWS = 4  # in larger batches tokens are skipped,
+MAX_RAGGED_ROWS = 2  # here where steps are ragged: a line costs as much as a row from three rows on (docs/log.md)
 
 
 class VerifyingStep(Protocol):
@@ -41,8 +42,9 @@ Batches = Callable[[tuple[Sequence, ...], StepSpan], Iterator[tuple[Batch, list[
 class Guesses:
     """Runs a model's MTP head over the rows of one pool; `batches` groups sequences as the decode steps do."""
 
-    def __init__(self, adapter: Adapter, pool: AnyPool, batches: Batches) -> None:
+    def __init__(self, adapter: Adapter, pool: AnyPool, batches: Batches, *, is_ragged: bool) -> None:
         self.adapter = adapter
+        self.max_rows = MAX_RAGGED_ROWS if is_ragged else MAX_READING_ROWS
         self.pool = pool
         self._batches = batches
         self._layer = len(adapter.specs) - 2  # the head's keys and values
@@ -118,7 +120,7 @@ class Guesses:
         if self.adapter.head is None:
             return False
         states = _in_pool(sequences)
-        is_crowd = len(states) > MAX_READING_ROWS
+        is_crowd = len(states) > self.max_rows
         if not is_crowd:
             self._skip([state for state in states if state.is_blind])
         for state in states:
@@ -134,7 +136,7 @@ class Guesses:
         if self.adapter.head is None or max((state.unread for state in states), default=0) + tokens < HIDDEN_STATES:
             return
         self._has_written = True
-        if len(states) > MAX_READING_ROWS:
+        if len(states) > self.max_rows:
             self._skip(states)
             return
         span = StepSpan(max(state.unread for state in states), is_unread=True)

@@ -148,7 +148,7 @@ class Runner:
             coarse_tokens=self.config.coarse_tokens,
             constant_shapes=self.config.width is not None,
         )
-        self.guesses = Guesses(self.adapter, self.pool, self._batches)
+        self.guesses = Guesses(self.adapter, self.pool, self._batches, is_ragged=self.has_fused_steps)
 
     def allocate(self, sequences: tuple[Sequence, ...], upcoming: tuple[int, ...]) -> None:
         """Copy the states of rows that are new in a step into the pool, lazily; raises RowFailure.

@@ -85,6 +85,7 @@ class Speculation:
         self.names = tuple(name for name in config.speculate if name not in self.unused and (name != HEAD or has_head))
         self.max_draft = 0 if config.width is not None else adapter.step_tokens - 1
         self.is_ragged = runner.has_fused_steps  # rows of a step may have different numbers of tokens
+        self.few_rows = min(FEW_ROWS, runner.guesses.max_rows)  # in larger batches rows are asked for drafts now and then
         table = CPU_COSTS if cpu.has_operations() else USUAL_COSTS
         most = max(1, self.max_draft)
         self.policy = DraftPolicy(by_clock=config.exact, max_tokens=most, table=table, is_ragged=self.is_ragged)
@@ -132,10 +133,10 @@ class Speculation:
             return False  # beside other rows' drafts its own tokens would be followed by ones that do not count
         if any(one.is_replaying for one in sequences):
             return True
-        if len(sequences) > FEW_ROWS and self._num_unasked < self._pause and not any(map(_is_copying, sequences)):
+        if len(sequences) > self.few_rows and self._num_unasked < self._pause and not any(map(_is_copying, sequences)):
             self._num_unasked += 1
             return False
-        if is_settled and len(sequences) <= FEW_ROWS:
+        if is_settled and len(sequences) <= self.few_rows:
             return True
         found = self._would_pay(sequences)
         self._pause, self._num_unasked = 0 if found else min(MAX_UNASKED, 1 + 2 * self._pause), 0
@@ -146,14 +147,14 @@ class Speculation:
         able = [one for one in sequences if one.may_have_drafts and self._room(one) > 0]
         if self._asks_head(sequences) and any(self.policy.depths([one.drafting.record for one in able], HEAD, len(sequences))):
             return True
-        if len(sequences) > FEW_ROWS:
+        if len(sequences) > self.few_rows:
             able = [one for one in able if _is_looked_at(one)]
         found = [(one, draft) for one in able if (draft := self._expected(one)) is not None]
         return self.policy.pays([(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in found], len(sequences))
 
     def _asks_head(self, sequences: Rows[Sequence]) -> bool:
-        """Whether the MTP head may guess for these sequences; on a CPU in no crowd, where a line costs as much as a row."""
-        return self.uses_head and (not self.is_ragged or len(sequences) <= FEW_ROWS)
+        """Whether the MTP head may guess for these sequences; on a CPU not for more than two: a line costs as much as a row there."""
+        return self.uses_head and (not self.is_ragged or len(sequences) <= self.few_rows)
 
     def _expected(self, sequence: Sequence) -> Draft | None:
         """Return the draft behind a sequence's token in flight, if any, as far as it can be told without that token."""
