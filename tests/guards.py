@@ -891,6 +891,13 @@ GUARDS = [
         "suspects, for whom all others wait, are admitted first", "R019 R024",
     ),
     Guard(
+        "blind-rows-unguessed", "engine/guesses.py",
+        "if not any(state.is_blind for state in _in_pool((one,)))",
+        "if True",
+        "tests/engine/test_draft_sources.py::test_rows_that_a_crowd_leaves_behind_are_guessed_for_after_a_step_of_their_own",
+        "the head does not guess from hidden states that were not kept", "R061",
+    ),
+    Guard(
         "lost-rank", "engine/engine.py",
         "        if is_lost_rank(error):",
         "        if False:",

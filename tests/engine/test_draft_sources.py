@@ -285,6 +285,25 @@ def test_on_a_cpu_the_head_is_asked_for_two_rows_and_not_for_three(adapter: Adap
         assert (run.engine.speculation.num_drafts > 20) == (num_rows == 2)
 
 
+def test_rows_that_a_crowd_leaves_behind_are_guessed_for_after_a_step_of_their_own(
+    adapter: Adapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    if adapter.fused is None:
+        pytest.skip("needs weft's own operations")
+    run = Run(adapter, dataclasses.replace(ON, speculate=("mtp",), gap_factor=1e6))
+    run.engine.speculation.policy = Guessing()
+    tokens = (80, 80, 30)  # of which the last ends when the head has not seen more than it keeps hidden states of
+    requests = [
+        Submit((number,), chat(QUESTIONS[number]), (Sampling(temperature=0.0, max_tokens=count, ignore_eos=True),))
+        for number, count in enumerate(tokens)
+    ]
+    rows = finish(run, *requests)
+
+    assert outputs(rows) == outputs(finish(Run(adapter), *requests))
+    assert run.engine.speculation.num_drafts > 10
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("after", range(9))
 def test_a_head_that_fails_costs_nobody_an_answer(adapter: Adapter, after: int) -> None:
     requests = [Submit((number,), chat(question), (GREEDY,)) for number, question in enumerate(QUESTIONS[:3])]

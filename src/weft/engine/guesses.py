@@ -55,10 +55,14 @@ class Guesses:
     def guess(self, sequences: tuple[Sequence, ...], count: int) -> dict[Sequence, tuple[int, ...]]:
         """Guess the next `count` tokens of each row in the pool, whose last token is known.
 
-        Guesses are drawn as the row's tokens are, with the same random number: at any temperature both often agree.
+        Guesses are drawn as the row's tokens are, with the same random number: at any temperature both often agree. A row that
+        comes from a crowd has none before its next step: the hidden state of its last token was not kept.
         """
+        sequences = tuple(one for one in sequences if not any(state.is_blind for state in _in_pool((one,))))
         states = _in_pool(sequences)
-        unread = max((state.unread for state in states), default=0)
+        if not states:
+            return {}
+        unread = max(state.unread for state in states)
         self._make_room(sequences, max(count, unread + 2))  # so that no row moves between the batches
         spans = [StepSpan(unread + 1, is_unread=True), *(StepSpan(1, ahead) for ahead in range(1, count))]
         batches = {span: list(self._batches(sequences, span)) for span in spans}

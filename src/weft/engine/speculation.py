@@ -153,7 +153,7 @@ class Speculation:
         return self.policy.pays([(one.drafting.record, draft.source, len(draft.tokens)) for one, draft in found], len(sequences))
 
     def _asks_head(self, sequences: Rows[Sequence]) -> bool:
-        """Whether the MTP head may guess for these sequences; on a CPU not for more than two: a line costs as much as a row there."""
+        """Whether the MTP head may guess for these sequences; on a CPU for two at most: of more a line costs as much as a row."""
         return self.uses_head and (not self.is_ragged or len(sequences) <= self.few_rows)
 
     def _expected(self, sequence: Sequence) -> Draft | None:
