@@ -4,6 +4,7 @@ Both are foreign programs: a template is the model's, a schema with patterns the
 and `child_pool.py` speaks to it.
 """
 
+import os
 import struct
 import sys
 from typing import Any, BinaryIO
@@ -20,6 +21,7 @@ from weft.text.template import LocalTemplates
 
 LENGTH = struct.Struct("<Q")  # of a job
 DONE, FAILED, BROKEN, COSTLY = b"=", b"!", b"x", b"+"  # the result; or a sentence: of TemplateFailed, BadModel, TemplateTooCostly
+NICENESS = 10  # others' tokens do not wait for the core that a costly template or pattern has
 LARGE_BYTES = 1 << 18  # of a job or its result: what it took is given back
 REFUSALS: dict[type[Exception], bytes] = {TemplateFailed: FAILED, BadModel: BROKEN, TemplateTooCostly: COSTLY}
 
@@ -52,6 +54,7 @@ def main() -> None:
     max_bytes, cpu_seconds = map(int, sys.argv[1:])
     templates, decoder = LocalTemplates(), msgspec.msgpack.Decoder(TextJob)
     limit_process(max_bytes)
+    os.nice(NICENESS)
     bound_heap()
     jobs, replies = sys.stdin.buffer, sys.stdout.buffer
     replies.write(REPLY.pack(READY, 0))
