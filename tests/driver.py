@@ -108,6 +108,13 @@ def answers(adapter: Adapter, prompts: Iterable[list[int]], tokens: int, config:
     return [sequence.output for sequence in sequences]
 
 
+class FloatEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
+    """MLX's packed embedding with float32 numbers: of four-bit floats it gives these in bfloat16, and Gemma 4 scales them."""
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return super().__call__(tokens).astype(mx.float32)
+
+
 @contextmanager
 def stock_mlx_lm(model: Any) -> Iterator[None]:
     """The model with nothing of ours bound into its modules: a referee must not play for either side."""
@@ -126,7 +133,8 @@ def stock_mlx_lm(model: Any) -> Iterator[None]:
         setattr(module, name, stock[name])
     swapped = [(layer, type(layer)) for layer in model.modules()]
     for layer, kind in swapped:
-        layer.__class__ = next(base for base in kind.__mro__ if not base.__module__.startswith("weft."))
+        base_class = next(base for base in kind.__mro__ if not base.__module__.startswith("weft."))
+        layer.__class__ = FloatEmbedding if base_class is nn.QuantizedEmbedding else base_class
     try:
         yield
     finally:
