@@ -792,6 +792,13 @@ GUARDS = [
         "a row draws with its own seed", "R073",
     ),
     Guard(
+        "seed-per-row-cpu", "engine/sampler.py",
+        "[row.uniform(row.num_tokens) if row.sampling.temperature else 0.0 for row in rows]",
+        "[rows[0].uniform(row.num_tokens) if row.sampling.temperature else 0.0 for row in rows]",
+        "tests/engine/test_sampler.py::test_no_mix_of_neighbours_changes_a_choice",
+        "a row draws with its own seed where a CPU draws in one operation", "R073",
+    ),
+    Guard(
         "penalties-per-row", "engine/sampler.py",
         "[((index, token), change) for index, row in",
         "[((0, token), change) for index, row in",
@@ -814,8 +821,8 @@ GUARDS = [
     ),
     Guard(
         "logprobs-of-the-model", "engine/sampler.py",
-        "logprobs_of(raw[i : i + 1]",
-        "logprobs_of(adjusted[i : i + 1]",
+        "_logprobs_by_row(raw, tokens, rows)",
+        "_logprobs_by_row(adjusted, tokens, rows)",
         "tests/engine/test_sampler.py::test_logprobs_are_the_models_own",
         "log-probabilities are the model's, before any penalty or mask",
     ),

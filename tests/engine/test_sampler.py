@@ -17,9 +17,17 @@ from driver import Run, adapter_for, random_prompts
 from sequences import sequence_of
 from weft.engine.sampler import sample
 from weft.engine.sequence import Sequence
+from weft.kernels import cpu
 from weft.model.adapter import Adapter
 
 VOCAB = 400
+
+
+@pytest.fixture(params=["own", "mlx"], autouse=True)
+def _operations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling by weft's own operations, and by MLX's as on a GPU."""
+    if request.param == "mlx":
+        monkeypatch.setattr(cpu, "is_bound", lambda _: False)
 
 
 def row(prompt: list[int] | None = None, output: list[int] | None = None, **sampling: Any) -> Sequence:

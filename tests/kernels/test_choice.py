@@ -64,15 +64,80 @@ def test_what_is_not_finite_and_where_no_token_is_left_is_told() -> None:
     assert np.array(problems).tolist() == [0, 2, 2, 2, 1]
 
 
+def kept_by_rank(logits: np.ndarray, temperature: float, min_p: float, top_k: int, top_p: float) -> np.ndarray:
+    """Return the tokens that are left, in the order of falling logits and rising tokens; that of tokens where none is cut off."""
+    if (top_k == 0 or top_k >= logits.size) and top_p >= 1:
+        return np.flatnonzero(weights_of(logits, temperature, min_p))
+    order = np.lexsort((np.arange(logits.size), -logits))[: top_k or None]
+    weights = weights_of(logits, temperature, min_p)[order]
+    before = np.cumsum(weights) - weights
+    return order[(weights > 0) & ((before < top_p * weights.sum() * (1 - 1e-6)) | (top_p >= 1))]
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"), [(1, 1, 0), (7, 1, 0), (20, 0.9, 0), (0, 0.5, 0), (0, 0.999, 0.01), (300, 0.9, 0)]
+)
+def test_a_token_is_drawn_of_the_likeliest_by_rank(size: int, top_k: int, top_p: float, min_p: float) -> None:
+    rng = np.random.default_rng(size)
+    logits = np.round(3 * rng.standard_normal((60, size)), 1).astype(np.float32)  # many are equal
+    allowed = rng.random((60, size)) < 0.7
+    allowed[:, rng.integers(size)] = True
+    uniform = rng.random(60).astype(np.float32)
+    uniform[:2] = 0.0, np.float32(1) - np.float32(2**-24)
+
+    tokens, problems = ops.choose(
+        mx.array(logits), [0.8] * 60, [min_p] * 60, mx.array(allowed), mx.array(uniform), [top_k] * 60, [top_p] * 60
+    )
+
+    assert not np.array(problems).any()
+    for line, token in enumerate(np.array(tokens).tolist()):
+        masked = np.where(allowed[line], logits[line], -np.inf)
+        kept = kept_by_rank(masked, 0.8, min_p, top_k, top_p)
+        place = kept.tolist().index(token)
+        sums = np.cumsum(weights_of(masked, 0.8, min_p)[kept])
+        before = sums[place - 1] if place else 0.0
+        assert before / sums[-1] - 1e-5 <= uniform[line] <= sums[place] / sums[-1] + 1e-5
+
+
+def test_all_tokens_but_few_weights_are_ranked_too() -> None:
+    logits = np.full((1, 1000), -200.0, np.float32)  # e^-200 is no number of float32 any more
+    logits[0, 5] = 0.0
+
+    tokens = ops.choose(mx.array(logits), [1.0], [0.0], None, mx.array([0.999]), [0], [0.9999])[0]
+
+    assert tokens.item() == 5
+
+
 def test_a_line_is_the_same_among_others_and_alone() -> None:
     rng = np.random.default_rng(3)
     logits, uniform = mx.array(rng.standard_normal((50, 4096), np.float32)), mx.array(rng.random(50).astype(np.float32))
-    temperatures = [0.0 if line % 3 == 0 else 1.0 for line in range(50)]
-    together = np.array(ops.choose(logits, temperatures, [0.0] * 50, None, uniform)[0]).tolist()
+    temperatures, top_k = [0.0 if line % 3 == 0 else 1.0 for line in range(50)], [line % 5 * 10 for line in range(50)]
+    top_p = [1.0 if line % 2 else 0.8 for line in range(50)]
+    together = np.array(ops.choose(logits, temperatures, [0.0] * 50, None, uniform, top_k, top_p)[0]).tolist()
 
     for line in range(50):
-        alone = ops.choose(logits[line : line + 1], temperatures[line : line + 1], [0.0], None, uniform[line : line + 1])[0]
+        here = slice(line, line + 1)
+        alone = ops.choose(logits[here], temperatures[here], [0.0], None, uniform[here], top_k[here], top_p[here])[0]
         assert alone.item() == together[line]
+
+
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [0, 1, 5, 20])
+def test_log_probabilities_are_those_of_the_line_and_of_its_likeliest_tokens(size: int, count: int) -> None:
+    rng = np.random.default_rng(size)
+    logits = np.round(3 * rng.standard_normal((9, size)), 1).astype(np.float32)
+    tokens, lines, count = rng.integers(size, size=9).astype(np.int32), [7, 0, 3], min(count, size)
+    expected = logits - np.log(np.exp(logits.astype(np.float64)).sum(axis=1, keepdims=True))
+
+    chosen, likeliest, values = map(np.array, ops.logprobs(mx.array(logits), mx.array(tokens), lines, count))
+
+    ranked = [np.lexsort((np.arange(size), -logits[line]))[:count] for line in lines]
+    assert chosen == pytest.approx(expected[lines, tokens[lines]], abs=1e-5)
+    assert np.array_equal(likeliest, np.stack(ranked))
+    assert values == pytest.approx(np.stack([expected[line][rank] for line, rank in zip(lines, ranked, strict=True)]), abs=1e-5)
 
 
 def test_lines_without_a_temperature_of_their_own_are_refused() -> None:
@@ -80,3 +145,14 @@ def test_lines_without_a_temperature_of_their_own_are_refused() -> None:
         ops.choose(mx.zeros((2, 5)), [0.0], [0.0])
     with pytest.raises(ValueError, match="is allowed or not"):
         ops.choose(mx.zeros((2, 5)), [0.0] * 2, [0.0] * 2, mx.ones((2, 4), mx.bool_))
+    with pytest.raises(ValueError, match="top_k and top_p"):
+        ops.choose(mx.zeros((2, 5)), [0.0] * 2, [0.0] * 2, None, None, [3])
+
+
+def test_log_probabilities_of_what_is_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match="lines are there"):
+        ops.logprobs(mx.zeros((2, 5)), mx.zeros(2, mx.int32), [2], 1)
+    with pytest.raises(ValueError, match="as many tokens"):
+        ops.logprobs(mx.zeros((2, 5)), mx.zeros(2, mx.int32), [1], 6)
+    with pytest.raises(ValueError, match="has its token"):
+        ops.logprobs(mx.zeros((2, 5)), mx.zeros(1, mx.int32), [1], 1)

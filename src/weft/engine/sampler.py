@@ -24,21 +24,31 @@ CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partitio
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Log-probabilities of the tokens at T positions and of the k most likely tokens there, as lazy device arrays."""
+    """Log-probabilities of the tokens at some positions and of the likeliest tokens there, as lazy device arrays.
+
+    The arrays are of T positions, of which these begin at `first`: those of several rows are computed together.
+    """
 
     chosen: mx.array  # (T,)
     top_tokens: mx.array  # (T, k)
     top_values: mx.array  # (T, k)
+    count: int  # of the likeliest that are wanted, at most k
+    first: int = 0
 
     def arrays(self) -> list[mx.array]:
         return [self.chosen, self.top_tokens, self.top_values]
 
     def read(self, tokens: Rows[int]) -> list[TokenLogprob]:
         """Wait for the device and return one TokenLogprob per position; `tokens` are the tokens at these positions."""
-        chosen = np.array(self.chosen).tolist()
-        tops = zip(np.array(self.top_tokens).tolist(), np.array(self.top_values).tolist(), strict=True)
-        ranked = [tuple(sorted(zip(*top, strict=True), key=lambda pair: (-pair[1], pair[0]))) for top in tops]
-        return [TokenLogprob(token, value, top) for token, value, top in zip(tokens, chosen, ranked, strict=True)]
+        here = slice(self.first, self.first + len(tokens))
+        chosen, ids, values = (np.array(array)[here].tolist() for array in self.arrays())
+        return [
+            TokenLogprob(token, value, self._likeliest(*top))
+            for token, value, *top in zip(tokens, chosen, ids, values, strict=True)
+        ]
+
+    def _likeliest(self, tokens: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:
+        return tuple(sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))[: self.count])
 
 
 @dataclass(frozen=True)
@@ -76,12 +86,32 @@ class SampledTokens:
 
 def logprobs_of(logits: mx.array, tokens: mx.array, count: int) -> Logprobs:
     """Return log-probabilities of `tokens` (T,) and of the `count` most likely tokens under unadjusted `logits` (T, V)."""
-    logits = logits.astype(mx.float32)
+    return Logprobs(*_logprobs(logits.astype(mx.float32), tokens, list(range(tokens.shape[0])), count), count)
+
+
+def _logprobs(logits: mx.array, tokens: mx.array, lines: list[int], count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return for some lines of `logits` (T, V) the log-probability of the line's token, the likeliest tokens, and theirs."""
+    vocab_size = logits.shape[-1]
+    if cpu.is_bound(logits.dtype):
+        chosen, likeliest, of_likeliest = ops.logprobs(logits, tokens, lines, min(count, vocab_size))
+        return chosen, likeliest, of_likeliest
+    if len(lines) < logits.shape[0]:
+        logits, tokens = logits[mx.array(lines)], tokens[mx.array(lines)]
     values = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(values, tokens[:, None], axis=-1)[:, 0]
-    ranked = mx.argpartition(-values, min(count, values.shape[-1] - 1), axis=-1) if count else tokens[:, None]
+    ranked = mx.argpartition(-values, min(count, vocab_size - 1), axis=-1) if count else tokens[:, None]
     top = ranked[:, :count]
-    return Logprobs(chosen, top, mx.take_along_axis(values, top, axis=-1))
+    return chosen, top, mx.take_along_axis(values, top, axis=-1)
+
+
+def _logprobs_by_row(logits: mx.array, tokens: mx.array, rows: Rows[Sequence | Line]) -> dict[int, Logprobs]:
+    """Return the log-probabilities that rows ask for, by row: all are computed together, with as many tokens as one wants."""
+    counts = {index: row.sampling.logprobs for index, row in enumerate(rows)}
+    wanted = {index: count for index, count in counts.items() if count is not None}
+    if not wanted:
+        return {}
+    arrays = _logprobs(logits, tokens, [*wanted], max(wanted.values()))
+    return {index: Logprobs(*arrays, count, first) for first, (index, count) in enumerate(wanted.items())}
 
 
 def sample(
@@ -102,21 +132,20 @@ def sample(
         masked = _masked(adjusted, allowed)
         tokens, problems = mx.argmax(masked, axis=-1).astype(mx.int32), _problems(raw, adjusted, allowed)
         tokens = _draw(masked, rows, tokens, uniform)
-    wanted = ((i, row.sampling.logprobs) for i, row in enumerate(rows))
-    logprobs = {i: logprobs_of(raw[i : i + 1], tokens[i : i + 1], count) for i, count in wanted if count is not None}
-    return SampledTokens(tokens, problems, logprobs)
+    return SampledTokens(tokens, problems, _logprobs_by_row(raw, tokens, rows))
 
 
 def _choose(
     logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None, uniform: mx.array | None
 ) -> tuple[mx.array, mx.array]:
-    """Sample tokens on a CPU in one operation, which also finds problems; rows with top_k or top_p are drawn behind it."""
-    temperatures = [row.sampling.temperature for row in rows]
+    """Sample tokens on a CPU in one operation, which also finds problems."""
+    samplings = [row.sampling for row in rows]
+    temperatures = [sampling.temperature for sampling in samplings]
     if uniform is None and any(temperatures):
         uniform = mx.array([row.uniform(row.num_tokens) if row.sampling.temperature else 0.0 for row in rows], mx.float32)
-    tokens, problems = ops.choose(logits, temperatures, [row.sampling.min_p for row in rows], allowed, uniform)
-    if any(_kind(row, logits.shape[-1]) in ("few", "all") for row in rows):
-        tokens = _draw(_masked(logits, allowed), rows, tokens, uniform, kinds=("few", "all"))
+    top_k = [min(sampling.top_k, logits.shape[-1]) for sampling in samplings]
+    top_p = [sampling.top_p for sampling in samplings]
+    tokens, problems = ops.choose(logits, temperatures, [one.min_p for one in samplings], allowed, uniform, top_k, top_p)
     return tokens, problems
 
 
@@ -141,15 +170,9 @@ def _kind(row: Sequence | Line, vocab_size: int) -> str:
     return "all" if row.sampling.top_p < 1.0 or row.sampling.top_k > 0 else "plain"
 
 
-def _draw(
-    logits: mx.array,
-    rows: Rows[Sequence | Line],
-    tokens: mx.array,
-    uniform: mx.array | None,
-    kinds: tuple[str, ...] = ("plain", "few", "all"),
-) -> mx.array:
-    """Return `tokens` with those of rows of these kinds drawn."""
-    for kind in kinds:
+def _draw(logits: mx.array, rows: Rows[Sequence | Line], tokens: mx.array, uniform: mx.array | None) -> mx.array:
+    """Return `tokens` with those of rows drawn that have a temperature."""
+    for kind in ("plain", "few", "all"):
         indices = [index for index, row in enumerate(rows) if _kind(row, logits.shape[-1]) == kind]
         if not indices:
             continue

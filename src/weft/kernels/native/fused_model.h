@@ -395,36 +395,14 @@ std::vector<mx::array> clear_places(nb::list held, const std::vector<std::tuple<
 }
 
 // How a row's guesses are drawn, and its random numbers, from the one behind its first sampled token on.
-using GuessSampling = std::tuple<float, float, int, float, std::vector<float>>;  // temperature, min_p, top_k, top_p, numbers
-
-// A token drawn from logits by rank: of the likeliest top_k whose probabilities before them add up to less than top_p.
-int32_t draw_ranked(const float* logits, size_t n, const GuessSampling& how, float uniform) {
-  const auto& [temperature, min_p, top_k, top_p, numbers] = how;
-  const float most = *std::max_element(logits, logits + n);
-  std::vector<std::pair<float, int32_t>> ranked;
-  for (size_t i = 0; i < n; i++)
-    if (const float weight = std::exp((logits[i] - most) / temperature); weight >= std::max(min_p, 1e-7f)) ranked.emplace_back(-weight, int32_t(i));
-  std::sort(ranked.begin(), ranked.end());
-  if (top_k > 0 && size_t(top_k) < ranked.size()) ranked.resize(top_k);
-  double total = 0.0, before = 0.0, sum = 0.0;
-  for (const auto& [weight, token] : ranked) total -= weight;
-  size_t count = 0;
-  while (count < ranked.size() && (count == 0 || top_p >= 1.0f || before < top_p * total)) before -= ranked[count++].first;
-  for (size_t i = 0; i < count; i++)
-    if ((sum -= ranked[i].first) > uniform * before) return ranked[i].second;
-  return count ? ranked[count - 1].second : 0;
-}
+using GuessSampling = std::tuple<float, float, int32_t, float, std::vector<float>>;  // temperature, min_p, top_k, top_p, numbers
 
 void choose_guesses(const std::vector<float>& logits, size_t n, const std::vector<GuessSampling>& how, const std::vector<size_t>& places, int32_t* tokens) {
-  std::vector<int32_t> problems(how.size());
+  int32_t problem;
   for (size_t row = 0; row < how.size(); row++) {
     const auto& [temperature, min_p, top_k, top_p, numbers] = how[row];
     const float uniform = temperature > 0.0f ? numbers[places[row]] : 0.0f;
-    if (temperature > 0.0f && (top_k > 0 || top_p < 1.0f)) {
-      tokens[row] = draw_ranked(&logits[row * n], n, how[row], uniform);
-      continue;
-    }
-    const struct weft_choice one{1, n, &logits[row * n], nullptr, &temperature, &min_p, &uniform, tokens + row, &problems[row]};
+    const struct weft_choice one{1, n, &logits[row * n], nullptr, &temperature, &min_p, &top_p, &uniform, &top_k, tokens + row, &problem};
     weft_choose(&one);
   }
 }

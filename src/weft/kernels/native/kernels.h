@@ -457,6 +457,14 @@ INLINE size_t NAME(drawn)(const float *weights, const float *sums, size_t blocks
     return last;
 }
 
+/* x, padded with -infinity to whole blocks, become weights of a draw; `sums`: of each block; returns their sum. */
+TARGET static double NAME(weigh)(float *x, size_t count, float most, float temperature, float min_p, float *sums) {
+    double total = 0.0;
+    for (size_t block = 0; block < count / WEFT_DRAW_BLOCK; block++)
+        total += sums[block] = NAME(weigh_block)(x + block * WEFT_DRAW_BLOCK, most, temperature, min_p);
+    return total;
+}
+
 /* One line's token from a copy of its logits, padded with -infinity to whole blocks; `sums`: memory for a number a block. */
 TARGET static int32_t NAME(choose)(float *x, size_t count, float most, float temperature, float min_p, float uniform, float *sums) {
     if (temperature == 0.0f) {
@@ -464,11 +472,8 @@ TARGET static int32_t NAME(choose)(float *x, size_t count, float most, float tem
         while (at + 1 < count && x[at] != most) at++;
         return (int32_t)at;
     }
-    const size_t blocks = count / WEFT_DRAW_BLOCK;
-    double total = 0.0;
-    for (size_t block = 0; block < blocks; block++)
-        total += sums[block] = NAME(weigh_block)(x + block * WEFT_DRAW_BLOCK, most, temperature, min_p);
-    return (int32_t)NAME(drawn)(x, sums, blocks, (double)uniform * total);
+    const double total = NAME(weigh)(x, count, most, temperature, min_p, sums);
+    return (int32_t)NAME(drawn)(x, sums, count / WEFT_DRAW_BLOCK, (double)uniform * total);
 }
 
 TARGET static float NAME(most)(const float *x, size_t count, int *is_number) { return NAME(largest)(x, count, is_number); }

@@ -313,12 +313,25 @@ mx::array silu(const mx::array& x) {
 
 bool is_ready(const mx::array& x) { return x.is_available() && x.flags().row_contiguous; }
 
+// The outputs of an operation whose inputs may be computed already: then it is computed at once, else when MLX comes to it.
+std::vector<mx::array> at_once_or_later(const char* name, std::vector<mx::Shape> shapes, std::vector<mx::Dtype> types, Work work, Arrays inputs) {
+  if (std::all_of(inputs.begin(), inputs.end(), is_ready)) {
+    nb::gil_scoped_release released;
+    return compute_now(shapes, types, work, {}, std::move(inputs));
+  }
+  return mx::array::make_arrays(std::move(shapes), types, std::make_shared<Operation>(name, std::move(work)), inputs);
+}
+
 // A token of each line of logits (m, n) and what is wrong with it (weft_choose), as two outputs of one operation; at once where the logits
-// are computed already.
-std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temperature, std::vector<float> min_p, Optional allowed, Optional uniform) {
+// are computed already. `top_k` and `top_p`: of every line, or empty: all tokens of every line.
+std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temperature, std::vector<float> min_p, Optional allowed, Optional uniform,
+                              std::vector<int32_t> top_k, std::vector<float> top_p) {
   const size_t m = temperature.size();
+  if (top_k.empty()) top_k.resize(m, 0);
+  if (top_p.empty()) top_p.resize(m, 1.0f);
   require(logits.ndim() == 2 && logits.dtype() == mx::float32 && size_t(logits.shape(0)) == m && min_p.size() == m && logits.shape(1) > 0,
           "every line of logits has its temperature");
+  require(top_k.size() == m && top_p.size() == m, "every line of logits has its top_k and top_p");
   require(!allowed || (allowed->dtype() == mx::bool_ && allowed->shape() == logits.shape()), "every logit is allowed or not");
   require(!uniform || (uniform->dtype() == mx::float32 && uniform->size() == m), "every line has its random number");
   Arrays inputs{logits};
@@ -326,16 +339,28 @@ std::vector<mx::array> choose(const mx::array& logits, std::vector<float> temper
   if (uniform) inputs.push_back(*uniform);
   auto work = [=, is_masked = allowed.has_value(), is_drawn = uniform.has_value()](const Arrays& in, Arrays& out) {
     const struct weft_choice one{m, size_t(in[0].shape(1)), in[0].data<float>(), is_masked ? in[1].data<uint8_t>() : nullptr,
-                                 temperature.data(), min_p.data(), is_drawn ? in.back().data<float>() : nullptr,
+                                 temperature.data(), min_p.data(), top_p.data(), is_drawn ? in.back().data<float>() : nullptr, top_k.data(),
                                  out[0].data<int32_t>(), out[1].data<int32_t>()};
     weft_choose(&one);
   };
   const mx::Shape shape{static_cast<int>(m)};
-  if (std::all_of(inputs.begin(), inputs.end(), is_ready)) {
-    nb::gil_scoped_release released;
-    return compute_now({shape, shape}, {mx::int32, mx::int32}, work, {}, std::move(inputs));
-  }
-  return mx::array::make_arrays({shape, shape}, {mx::int32, mx::int32}, std::make_shared<Operation>("weft.choose", std::move(work)), inputs);
+  return at_once_or_later("weft.choose", {shape, shape}, {mx::int32, mx::int32}, std::move(work), std::move(inputs));
+}
+
+// Log-probabilities of some lines of logits (m, n), each of its own of the tokens (m,), and the `count` likeliest tokens with theirs (weft_logprobs).
+std::vector<mx::array> logprobs(const mx::array& logits, const mx::array& tokens, std::vector<int32_t> lines, int count) {
+  require(logits.ndim() == 2 && logits.dtype() == mx::float32 && tokens.dtype() == mx::int32 && tokens.size() == size_t(logits.shape(0)),
+          "every line of logits has its token");
+  require(count >= 0 && count <= logits.shape(1), "there are as many tokens as are asked for");
+  require(std::all_of(lines.begin(), lines.end(), [&](int32_t line) { return line >= 0 && line < logits.shape(0); }), "all lines are there");
+  const int m = static_cast<int>(lines.size());
+  auto work = [lines = std::move(lines), count](const Arrays& in, Arrays& out) {
+    const struct weft_logprobs one{lines.size(), size_t(in[0].shape(1)), size_t(count), in[0].data<float>(), lines.data(), in[1].data<int32_t>(),
+                                   out[0].data<float>(), out[1].data<int32_t>(), out[2].data<float>()};
+    weft_logprobs(&one);
+  };
+  const mx::Shape each{m}, all{m, count};
+  return at_once_or_later("weft.logprobs", {each, all, all}, {mx::float32, mx::int32, mx::float32}, std::move(work), {logits, tokens});
 }
 
 // x (B, heads, T, dim) turned by angles (B or 1, 1, T, 2 * half).
@@ -597,7 +622,9 @@ NB_MODULE(_primitives, m) {
   m.def("embed", &embed, "tokens"_a, "weights"_a);
   m.def("norm", &norm, "x"_a, "norm"_a);
   m.def("silu", &silu, "x"_a);
-  m.def("choose", &choose, "logits"_a, "temperature"_a, "min_p"_a, "allowed"_a.none() = nb::none(), "uniform"_a.none() = nb::none());
+  m.def("choose", &choose, "logits"_a, "temperature"_a, "min_p"_a, "allowed"_a.none() = nb::none(), "uniform"_a.none() = nb::none(),
+        "top_k"_a = std::vector<int32_t>{}, "top_p"_a = std::vector<float>{});
+  m.def("logprobs", &logprobs, "logits"_a, "tokens"_a, "lines"_a, "count"_a);
   m.def("angles", &angles, "places"_a, "rates"_a, "scale"_a);
   m.def("angles_from", &angles_from, "offsets"_a, "tokens"_a, "rates"_a, "scale"_a);
   m.def("rotate", &rotate, "x"_a, "angles"_a, "of_neighbours"_a);

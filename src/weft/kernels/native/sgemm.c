@@ -235,6 +235,7 @@ struct kernels {
     void (*weave)(const float *, float *, size_t count);
     void (*convolve)(const float *const *taps, size_t num_taps, const float *weights, size_t channels, float *);
     float (*most)(const float *, size_t count, int *is_number);
+    double (*weigh)(float *, size_t count, float most, float temperature, float min_p, float *sums);
     int32_t (*choose)(float *, size_t count, float most, float temperature, float min_p, float uniform, float *sums);
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
@@ -242,7 +243,7 @@ struct kernels {
 #define KERNELS(set, columns, shift, few, weave, fast_rows)                                                                              \
     {#set, columns, shift, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
      set##_soften, set##_silu_block, set##_gate_block, set##_norm_row, set##_turn_row, set##_recur_block,              \
-     set##_expand, few, weave, set##_convolve, set##_most, set##_choose, fast_rows}
+     set##_expand, few, weave, set##_convolve, set##_most, set##_weigh, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-enum { WEFT_API = 3 };  /* raise it with every change here: the two libraries are built apart */
+enum { WEFT_API = 4 };  /* raise it with every change here: the two libraries are built apart */
 enum { WEFT_LANES = 16, WEFT_STATE_ROWS = 4 }; /* numbers read together; rows of a recurrent state taken together */
 enum { WEFT_MAX_TAPS = 16 };                   /* of a layer's convolution */
 
@@ -77,17 +77,31 @@ void weft_silu(const float *x, float *y, size_t count);
 /* One token of each of m lines of n logits, of those that `allowed` (m, n), bytes, has where it is not NULL. Temperature 0: the
  * first of the largest. Else drawn: the weights are e^((x - largest) / temperature), none below min_p, and the token is the first
  * at which their running sum exceeds uniform times the whole, or the last with a weight. Sums are of WEFT_DRAW_BLOCK numbers, in lanes,
- * then of these one after the other. problems: 2 where logits are not finite (the largest, or any is no number), else 1 where no
- * token is left, else 0. */
+ * then of these one after the other. With top_k below n (0: all) or top_p below 1 the tokens are drawn in the order of falling logits, equal ones in
+ * that of tokens: of the first top_k those before which the weights sum up to less than top_p of the top_k's. problems: 2 where logits are
+ * not finite (the largest, or any is no number), else 1 where no token is left, else 0. */
 enum { WEFT_DRAW_BLOCK = 64 };
 struct weft_choice {
     size_t m, n;
     const float *logits;
     const uint8_t *allowed;
-    const float *temperature, *min_p, *uniform; /* (m); `uniform` NULL: of no line that draws */
+    const float *temperature, *min_p, *top_p, *uniform; /* (m); `uniform` NULL: of no line that draws */
+    const int32_t *top_k;                               /* (m) */
     int32_t *tokens, *problems;
 };
 void weft_choose(const struct weft_choice *);
+
+/* Of each of m lines, which `lines` names among those of n logits: the log-probability of its token in `tokens`, which has one of every
+ * line, and the `count` likeliest tokens in the order of weft_choice with theirs. chosen (m), likeliest and values (m, count); count <= n. */
+struct weft_logprobs {
+    size_t m, n, count;
+    const float *logits;
+    const int32_t *lines, *tokens;
+    float *chosen;
+    int32_t *likeliest;
+    float *values;
+};
+void weft_logprobs(const struct weft_logprobs *);
 
 /* Rotary positions: y = x, m rows of n numbers, of which the first 2 * half are turned: neighbours, or numbers `half` apart.
  * Rows of x lie `x_rows` together, `x_stride` numbers from the next ones; those of y follow each other. Row m has the angles
