@@ -778,6 +778,13 @@ GUARDS = [
     ),
     # Sampling.
     Guard(
+        "empty-rows-tried", "model/probe.py",
+        "            starts_empty = probe.starts_empty(way, fused)\n",
+        "            starts_empty = True\n",
+        "tests/engine/test_rows_alone.py::test_a_prompt_of_one_token_may_join_the_batch_later_and_is_no_line_in_the_log",
+        "a row enters the batch before its first token only where that was tried", "R024",
+    ),
+    Guard(
         "seed-and-position", "engine/sequence.py",
         ' + position.to_bytes(8, "little")',
         "",

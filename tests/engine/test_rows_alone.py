@@ -30,6 +30,12 @@ def adapter(checkpoint: Callable[[str], Path]) -> Adapter:
     return adapter_for(checkpoint("qwen3_5"))
 
 
+@pytest.fixture(scope="module")
+def unlike_zeros(checkpoint: Callable[[str], Path]) -> Adapter:
+    """A model whose first token is not computed as if there were states of zeros before it."""
+    return adapter_for(checkpoint("recurrent_gemma"))
+
+
 def in_half_precision(caches: LayerCaches) -> LayerCaches:
     for cache in caches:
         if type(cache) is KVCache:
@@ -77,12 +83,29 @@ def test_rows_of_another_geometry_answer_as_alone_and_are_counted_and_logged_onc
     assert line.endswith("layer 2 (FullAttention): keys are (1, 2, 8, 16) float16 instead of (1, 2, 8, 16) float32 (dtype)")
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5", "longcat_flash_ngram"])
-def test_a_prompt_of_one_token_joins_the_batch_soon_and_is_no_line_in_the_log(
-    checkpoint: Callable[[str], Path], name: str, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3_text", "mamba2", "longcat_flash_ngram"])
+@pytest.mark.parametrize("way", ["fused", "layers"])
+def test_prompts_of_one_token_are_in_the_batch_from_the_start_and_answer_as_alone(
+    checkpoint: Callable[[str], Path], name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of the three has a state that grows over the first tokens."""
-    run = Run(adapter_for(checkpoint(name)))
+    adapter = adapter_for(checkpoint(name))
+    if way == "layers":
+        monkeypatch.setattr(adapter, "fused", None)
+    run = Run(adapter)
+    neighbour = run.submit(PROMPTS[0], 2 * TOKENS)
+    turn_until_prefilled(run, neighbour)
+    sequences = [run.submit([5 + number % 3], TOKENS) for number in range(6)]
+    run.finish()
+
+    assert [one.output for one in sequences] == [greedy(adapter, adapter.new_caches(1), one.prompt[0]) for one in sequences]
+    assert [neighbour.output] == answers(adapter, PROMPTS[:1], 2 * TOKENS)
+    assert run.engine.runner.num_alone == {"model": 0, "short": 0, "geometry": 0}
+
+
+def test_a_prompt_of_one_token_may_join_the_batch_later_and_is_no_line_in_the_log(
+    unlike_zeros: Adapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(unlike_zeros)
     sequence = run.submit(PROMPTS[0][:1], TOKENS)
     while len(sequence.output) < 4:
         run.turn()
@@ -90,6 +113,7 @@ def test_a_prompt_of_one_token_joins_the_batch_soon_and_is_no_line_in_the_log(
     run.finish()
 
     assert has_joined
+    assert sequence.output == greedy(unlike_zeros, unlike_zeros.new_caches(1), sequence.prompt[0])
     assert run.engine.runner.num_alone == {"model": 0, "short": 1, "geometry": 0}
     assert warnings(caplog) == []
 
@@ -126,9 +150,9 @@ class Channel:
             self.statuses.append(message.status)
 
 
-def test_the_front_is_sent_how_many_rows_decoded_alone(adapter: Adapter) -> None:
+def test_the_front_is_sent_how_many_rows_decoded_alone(unlike_zeros: Adapter) -> None:
     channel = Channel(Submit((0,), PROMPTS[0][:1], (Sampling(temperature=0.0, max_tokens=3),)))
-    host = Host(Run(adapter).engine, SimpleNamespace(cache=GrammarCache()), channel, has_canary=False)  # type: ignore[arg-type]
+    host = Host(Run(unlike_zeros).engine, SimpleNamespace(cache=GrammarCache()), channel, has_canary=False)  # type: ignore[arg-type]
     host.receive()
     while host.live:
         host.engine.turn()

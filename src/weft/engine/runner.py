@@ -430,7 +430,10 @@ class Runner:
         """Copy a row's own caches into a slot of the pool if their geometry fits; otherwise the row decodes on them alone."""
         memory = _memory(sequence)
         if memory.own is None and not memory.state.is_placed:
-            memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
+            if sequence.num_computed == 0 and self.adapter.starts_empty:  # a prompt of one token
+                self.pool.allocate(memory.state, self.adapter.empty_contents, 0, upcoming)
+                return
+            memory.own = self._restored_caches(sequence)  # one that others computed
         if memory.own is None:
             return
         if self.adapter.way == "alone":

@@ -207,7 +207,7 @@ class Pool:
         capacity = self._first_capacity(length)
         slab = self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in upcoming))
         for layer, content in enumerate(contents):
-            if isinstance(content, KeyValues):
+            if isinstance(content, KeyValues) and length:
                 slab.write(layer, row.slot, length - content.keys.shape[2], content)
         row.loose = [content if isinstance(content, tuple) else () for content in contents]
 

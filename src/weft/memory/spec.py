@@ -92,6 +92,13 @@ LayerContents = KeyValues | tuple[mx.array | None, ...]
 RowContents = Sequence[LayerContents | None]  # what one row's layers hold
 
 
+def empty(spec: LayerSpec) -> LayerContents:
+    """Return the contents of a layer of this spec that has seen no token: no keys and values, states of zeros."""
+    if isinstance(spec, Recurrent):
+        return tuple(None if part is None else mx.zeros((1, *part[0]), part[1]) for part in spec.parts)
+    return KeyValues(*(mx.zeros(plane.shape_of(0), plane.dtype) for plane in (spec.keys, spec.values)))
+
+
 def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> str | None:
     """Return why this spec can not hold the contents of a row of `length` tokens; None if they fit exactly."""
     match spec, contents:

@@ -40,7 +40,9 @@ from weft.memory.spec import (
     LayerSpec,
     Plane,
     Recurrent,
+    RowContents,
     SlidingWindow,
+    empty,
 )
 from weft.memory.transfer import ON_CUDA
 from weft.memory.views import Batch, KeyValueView, StateView
@@ -188,6 +190,7 @@ class Adapter:
         self.step_tokens = found.step_tokens  # most that a row may have in a step
         self.unverified = found.unverified  # why several tokens of a row in one step are not what one after the other are
         self.fused = found.fused  # the model as weft's own operations, where these have its bits
+        self.starts_empty = found.starts_empty  # before its first token a row may be in the pool, with `empty_contents`
 
     def fuse(self) -> FusedModel | None:
         """Return the model as weft's own operations for decode steps, if it can be; whether it has its bits is to be tried."""
@@ -310,6 +313,11 @@ class Adapter:
     def contents(self, caches: LayerCaches) -> list[LayerContents | None]:
         """Read the contents of one row's caches: an entry per cache, those inside a CacheList singly; None where unreadable."""
         return [_contents(cache) for cache in leaves(caches)]
+
+    @functools.cached_property
+    def empty_contents(self) -> RowContents:
+        """What a row's layers hold before its first token where that is states of zeros: no keys, no values, and these."""
+        return [empty(spec) for spec in self.specs]
 
     def decode(self, tokens: mx.array, batch: Batch) -> mx.array:
         """Build the lazy forward of a step's tokens over a batch's cache views, (B, T) → logits (B, T, V)."""

@@ -65,6 +65,7 @@ class Findings(NamedTuple):
     grouping: Grouping = "none"
     is_alone_in_a_crowd: bool = False  # a row that decodes has the same bits beside others as without them
     fused: FusedModel | None = None  # the model as weft's own operations, which have its bits
+    starts_empty: bool = False  # a row with states of zeros has, from its first token on, the bits of one with new caches
 
 
 def examine(adapter: Adapter) -> Findings:
@@ -92,7 +93,8 @@ def examine(adapter: Adapter) -> Findings:
             is_alone = adapter.is_row_invariant and (not ON_CUDA or probe.is_alone_in_a_crowd(way))  # CPU: by construction
             bits = (probe.cuts_freely, probe.decodes_like_prefill)
             fused = probe.try_fused() if way == "seam" and unverified is None else None
-            return Findings(way, refused, *bits, tokens, unverified, grouping, is_alone, fused)
+            starts_empty = probe.starts_empty(way, fused)
+            return Findings(way, refused, *bits, tokens, unverified, grouping, is_alone, fused, starts_empty)
         refused[way] = reason
     return Findings("alone", refused, probe.cuts_freely, unverified="its rows decode alone", grouping=grouping)
 
@@ -298,6 +300,43 @@ class Probe:
                 at[row] += counts[row]
             counts = (1,) * len(states)
         return True
+
+    def starts_empty(self, way: Way, fused: FusedModel | None) -> bool:
+        """Whether a row may enter the pool before its first token: beside another it has the bits of new caches of its own."""
+        if not self.is_invariant:
+            return False
+        caches = self.adapter.new_caches(1)
+        wanted = [self.adapter.decode_alone(mx.array([[token]]), caches)[0] for token in self.fed[0]]
+        try:
+            found = [self._decode_empty(way, None), *([] if fused is None else [self._decode_empty(way, fused)])]
+        except PROBE_ERRORS as error:
+            log.debug("%s decodes the first token of a row alone: %s", self.adapter.name, error, exc_info=error)
+            return False
+        return all(mx.array_equal(one, right) for logits in found for one, right in zip(logits, wanted, strict=True))
+
+    def _decode_empty(self, way: Way, fused: FusedModel | None) -> list[mx.array]:
+        """Return the logits of row 0's steps if it has no prompt and row 1 steps beside it, by weft's own operations if given."""
+        pool = self.adapter.make_pool(slab_tokens=256, max_rows=4, constant_shapes=True, way=way)
+        states = [RowState(), RowState()]
+        pool.allocate(states[0], self.adapter.empty_contents, 0)
+        pool.allocate(states[1], self.prefilled[1], PROBE_LENGTHS[1])
+        found: list[mx.array] = []
+        for step in range(PROBE_STEPS):
+            if fused is not None:
+                assert isinstance(pool, Pool)
+                rows = fused.arrange(pool, dict.fromkeys(states, 1))
+                tokens = mx.array([self.fed[states.index(state)][step] for state in rows.states], mx.int32)
+                found.append(fused.decode(rows, tokens, [1, 1], [(), ()]).logits[rows.states.index(states[0])])
+                for state in states:
+                    state.advance(1)
+                continue
+            for batch in make_batches(pool, states, seam=way == "seam", width=None):
+                tokens = mx.array([[0 if state is None else self.fed[states.index(state)][step]] for state in batch.rows])
+                logits = self.adapter.decode(tokens, batch)[:, -1]
+                batch.keep([1] * len(batch.rows))
+                if states[0] in batch.rows:
+                    found.append(logits[batch.rows.index(states[0])])
+        return found
 
     def _pool(self, way: Way) -> tuple[AnyPool, list[RowState]]:
         """Return a pool with the four rows, prefilled."""
