@@ -88,6 +88,14 @@ def test_naming_models_imports_no_mlx() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
 
 
+def test_built_in_models_and_folders_are_found_without_what_takes_a_tenth_of_a_servers_memory() -> None:
+    heavy = {"numpy", "huggingface_hub", "httpx2"}
+    names = ["tiny-hybrid", "smollm2", str(TINY_HYBRID)]
+    code = f"import sys; from weft.model.resolve import identity; [*map(identity, {names})]; print({heavy} & sys.modules.keys())"
+
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+
+
 def test_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "cache"

@@ -19,7 +19,6 @@ from weft.model import gguf
 from weft.model.download import Progress
 from weft.model.gguf import BF16, F16, F32, GROUP, Bytes, GgufFile, GgufTensor, TensorType, scales_and_biases, to_float32
 
-FORMAT = 1  # raise it when `convert` writes something else for the same file: cached folders carry it in their name
 PIECE_VALUES = 1 << 22  # values converted at a time: 16 MB as float32
 # Metadata that would change the numbers and that mlx-lm's llama and qwen2 do not know.
 REFUSED = (

