@@ -1681,6 +1681,27 @@ GUARDS = [
         "prompts of one tenant do not fill the gaps of another",
     ),
     Guard(
+        "shared-chunks", "engine/scheduler.py",
+        "                one.limit_chunk(first.num_computed + SHARED_CHUNK_TOKENS)\n",
+        "                pass\n",
+        "tests/engine/test_fairness.py::test_chunks_are_short_beside_another_tenant_s_tokens",
+        "no slice of another tenant's prompt takes as long as a layer of a whole chunk",
+    ),
+    Guard(
+        "shared-chunks-chat", "engine/scheduler.py",
+        "[one for one in ready if one.tenant not in flooding])",
+        "ready)",
+        "tests/engine/test_fairness.py::test_a_chat_s_prompt_is_not_cut_short_for_a_flood",
+        "a prompt is not computed in short chunks for the sake of a flood",
+    ),
+    Guard(
+        "sliced-floods", "engine/scheduler.py",
+        "if chunk is not None and not steps and chunk.sequence.tenant in flooding and",
+        "if chunk is not None and not steps and chunk.sequence.tenant not in flooding and",
+        "tests/engine/test_fairness.py::test_a_flood_s_prompts_are_sliced_though_nobody_steps",
+        "who comes while a flood's prompt is computed does not wait for the end of its chunk",
+    ),
+    Guard(
         "short-prompt-shares", "engine/scheduler.py",
         "and not chunk.has_images and spare is None",
         "and not chunk.has_images",

@@ -14,7 +14,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import FORGIVEN, OUTPUT_WEIGHT, Fairness, Shares
-from weft.engine.scheduler import Plan, Scheduler
+from weft.engine.scheduler import SHARED_CHUNK_TOKENS, Plan, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
@@ -248,6 +248,40 @@ def test_prompts_of_another_tenant_are_sliced_however_short_they_are() -> None:
     assert plan.chunk is not None
     assert plan.slice_seconds is not None
     assert len(plan.steps) == 8
+
+
+@pytest.mark.parametrize(("owner", "is_short"), [("other", True), ("streams", False)])
+def test_chunks_are_short_beside_another_tenant_s_tokens(owner: str, is_short: bool) -> None:
+    planned = priced()
+    planned.scheduler.cuts_freely = True
+    planned.add(*(sequence(number, "streams", prompt=1, tokens=4000) for number in range(8)))
+    planned.turn()
+    planned.add(sequence(100, owner, prompt=1000))
+    chunks = [plan.chunk for plan in (planned.turn() for _ in range(4)) if plan.chunk is not None]
+
+    assert chunks
+    assert {chunk.count for chunk in chunks} == {SHARED_CHUNK_TOKENS if is_short else CONFIG.chunk_tokens}
+
+
+def test_a_chat_s_prompt_is_not_cut_short_for_a_flood() -> None:
+    planned = priced()
+    planned.scheduler.cuts_freely = True
+    planned.add(*flood("answers"))
+    for _ in range(3):
+        planned.turn()
+    planned.add(sequence(1000, "chat", prompt=100))
+    own = [plan.chunk for plan in (planned.turn() for _ in range(4)) if plan.chunk is not None]
+
+    assert [chunk.count for chunk in own if chunk.sequence.tenant == "chat"] == [99]
+
+
+def test_a_flood_s_prompts_are_sliced_though_nobody_steps() -> None:
+    planned = priced()
+    planned.add(*(sequence(number, "flood", prompt=1000) for number in range(3 * PRICED.max_rows)))
+    plan = planned.turn()
+
+    assert not plan.steps
+    assert plan.slice_seconds is not None
 
 
 def test_drafts_and_a_prompt_s_slice_beside_a_step_share_what_other_tenants_can_bear() -> None:

@@ -76,6 +76,7 @@ class Engine:
             has_checkpoints=has_checkpoints,
             keeps_images_whole=whole_images,
             groups_ragged=adapter.ragged is not None,
+            cuts_freely=adapter.cuts_freely,
         )
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
         # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.

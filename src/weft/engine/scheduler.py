@@ -21,6 +21,7 @@ from weft.memory.prefix_tree import Node
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
+SHARED_CHUNK_TOKENS = 16  # of a chunk beside other tenants' tokens: a layer of 128 takes as long as a step of one row
 MIN_SLICE = 0.1  # decode steps: a prompt always gets on beside other tenants' tokens
 FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
 MAX_SURPRISE = 3.0  # times what was expected of a step; one beside a prompt that took longer was disturbed
@@ -70,8 +71,10 @@ class Scheduler:
         has_checkpoints: bool = False,
         keeps_images_whole: bool = False,
         groups_ragged: bool = False,
+        cuts_freely: bool = False,
     ) -> None:
         self.config = config
+        self.cuts_freely = cuts_freely  # a chunk may end anywhere, without a bit that depends on it
         self.groups_ragged = groups_ragged  # chunks of any lengths may be computed together, else only equally long ones
         self.keeps_images_whole = keeps_images_whole  # no chunk ends amid an image
         self.has_checkpoints = has_checkpoints  # prompts go on only from where a chunk ended: one more ends near the prompt's end
@@ -185,8 +188,8 @@ class Scheduler:
     def plan(self, best_cut: BestCut | None = None, *, may_hold_back: bool = True) -> Plan:
         """Choose rows to decode and the next prompt chunk; up to 3 plans in a row may skip decoding so a chunk goes first."""
         ready = tuple(one for one in self.running if one.is_prefilled and one.wants_token and self.bisection.may_step(one))
-        chunk = self._next_chunk(best_cut)
         flooding = self._flooding()
+        chunk = self._next_chunk(best_cut, [one for one in ready if one.tenant not in flooding])
         steps = self.shares.choose(ready, self.running, flooding)
         if self.mask_prices is not None:
             steps = self.mask_prices.choose(steps)
@@ -199,6 +202,8 @@ class Scheduler:
             return Plan((), chunk, None, self._beside(chunk, ready, best_cut), self._upcoming())
         self._num_held_back = 0
         beside = self._beside(chunk, ready, best_cut)
+        if chunk is not None and not steps and chunk.sequence.tenant in flooding and self.shares.costs.assumed:
+            return Plan(steps, chunk, self._slice_seconds(None), beside, self._upcoming(), room)  # others may come meanwhile
         if chunk is None or is_short or not steps:
             return Plan(steps, chunk, None, beside, self._upcoming(), room)
         if spare is not None and room is not None:
@@ -237,6 +242,8 @@ class Scheduler:
             places = [position for position in sequence.boundaries if position > end + 1][:1]
             if tail >= end + TAIL_TOKENS:
                 places.append(tail)
+            if sequence.chunk_limit > end + 1:
+                places.append(sequence.chunk_limit)
             start, end = end, min(((end + 1) // size + 1) * size, *places, last)
             end = self._around_image(sequence.prefill_ids, start, end) if self.keeps_images_whole else end
             end = last if end == last - 1 else end
@@ -281,8 +288,11 @@ class Scheduler:
         """Return the candidate to run next: suspects of a failed step first, since all others wait for them, then the fairest."""
         return self.fairness.first([one for one in candidates if self.bisection.is_suspect(one)] or candidates)
 
-    def _next_chunk(self, best_cut: BestCut | None) -> Row | None:
-        """Pick the next prefill chunk by fairness; of prompts that share it, prefer one with caches. None if none is ready."""
+    def _next_chunk(self, best_cut: BestCut | None, spared: Collection[Sequence]) -> Row | None:
+        """Pick the next prefill chunk by fairness; of prompts that share it, prefer one with caches. None if none is ready.
+
+        Beside tokens of other tenants that do not flood (`spared`) it is short: no slice is shorter than a layer of it.
+        """
         ready = [one for one in self.prompts if not one.prefix.is_loading]
         if not ready:
             return None
@@ -293,6 +303,9 @@ class Scheduler:
             first.cut(position)  # where other prompts diverge, so that what they share is computed once
         others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
         self.following = [one for one in others if self._shares_chunk(one, first)]
+        if self.cuts_freely and self.shares.is_shared(first, spared) and not first.is_amid_chunk:
+            for one in (first, *self.following):
+                one.limit_chunk(first.num_computed + SHARED_CHUNK_TOKENS)
         return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
 
     def _beside(self, chunk: Row | None, ready: Collection[Sequence], best_cut: BestCut | None) -> tuple[Row, ...]:

@@ -81,6 +81,7 @@ class Sequence:
         # What is computed in chunks: the prompt, with keys at the places of images; after a restart maybe the answer too.
         self.prefill_ids = request.keyed_prompt
         self.boundaries = tuple(sorted({at for at in request.boundaries if 0 < at < len(request.prompt) - 1}))
+        self.chunk_limit = 0  # a chunk that begins before it ends there at the latest
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.forks: list[Self] = []  # answers to the same prompt: they wait for its states, outside of the queues
@@ -209,6 +210,10 @@ class Sequence:
         """Add a chunk boundary at this position, where other prompts diverge from this one."""
         self.prefix.cut_at = position
         self.boundaries = tuple(sorted((*self.boundaries, position)))
+
+    def limit_chunk(self, position: int) -> None:
+        """Let the next chunk end at this position, if it does not end before."""
+        self.chunk_limit = position
 
     def begin_step(self, num_known: int) -> bool:
         """Count tokens that a step computes, the known ones for certain; returns whether it samples a new token."""

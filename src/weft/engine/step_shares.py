@@ -56,6 +56,10 @@ class StepShares:
             return None
         return max(1.0, limit / self._worst(_spared(others, flooding), rows, stepping))
 
+    def is_shared(self, sequence: Sequence, stepping: Iterable[Sequence]) -> bool:
+        """Whether what is computed for a sequence beside rows that step slows other tenants."""
+        return bool(self.costs.assumed) and any(one.tenant != sequence.tenant for one in stepping)
+
     def _limit(self, running: Iterable[Sequence], flooding: Set[str]) -> float | None:
         """Return by how much a tenant's tokens may be slowed by the others'; None if there are none, or rows cost nothing.
 
