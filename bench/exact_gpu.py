@@ -156,7 +156,9 @@ def changed(loaded: LoadedModel, change: Callable[[nn.Module], object]) -> Loade
 
 
 def main() -> None:
-    """Run the models whose names hold the text given, or all; before it `together`: only prompts together, `served`: as served.
+    """Run the model of this name, or those whose names hold the text given.
+
+    Before it `together`: only prompts together; `served`: only as served.
 
     The exit status says whether what is promised was bit-equal.
     """
@@ -182,7 +184,7 @@ def main() -> None:
             if part == "together"
             else show(name, make(), 40 if "tiny" in name else 24, labels)
             for name, make in models.items()
-            if wanted in name
+            if name == wanted or (wanted not in models and wanted in name)
         ]
     sys.exit(0 if all(good) else 1)
 
