@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -29,14 +29,18 @@ from weft.kernels import cuda_paged
 from weft.kernels.fused_model import FusedStep
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.paged_views import make_batches
-from weft.memory.slabs import Pool, Refusal
-from weft.memory.spec import Recurrent, mismatch
+from weft.memory.slabs import NewRow, Pool, Refusal
+from weft.memory.spec import Recurrent, RowContents, mismatch
 from weft.memory.transfer import ON_CUDA, to_device
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
 log = logging.getLogger("weft.engine")
+
+SLICE_LINES = 256  # tokens by which forwards of prompts are distinguished when their layers are timed
+FELT_SECONDS = 2e-4  # whoever waits less comes after the end
+FORGETTING = 0.9  # of what a layer is thought to take, whenever its end was not seen
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,14 @@ class Step:
             start += count
 
 
+class Slice(NamedTuple):
+    """Layers of prompts' forward that the device may be computing."""
+
+    chunk: Chunk
+    size: int  # of the forward, in SLICE_LINES
+    began: float
+
+
 class RowFailure(WeftError):
     """Restoring one row's states or copying them into the pool failed before the decode step ran; carries its sequence."""
 
@@ -126,6 +138,8 @@ class Runner:
         self.images = None if adapter.vision is None else ImageFeatures(adapter.vision)
         self.num_alone: dict[str, int] = dict.fromkeys(get_args(AloneCause), 0)  # rows that decoded alone, by cause
         self._refused_layers: set[int] = set()  # those in the log
+        self.sliced: Slice | None = None  # what a slice of a prompt has started and nobody has waited for
+        self._layer_seconds: dict[int, float] = {}  # of a layer of a forward of prompts, by its tokens in SLICE_LINES
         self.reset()
 
     def drain(self) -> None:
@@ -156,11 +170,36 @@ class Runner:
         `upcoming`: prompt lengths of rows that will join next.
         """
         self.pool.trim()
+        new: list[Sequence] = []
+        entering: list[NewRow] = []
         for sequence in sequences:
             try:
-                self._allocate(sequence, upcoming)
+                contents = self._fitting_contents(sequence)
             except Exception as error:  # a border: whatever fails here belongs to this row
                 raise RowFailure(sequence, error) from error
+            if contents is not None:
+                new.append(sequence)
+                entering.append(NewRow(_memory(sequence).state, contents, sequence.num_computed))
+        if not new:
+            return
+        try:
+            self.pool.allocate_all(entering, upcoming)
+        except Exception:  # a border: it belongs to one of them
+            log.exception("%d rows could not enter the pool together, each enters by itself", len(new))
+            for one in entering:
+                self.pool.free(one.row, poisoned=True)
+            self._allocate_one_by_one(new, entering)
+        for sequence in new:
+            self._retain(sequence)
+
+    def _allocate_one_by_one(self, sequences: list[Sequence], entering: list[NewRow]) -> None:
+        """Copy each row's states into the pool by itself; raises RowFailure for the first that fails."""
+        for sequence, one in zip(sequences, entering, strict=True):
+            try:
+                self.pool.allocate_all([one])
+            except Exception as error:  # a border: whatever fails here belongs to this row
+                raise RowFailure(sequence, error) from error
+            self._retain(sequence)
 
     def forward(self, plan: Plan, last: Step | None) -> Step | None:
         """Build a plan's decode step, whose rows are allocated; None if no row decodes. `last`: the step before."""
@@ -325,7 +364,8 @@ class Runner:
         if seconds is None:
             chunk.finish()
         elif not chunk.is_done:  # else it was computed for others, and this is a successor of one of them
-            self._slice(chunk, seconds - (self.clock() - started))  # building the forward is part of the slice
+            slicing = self._start_slice if self.config.slices_behind_step else self._slice
+            slicing(chunk, seconds - (self.clock() - started))  # building the forward is part of the slice
         chunk.seconds += self.clock() - started
         if not chunk.is_done:
             return []
@@ -356,9 +396,11 @@ class Runner:
             memory.shares_arrays = len(rows) > 1 and not self.adapter.is_positional
         if len(rows) == 1:
             memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
+            memories[0].chunk.num_tokens = rows[0].count
             return
         tokens = [row.sequence.prefill_ids[row.start : row.start + row.count] for row in rows]
         chunk = self.adapter.prefill_together(tokens, [memory.own or [] for memory in memories], [row.start for row in rows])
+        chunk.num_tokens = sum(row.count for row in rows)
         for memory in memories:
             memory.chunk, memory.together = chunk, rows
 
@@ -423,29 +465,36 @@ class Runner:
     def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Free a sequence's memory and pool slot; the slot is zeroed if `poisoned` or if the sequence ended in an error."""
         if sequence.memory is not None:
+            if self.sliced is not None and self.is_amid(sequence, self.sliced.chunk):
+                self.sliced = None  # nobody needs it, or another row of it will wait
             self.pool.free(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
             sequence.memory = None
 
-    def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
-        """Copy a row's own caches into a slot of the pool if their geometry fits; otherwise the row decodes on them alone."""
+    def _fitting_contents(self, sequence: Sequence) -> RowContents | None:
+        """Return what a row's own caches hold, if a slot of the pool can take it; else None: the row has one, or decodes alone."""
         memory = _memory(sequence)
         if memory.own is None and not memory.state.is_placed:
             memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed
         if memory.own is None:
-            return
+            return None
         if self.adapter.way == "alone":
             self._count_alone(memory, "model")
-            return
+            return None
         contents = self.adapter.contents(memory.own)
         if refusal := self.pool.refusal(contents, sequence.num_computed):
             is_short = sequence.num_computed < SPEC_TOKENS
             self._count_alone(memory, "short" if is_short else "geometry")
             if not is_short:
                 self._log_once(refusal)
-            return
+            return None
         memory.state.shift = self._shift(sequence)
-        self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
-        if not memory.shares_arrays:  # else it would keep other rows' states too
+        return contents
+
+    @staticmethod
+    def _retain(sequence: Sequence) -> None:
+        """Keep the caches of a row that is in the pool now aside, for the conversation's next turn."""
+        memory = _memory(sequence)
+        if memory.own is not None and not memory.shares_arrays:  # else it would keep other rows' states too
             memory.retained = memory.own, sequence.num_computed
         memory.own = None
 
@@ -512,6 +561,10 @@ class Runner:
 
     def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
         assert memory.own is not None
+        sequence = row.sequence
+        if self.adapter.ragged is not None and not sequence.request.images and sequence.sampling.prompt_logprobs is None:
+            tokens = sequence.prefill_ids[row.start : row.start + row.count]
+            return self.adapter.prefill_together([tokens], [memory.own], [row.start])
         chunk, logits = self._prefill(row, memory, memory.own)
         if (count := row.sequence.sampling.prompt_logprobs) is not None:
             memory.logprobs = logprobs_of(logits[0], mx.array(_next_tokens(row), mx.int32), count)
@@ -529,14 +582,47 @@ class Runner:
         chunk.before(found.states)
         return chunk, logits
 
+    def _start_slice(self, chunk: Chunk, seconds: float) -> None:
+        """Start as many layers of a chunk as will probably end within `seconds`, at least one; its last ones are waited for.
+
+        While the device computes them the host builds the next step. How long a layer takes is measured where nothing was
+        measured of forwards with as many tokens, and whenever the step is built before the slice ends (`await_slice`).
+        """
+        size = -(-chunk.num_tokens // SLICE_LINES)
+        if size not in self._layer_seconds:
+            self._slice(chunk, seconds)
+            return
+        began, count = self.clock(), max(1, int(seconds / self._layer_seconds[size]))
+        for _ in range(min(count, chunk.num_waiting)):
+            chunk.start()
+        self.sliced = Slice(chunk, size, began)
+        if not chunk.num_waiting:
+            self.await_slice()
+
+    def await_slice(self) -> float | None:
+        """Wait for the layers of a slice that were started; returns when they ended, None if it is not known how long ago."""
+        if self.sliced is None:
+            return None
+        (chunk, size, began), self.sliced = self.sliced, None
+        looked = self.clock()
+        count = chunk.wait()
+        ended = self.clock()
+        if ended - looked < FELT_SECONDS:
+            self._layer_seconds[size] *= FORGETTING  # it may have been shorter than was thought
+            return None
+        if count:
+            self._layer_seconds[size] += 0.5 * ((ended - began) / count - self._layer_seconds[size])
+        return ended
+
     def _slice(self, chunk: Chunk, seconds: float) -> None:
         """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`."""
         start = last = self.clock()
-        while chunk.advance():
-            now = self.clock()
-            if now - start + (now - last) > seconds:
-                return
+        count, is_over = 0, False
+        while not is_over:
+            is_left, now, count = chunk.advance(), self.clock(), count + 1
+            is_over = not is_left or now - start + (now - last) > seconds
             last = now
+        self._layer_seconds[-(-chunk.num_tokens // SLICE_LINES)] = (last - start) / count
 
 
 def _memory(sequence: Sequence) -> RowMemory:
