@@ -94,7 +94,7 @@ class EngineConfig:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         config = replace(config, group_tokens=config.chunk_tokens)  # no forward has more tokens than that of one long prompt
         if device == "cuda":  # a forward of few tokens takes as long as one of 256, and one of thousands fills the device
-            config = replace(config, group_tokens=4096, group_tokens_beside=4096, group_tokens_short=256)
+            config = replace(config, group_tokens=8192, group_tokens_beside=4096, group_tokens_short=256)
             config = replace(config, gap_factor=1.25, slices_behind_step=True)
         rows = settings.max_rows or config.max_rows
         config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)

@@ -471,7 +471,7 @@ class Runner:
             sequence.memory = None
 
     def _fitting_contents(self, sequence: Sequence) -> RowContents | None:
-        """Return what a row's own caches hold, if a slot of the pool can take it; else None: the row has one, or decodes alone."""
+        """Return what a row's own caches hold, if the pool can take it; None: the row is in the pool, or decodes alone."""
         memory = _memory(sequence)
         if memory.own is None and not memory.state.is_placed:
             memory.own = self._restored_caches(sequence)  # a prompt of one token, or one that others computed

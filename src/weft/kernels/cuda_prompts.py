@@ -18,6 +18,7 @@ from weft.kernels import cuda, ragged
 from weft.kernels.block_product import BlockProducts, joined_parts
 from weft.kernels.cuda_layers import Arrays, BoundLayer, CudaAttention, CudaDelta, CudaMLP, split_weights
 from weft.kernels.cuda_model import STACKS
+from weft.kernels.cuda_paged import HeadsLayout, Rotation
 from weft.kernels.cuda_product import INVARIANT_LAYERS, Weight
 from weft.kernels.ragged import Planes, RaggedLines
 from weft.memory.grouped import RaggedRows
@@ -33,6 +34,8 @@ class PromptOperations:
     attend = staticmethod(ragged.attend)
     gate_lines = staticmethod(ragged.gate_lines)
     new_planes = staticmethod(ragged.new_planes)
+    heads = staticmethod(ragged.prompt_heads)
+    has_heads = True  # else they are made of MLX's operations
 
 
 class RaggedPrompts:
@@ -143,13 +146,20 @@ class PromptAttention:
     inward: Weight
     outward: Weight
     mlp: PromptMLP
+    layout: HeadsLayout | None = None  # of its heads, where a kernel knows how they turn
+    speeds: mx.array | None = None  # by which they turn
 
     @classmethod
-    def of(cls, kind: CudaAttention, before: Arrays, after: Arrays) -> "PromptAttention":
+    def of(cls, kind: CudaAttention, before: Arrays, after: Arrays, attention: Any) -> "PromptAttention":
         norm, norms, weights = before[0], before[1 : len(kind.eps)], before[len(kind.eps) :]
         count = 1 if kind.bits[1] == 16 else 3
         inward, outward = split_weights([*weights, *after[:count]], kind.bits)
-        return cls(kind, norm, norms, inward, outward, PromptMLP.of(kind.mlp, after[count:]))
+        mlp, rotation = PromptMLP.of(kind.mlp, after[count:]), Rotation.of(attention.rope)
+        if rotation is None:
+            return cls(kind, norm, norms, inward, outward, mlp)
+        layout = HeadsLayout(*kind.heads, kind.dim, kind.is_gated, kind.eps[1:], rotation, attention.scale)
+        own = (layout, ragged.speeds_of(rotation)) if layout.is_supported else ()
+        return cls(kind, norm, norms, inward, outward, mlp, *own)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -159,6 +169,11 @@ class PromptAttention:
         """Return queries, keys and values (lines, heads, dim) of lines (lines, H), and the gates of gated queries."""
         kind, (heads, key_heads), dim = self.kind, self.kind.heads, self.kind.dim
         found = prompts.products(mx.fast.rms_norm(x, self.norm, kind.eps[0]), self.inward)
+        if (layout := self.layout) is not None and self.speeds is not None and prompts.operations.has_heads:
+            speeds = self.speeds
+            turns = lines.once(("turns", layout.rotation), lambda: ragged.turns_of(lines, speeds))
+            made = [*prompts.operations.heads(found, self.norms, turns, layout)]
+            return [*made, found[:, : heads * dim * 2].reshape(-1, heads, 2 * dim)[..., dim:]] if kind.is_gated else made
         width = heads * dim * (2 if kind.is_gated else 1)
         queries, keys, values = mx.split(found, [width, width + key_heads * dim], axis=-1)
         queries, gates = mx.split(queries.reshape(x.shape[0], heads, -1), [dim], axis=-1)
@@ -300,4 +315,4 @@ def _prompt_layer(layer: nn.Module, own: Any) -> PromptDelta | PromptAttention |
         is_known = type(own) is ArraysCache and ragged.can_apply(parts.kind.layout)
         return PromptDelta.of(parts.kind, parts.arrays) if is_known else None
     is_known = type(own) is KVCache and ragged.can_attend(parts.kind.dim)
-    return PromptAttention.of(parts.kind, parts.arrays, parts.more) if is_known else None
+    return PromptAttention.of(parts.kind, parts.arrays, parts.more, layer.self_attn) if is_known else None
