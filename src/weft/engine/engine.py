@@ -110,18 +110,15 @@ class Engine:
             self.order.run(plan)
             if self.bisection.groups:
                 self.order.flush()  # a failure of the next step or prompt must be its own
-            if self._awaits_step(plan):
-                begun = self.runner.await_slice()  # behind which the step is computed
-                if self.order.await_step():
-                    self.scheduler.measure_busy_step(self.clock() - (started if begun is None else begun))
+            if self._awaits_step(plan) and self.order.await_step():
+                self.scheduler.measure_busy_step(self.clock() - started, len(plan.steps))
         except RowFailure as failure:
             self._fail(failure.sequence, "restoring its states", failure)
             return
         except Exception as error:  # a border: whatever the model or the device raise, one row may not cost the others
             for sequence in plan.drafts:
                 sequence.give_up_drafts()  # a draft may be what failed, and is never worth an answer
-            amid = [] if plan.chunk is None or self.runner.sliced is None else self.runner.together(plan.chunk)
-            self._undo([*plan.steps, *(() if last is None else last.sequences), *amid], error)
+            self._undo([*plan.steps, *(() if last is None else last.sequences)], error)
             return
         for sequence in plan.steps:
             self.prefix.release_allocated(sequence)

@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import mlx.core as mx
 import numpy as np
@@ -37,10 +37,6 @@ from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
 from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
 
 log = logging.getLogger("weft.engine")
-
-SLICE_LINES = 256  # tokens by which forwards of prompts are distinguished when their layers are timed
-FELT_SECONDS = 2e-4  # whoever waits less comes after the end
-FORGETTING = 0.9  # of what a layer is thought to take, whenever its end was not seen
 
 
 @dataclass(frozen=True)
@@ -110,14 +106,6 @@ class Step:
             start += count
 
 
-class Slice(NamedTuple):
-    """Layers of prompts' forward that the device may be computing."""
-
-    chunk: Chunk
-    size: int  # of the forward, in SLICE_LINES
-    began: float
-
-
 class RowFailure(WeftError):
     """Restoring one row's states or copying them into the pool failed before the decode step ran; carries its sequence."""
 
@@ -138,8 +126,6 @@ class Runner:
         self.images = None if adapter.vision is None else ImageFeatures(adapter.vision)
         self.num_alone: dict[str, int] = dict.fromkeys(get_args(AloneCause), 0)  # rows that decoded alone, by cause
         self._refused_layers: set[int] = set()  # those in the log
-        self.sliced: Slice | None = None  # what a slice of a prompt has started and nobody has waited for
-        self._layer_seconds: dict[int, float] = {}  # of a layer of a forward of prompts, by its tokens in SLICE_LINES
         self.reset()
 
     def drain(self) -> None:
@@ -364,8 +350,7 @@ class Runner:
         if seconds is None:
             chunk.finish()
         elif not chunk.is_done:  # else it was computed for others, and this is a successor of one of them
-            slicing = self._start_slice if self.config.slices_behind_step else self._slice
-            slicing(chunk, seconds - (self.clock() - started))  # building the forward is part of the slice
+            self._slice(chunk, seconds - (self.clock() - started))  # building the forward is part of the slice
         chunk.seconds += self.clock() - started
         if not chunk.is_done:
             return []
@@ -396,11 +381,9 @@ class Runner:
             memory.shares_arrays = len(rows) > 1 and not self.adapter.is_positional
         if len(rows) == 1:
             memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
-            memories[0].chunk.num_tokens = rows[0].count
             return
         tokens = [row.sequence.prefill_ids[row.start : row.start + row.count] for row in rows]
         chunk = self.adapter.prefill_together(tokens, [memory.own or [] for memory in memories], [row.start for row in rows])
-        chunk.num_tokens = sum(row.count for row in rows)
         for memory in memories:
             memory.chunk, memory.together = chunk, rows
 
@@ -465,8 +448,6 @@ class Runner:
     def release(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Free a sequence's memory and pool slot; the slot is zeroed if `poisoned` or if the sequence ended in an error."""
         if sequence.memory is not None:
-            if self.sliced is not None and self.is_amid(sequence, self.sliced.chunk):
-                self.sliced = None  # nobody needs it, or another row of it will wait
             self.pool.free(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
             sequence.memory = None
 
@@ -582,47 +563,20 @@ class Runner:
         chunk.before(found.states)
         return chunk, logits
 
-    def _start_slice(self, chunk: Chunk, seconds: float) -> None:
-        """Start as many layers of a chunk as will probably end within `seconds`, at least one; its last ones are waited for.
-
-        While the device computes them the host builds the next step. How long a layer takes is measured where nothing was
-        measured of forwards with as many tokens, and whenever the step is built before the slice ends (`await_slice`).
-        """
-        size = -(-chunk.num_tokens // SLICE_LINES)
-        if size not in self._layer_seconds:
-            self._slice(chunk, seconds)
-            return
-        began, count = self.clock(), max(1, int(seconds / self._layer_seconds[size]))
-        for _ in range(min(count, chunk.num_waiting)):
-            chunk.start()
-        self.sliced = Slice(chunk, size, began)
-        if not chunk.num_waiting:
-            self.await_slice()
-
-    def await_slice(self) -> float | None:
-        """Wait for the layers of a slice that were started; returns when they ended, None if it is not known how long ago."""
-        if self.sliced is None:
-            return None
-        (chunk, size, began), self.sliced = self.sliced, None
-        looked = self.clock()
-        count = chunk.wait()
-        ended = self.clock()
-        if ended - looked < FELT_SECONDS:
-            self._layer_seconds[size] *= FORGETTING  # it may have been shorter than was thought
-            return None
-        if count:
-            self._layer_seconds[size] += 0.5 * ((ended - began) / count - self._layer_seconds[size])
-        return ended
-
     def _slice(self, chunk: Chunk, seconds: float) -> None:
-        """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`."""
+        """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`.
+
+        Where slices come behind a step, the layer after each is started before that one is waited for, the last of a slice too:
+        the device computes it while the host builds the next step.
+        """
         start = last = self.clock()
-        count, is_over = 0, False
-        while not is_over:
-            is_left, now, count = chunk.advance(), self.clock(), count + 1
-            is_over = not is_left or now - start + (now - last) > seconds
+        longest = 0.0  # one that was started in the slice before may have ended already
+        while chunk.advance(is_ahead=self.config.slices_behind_step):
+            now = self.clock()
+            longest = max(longest, now - last)
+            if now - start + longest > seconds:
+                return
             last = now
-        self._layer_seconds[-(-chunk.num_tokens // SLICE_LINES)] = (last - start) / count
 
 
 def _memory(sequence: Sequence) -> RowMemory:

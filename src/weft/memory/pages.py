@@ -250,6 +250,7 @@ class PagedPool:
     def _reserve(self, num_pages: int, num_slots: int) -> None:
         """Make sure that so many pages and slots are free, in larger arrays if necessary."""
         pages, slots = self._page_numbers.grown_by(num_pages if self.paged else 0), self._slot_numbers.grown_by(num_slots)
+        made: list[mx.array] = []
         if pages and self.paged:
             for layer, spec in self.paged.items():
                 held = self.pages.get(layer)
@@ -257,13 +258,15 @@ class PagedPool:
                 old = (None, None) if held is None else (held.keys, held.values)
                 keys, values = (_joined(*pair) for pair in zip(old, more, strict=True))
                 self.pages[layer] = KeyValues(keys, values)
-                mx.eval(keys, values)  # sync: seldom; so that the old arrays are freed one by one
+                made += _evaluated([keys, values], is_new=held is None)
         if slots:
             for layer, recurrent in self.slotted.items():
                 more = [mx.zeros((slots, *shape), dtype) for shape, dtype in _slot_shapes(recurrent)]
-                columns, state = (_joined(*pair) for pair in zip(self.slots.get(layer, (None, None)), more, strict=True))
+                states = self.slots.get(layer, (None, None))
+                columns, state = (_joined(*pair) for pair in zip(states, more, strict=True))
                 self.slots[layer] = columns, state
-                mx.eval(columns, state)  # sync: seldom
+                made += _evaluated([columns, state], is_new=states[0] is None)
+        mx.eval(made)  # sync: seldom
 
     def _compact(self) -> None:
         """Copy the pages and slots that are used into arrays of about their number."""
@@ -356,6 +359,14 @@ def _slot_shapes(spec: Recurrent) -> list[tuple[tuple[int, ...], mx.Dtype]]:
     assert state is not None
     (kept, channels), dtype = columns
     return [((kept + MAX_STEP_TOKENS, channels), dtype), state]
+
+
+def _evaluated(arrays: list[mx.array], *, is_new: bool) -> list[mx.array]:
+    """Evaluate arrays that replace others, so that these are freed one by one; returns those that may be evaluated later."""
+    if is_new:
+        return arrays
+    mx.eval(arrays)  # sync: seldom
+    return []
 
 
 def _joined(old: mx.array | None, more: mx.array) -> mx.array:

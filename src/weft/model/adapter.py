@@ -80,7 +80,6 @@ class Chunk:
         self._layers, self._is_built = iter(layers), isinstance(layers, list)
         self._started: deque[list[mx.array]] = deque()  # layers that the device may be computing
         self.num_waiting = count  # layers that were not started
-        self.num_tokens = 0  # of all its prompts
         self.seconds = 0.0  # that were spent on it
 
     def before(self, states: list[mx.array]) -> None:
@@ -96,22 +95,15 @@ class Chunk:
     def is_done(self) -> bool:
         return not self.num_waiting and not self._started
 
-    def start(self) -> None:
-        """Start the next layer of the chunk; does not wait for the device."""
-        self._started.append(self._next())
-        mx.async_eval(self._started[-1])  # type: ignore[no-untyped-call]
+    def advance(self, *, is_ahead: bool = False) -> bool:
+        """Evaluate the next layer of the chunk, waiting for the device; returns whether any layers are left.
 
-    def wait(self) -> int:
-        """Wait for the layers that were started; returns how many they were."""
-        count = len(self._started)
-        mx.eval(list(self._started))  # sync: a slice's end
-        self._started.clear()
-        return count
-
-    def advance(self) -> bool:
-        """Evaluate the next layer of the chunk, waiting for the device; returns whether any layers are left."""
+        `is_ahead`: the layer behind it is started before, so that the device need not wait for the host.
+        """
         if not self._started:
-            self._started.append(self._next())
+            self._start()
+        if is_ahead and self.num_waiting:
+            self._start()
         mx.eval(self._started[0])  # sync: a slice's end must be felt by the clock
         self._started.popleft()
         return not self.is_done
@@ -119,15 +111,16 @@ class Chunk:
     def finish(self) -> None:
         """Evaluate all that is left; layers that are not built yet are started as they are."""
         while self.num_waiting:
-            self._started.append(self._next())
-            if not self._is_built and self.num_waiting % STARTED_AT_ONCE == 0:
-                mx.async_eval(self._started[-1])  # type: ignore[no-untyped-call]
-        self.wait()
+            self._start(is_built=self._is_built or self.num_waiting % STARTED_AT_ONCE != 1)
+        mx.eval(list(self._started))  # sync: the chunk's end
+        self._started.clear()
 
-    def _next(self) -> list[mx.array]:
-        found = next(self._layers)
+    def _start(self, *, is_built: bool = False) -> None:
+        """Build the next layer and start it; with `is_built` it is only built."""
+        self._started.append(next(self._layers))
         self.num_waiting -= 1
-        return found
+        if not is_built:
+            mx.async_eval(self._started[-1])  # type: ignore[no-untyped-call]
 
 
 class Adapter:

@@ -64,14 +64,29 @@ for (int from = first; from < end; from += BATCH) {
     if (from + BATCH < end) fetch(from + BATCH);
     const T* const some_values = reinterpret_cast<const T*>(all_values[at]) + first_line;
     T* const to = out + (size_t(from) * HEADS + head) * VALUE_DIM + line;
+    float4 next_keys[TIMES], next_queries[TIMES], next_factor;  // of the token behind, where there are registers for them
+    auto read_token = [&](int token) {
+#pragma unroll
+        for (int i = 0; i < TIMES; i++) {
+            next_keys[i] = all_keys[(token * TIMES + i) * 8 + part];
+            next_queries[i] = all_queries[(token * TIMES + i) * 8 + part];
+        }
+        next_factor = factors[token];
+    };
+    if constexpr (OWN < 4) read_token(0);
 #pragma unroll 2
     for (int token = 0; token < tokens; token++) {
-        const float4 factor = factors[token];
+        if constexpr (OWN == 4) next_factor = factors[token];
+        const float4 factor = next_factor;
         const float gate = factor.x, beta = factor.y;
-        float4 direction[TIMES];
+        float4 direction[TIMES], queries[TIMES];
         float found[OWN], output[OWN], changes[OWN];
 #pragma unroll
-        for (int i = 0; i < TIMES; i++) direction[i] = all_keys[(token * TIMES + i) * 8 + part];
+        for (int i = 0; i < TIMES; i++) {
+            direction[i] = OWN == 4 ? all_keys[(token * TIMES + i) * 8 + part] : next_keys[i];
+            if constexpr (OWN < 4) queries[i] = next_queries[i];
+        }
+        if constexpr (OWN < 4) read_token(min(token + 1, BATCH - 1));
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             float even = 0.0f, odd = 0.0f;
@@ -86,7 +101,7 @@ for (int from = first; from < end; from += BATCH) {
             float even[OWN] = {}, odd[OWN] = {};
 #pragma unroll
             for (int i = 0; i < TIMES; i++) {
-                const float4 asked = all_queries[(token * TIMES + i) * 8 + part];
+                const float4 asked = OWN == 4 ? all_queries[(token * TIMES + i) * 8 + part] : queries[i];
 #pragma unroll
                 for (int j = 0; j < OWN; j++) {
                     even[j] = __fmaf_rn(numbers[j][i].x, asked.x, even[j]), odd[j] = __fmaf_rn(numbers[j][i].y, asked.y, odd[j]);
