@@ -251,8 +251,8 @@ def bring_up(
 def limit_freed_memory(budget_bytes: int | None) -> None:
     """Limit what MLX keeps of freed memory for later to what is reserved for forwards.
 
-    Without a limit it keeps all. Prompts of many lengths need arrays of many sizes, so that grows until the device is full, and
-    from then on MLX's CUDA allocator gives everything back at each new array: steps take a quarter longer, forever.
+    Without a limit it keeps all, and prompts of many lengths need arrays of many sizes, until the device is full. From then on it
+    kept nothing from one step to the next, and steps of eight rows took a quarter longer (docs/log.md).
     """
     import mlx.core as mx
 
