@@ -1,22 +1,25 @@
 """`make exact-gpu`: on a GPU, a row's logits are bit-equal alone, in any crowd and from the prefix cache.
 
 Under `--exact` everywhere; as served, where weft has products of its own (CUDA), also where prompts are computed together.
+Each without and with a grammar, which tokens are sampled under; in chunks: the subject's prompt is cut, where it may be.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from bench.shapes import QWEN35_4B, random_model
+from bench.shapes import QWEN35_4B, random_model, with_words
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.engine import Engine
 from weft.grammar.compiler import Compiler
@@ -33,6 +36,7 @@ CONFIGS = {
     "exact, cached": dataclasses.replace(EXACT, cache_bytes=1 << 30),
     "as served": dataclasses.replace(EXACT, width=None, cache_bytes=1 << 30, max_rows=128),
 }
+SMALL_CHUNK = 48  # tokens: less than what the subject shares with a cached prompt, and than what it does not
 CROWD_LENGTHS = (3, 17, 64, 255, 256, 300, 700)  # of prompts that are computed together with the subject's
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 9, "maxLength": 20}, "minItems": 9, "maxItems": 9}
 
@@ -112,31 +116,35 @@ def show_together(name: str, adapter: Adapter, tokens: int) -> bool:
     return same
 
 
-def show(name: str, loaded: LoadedModel, tokens: int) -> bool:
+def show(name: str, loaded: LoadedModel, tokens: int, labels: Collection[str] = tuple(CONFIGS)) -> bool:
     """Compare alone with three crowds in each configuration; print what was found, return whether exact was exact."""
     adapter = Adapter(loaded)
     print(f"{name}: {adapter.way} way, refused {adapter.refused}")
+    compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
     rng = random.Random(0)
     vocab = loaded.vocab_size - 1
     prompts = [[rng.randrange(vocab) for _ in range(rng.choice([2, 9, 60, 200]))] for _ in range(130)]
     prompts[0] = [rng.randrange(vocab) for _ in range(150)]
     same = True
-    for label, config in CONFIGS.items():
-        for grammar in (False, True) if (loaded.folder / "tokenizer.json").exists() else (False,):
-            alone = logits_of(adapter, config, prompts[0], [], tokens, constraint_of(loaded) if grammar else None)
-            for others in (1, 7, 30, 127) if config.width is None else (1, 7, 30):
-                constraint = constraint_of(loaded) if grammar else None
-                crowd = logits_of(adapter, config, prompts[0], prompts[1 : 1 + others], tokens, constraint)
+    for label, config in ((label, CONFIGS[label]) for label in labels):
+        is_promised = label != "as served" or adapter.is_row_invariant
+        cuts = {"": config} | (
+            {", in chunks": dataclasses.replace(config, chunk_tokens=SMALL_CHUNK)} if adapter.cuts_freely else {}
+        )
+        for grammar in (False, True):
+            alone = logits_of(adapter, config, prompts[0], [], tokens, constraint_of(compiler) if grammar else None)
+            for (cut, own), others in itertools.product(cuts.items(), (1, 7, 30, 127) if config.width is None else (1, 7, 30)):
+                constraint = constraint_of(compiler) if grammar else None
+                crowd = logits_of(adapter, own, prompts[0], prompts[1 : 1 + others], tokens, constraint)
                 equal = np.array_equal(alone, crowd)
-                same &= equal or (label == "as served" and not adapter.is_row_invariant)
+                same &= equal or not is_promised
                 found = "bit-equal" if equal else f"differs by {float(np.abs(alone - crowd).max()):.3g}"
-                print(f"{name:24} {label:14} beside {others:2}{', grammar' * grammar}: {found}", flush=True)
+                print(f"{name:24} {label}{cut} beside {others:3}{', grammar' * grammar}: {found}", flush=True)
     return show_together(name, adapter, min(tokens, 8)) and same
 
 
-def constraint_of(loaded: LoadedModel) -> Constraint:
+def constraint_of(compiler: Compiler) -> Constraint:
     """A grammar for one answer: an array of texts."""
-    compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
     return compiler.constraint(ConstraintSpec(GrammarSpec("json_schema", json.dumps(SCHEMA))))
 
 
@@ -148,7 +156,9 @@ def changed(loaded: LoadedModel, change: Callable[[nn.Module], object]) -> Loade
 
 
 def main() -> None:
-    """Run the models whose names hold the text given, or all; `together` before it: only prompts together.
+    """Run the model of this name, or those whose names hold the text given.
+
+    Before it `together`: only prompts together; `served`: only as served.
 
     The exit status says whether what is promised was bit-equal.
     """
@@ -160,18 +170,22 @@ def main() -> None:
         "tiny-hybrid": lambda: load(shipped),
         "tiny-hybrid, float32": lambda: changed(load(shipped), lambda model: model.set_dtype(mx.float32)),
         "tiny-hybrid, 4 bits": lambda: changed(load(shipped), lambda model: nn.quantize(model, 64, 4)),
-        "qwen3.5 shape": lambda: random_model(QWEN35_4B, mx.bfloat16, layers=8),
+        "qwen3.5 shape": lambda: with_words(random_model(QWEN35_4B, mx.bfloat16, layers=8), folder),
         "qwen3.5 shape, 4 bits": lambda: changed(
-            random_model(QWEN35_4B, mx.bfloat16, layers=8), lambda model: nn.quantize(model, 64, 4)
+            with_words(random_model(QWEN35_4B, mx.bfloat16, layers=8), folder), lambda model: nn.quantize(model, 64, 4)
         ),
     }
-    is_short = sys.argv[1:2] == ["together"]
-    wanted = " ".join(sys.argv[2:] if is_short else sys.argv[1:])
-    good = [
-        show_together(name, Adapter(make()), 8) if is_short else show(name, make(), 40 if "tiny" in name else 24)
-        for name, make in models.items()
-        if wanted in name
-    ]
+    part = sys.argv[1] if sys.argv[1:2] in (["together"], ["served"]) else None
+    wanted, labels = " ".join(sys.argv[1 if part is None else 2 :]), CONFIGS if part is None else ("as served",)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        good = [
+            show_together(name, Adapter(make()), 8)
+            if part == "together"
+            else show(name, make(), 40 if "tiny" in name else 24, labels)
+            for name, make in models.items()
+            if name == wanted or (wanted not in models and wanted in name)
+        ]
     sys.exit(0 if all(good) else 1)
 
 

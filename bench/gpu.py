@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from bench.shapes import LLAMA_1B, QWEN35_4B, bare_step, engine_at, median_ms, merged_caches, random_model
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.engine import Engine
+from weft.engine.process import limit_freed_memory, safe_memory
 from weft.engine.warm_up import warm_up
 from weft.ipc.limits import Sampling
 from weft.kernels.cuda_cache import cache_folder
@@ -168,6 +169,7 @@ def main() -> None:
     """Run the parts named (decode, prompts, packed, llama), or all; figures go to docs/log.md."""
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]'")
+    limit_freed_memory(safe_memory())
     chosen = {*sys.argv[1:]} or {*PARTS}
     if chosen & {"decode", "prompts"}:
         loaded = random_model(QWEN35_4B, mx.bfloat16)

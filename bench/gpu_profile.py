@@ -24,6 +24,7 @@ from bench.shapes import LLAMA_1B, QWEN35_4B, engine_at, median_ms, random_model
 from bench.turn_profile import TurnProfile
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.engine import Engine
+from weft.engine.process import limit_freed_memory, safe_memory
 from weft.engine.warm_up import warm_up
 from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
@@ -69,6 +70,8 @@ def prompts(adapter: Adapter, config: EngineConfig) -> None:
         print(f"first token of {length}, ms: {times}", flush=True)
     for length, name in ((LENGTHS[0], "seen"), (LENGTHS[0] + 6, "never seen")):
         show_kernels(f"a length {name}", 1, lambda length=length: first_token(adapter, config, length, 7))
+    for length in (512, 512):
+        show_kernels(f"a prompt of {length}", 1, lambda length=length: first_token(adapter, config, length, 9))
     for rows in (TOGETHER, TOGETHER):  # the first time warms up
         show_kernels(f"{rows} prompts at once", 1, lambda rows=rows: first_tokens(adapter, config, rows))
     for length, name in ((LENGTHS[0], "seen"), (LENGTHS[0] + 14, "never seen")):
@@ -146,6 +149,7 @@ def main() -> None:
     """Run the parts named, or all."""
     if mx.default_device() != mx.gpu:
         sys.exit("this needs a GPU build of MLX and a GPU: pip install 'weft[cuda]'")
+    limit_freed_memory(safe_memory())
     chosen = sys.argv[1:] or ["products", "prompts", "steps"]
     if "products" in chosen:
         products()

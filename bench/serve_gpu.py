@@ -22,7 +22,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from bench.shapes import QWEN35_4B, random_model
+from bench.shapes import END_TOKEN, QWEN35_4B, TOKENIZER, random_model, with_words
 
 PROMPT_TOKENS, ANSWER_TOKENS, LONG_TOKENS = 256, 160, 4000
 NUM_LONG = 4  # prompts of LONG_TOKENS that come beside GAP_STREAMS, one after the other
@@ -30,7 +30,6 @@ GAP_STREAMS = 8
 STREAMS = (1, 8, 32, 128)
 READY_SECONDS, LIMIT_SECONDS = 300, 100
 IN_MEMORY = Path("/dev/shm")  # eight gigabytes are written and read from there in seconds; disks differ
-TOKENIZER = Path(__file__).parent.parent / "src" / "weft" / "model" / "tiny-hybrid"
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "that", "it", "was", "good", "to", "be", "there"]
 
 
@@ -49,7 +48,15 @@ class Measured:
 
     @property
     def p95_gap(self) -> float:
-        return sorted(self.gaps)[int(len(self.gaps) * 0.95)] if self.gaps else 0.0
+        return self.gap_at(0.95)
+
+    def gap_at(self, share: float) -> float:
+        """The gap below which so large a share of all gaps is."""
+        return sorted(self.gaps)[int(len(self.gaps) * share)] if self.gaps else 0.0
+
+    def gap_text(self) -> str:
+        """The distribution of gaps, in milliseconds."""
+        return ", ".join(f"p{share * 100:.0f} {self.gap_at(share) * 1e3:.1f}" for share in (0.5, 0.8, 0.9, 0.95, 0.99))
 
 
 def write_model(folder: Path) -> None:
@@ -61,16 +68,12 @@ def write_model(folder: Path) -> None:
     for part in range(8):
         chosen = {name: weights[name] for name in names[part * size : (part + 1) * size]}
         mx.save_safetensors(str(folder / f"model-{part + 1:05}-of-00008.safetensors"), chosen, {"format": "mlx"})
-    config = {**loaded.config, "eos_token_id": 4082}
+    config = {**loaded.config, "eos_token_id": END_TOKEN}
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         if (TOKENIZER / name).exists():
             (folder / name).write_bytes((TOKENIZER / name).read_bytes())
-    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
-    vocabulary, added = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
-    known = {*vocabulary.values(), *added}  # a token without text would not be seen by the client
-    vocabulary.update({f"w{token}": token for token in range(loaded.vocab_size) if token not in known})
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with_words(loaded, folder)
 
 
 def prompt_of(rng: random.Random, tokens: int) -> str:
@@ -179,12 +182,14 @@ def measure(name: str, command: list[str], port: int, streams: tuple[int, ...]) 
                     )
                 rates[number] = found.rate
             if GAP_STREAMS in streams:
-                quiet, busy = asyncio.run(load_beside_long(port, model, 7))
-                print(
-                    f"{name}: p95 gap of {GAP_STREAMS} streams beside prompts of {LONG_TOKENS} tokens "
-                    f"{busy.p95_gap * 1e3:.1f} ms, {busy.p95_gap / quiet.p95_gap:.2f} × quiet",
-                    flush=True,
-                )
+                for seed in (7, 70, 700):
+                    quiet, busy = asyncio.run(load_beside_long(port, model, seed))
+                    print(
+                        f"{name}: p95 gap of {GAP_STREAMS} streams beside prompts of {LONG_TOKENS} tokens "
+                        f"{busy.p95_gap * 1e3:.1f} ms, {busy.p95_gap / quiet.p95_gap:.2f} × quiet; gaps in ms, "
+                        f"beside: {busy.gap_text()}; quiet: {quiet.gap_text()}",
+                        flush=True,
+                    )
         except (TimeoutError, ValueError, OSError, statistics.StatisticsError) as error:
             print(f"{name}: no answer in {LIMIT_SECONDS} s, or an error ({type(error).__name__}: {error})", flush=True)
             print(Path(log.name).read_text(errors="replace")[-4000:])

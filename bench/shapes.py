@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from weft.ipc.limits import Sampling
 from weft.model.adapter import Adapter
 from weft.model.loader import LoadedModel
 
+TOKENIZER = Path(__file__).parent.parent / "src" / "weft" / "model" / "tiny-hybrid"
+END_TOKEN = 4082  # of that tokenizer
 LLAMA_1B = {
     "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192,
     "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "vocab_size": 128256,
@@ -60,6 +63,16 @@ def random_model(config: dict[str, Any], dtype: mx.Dtype, *, layers: int | None 
         extra_tensors={}, eos_token_ids=(), context_length=text["max_position_embeddings"], vocab_size=text["vocab_size"],
         weights_bytes=0,
     )  # fmt: skip
+
+
+def with_words(loaded: LoadedModel, folder: Path) -> LoadedModel:
+    """Return a random model with the vocabulary of tiny-hybrid, filled up to its size, written to this folder."""
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    vocabulary, added = tokenizer["model"]["vocab"], {token["id"] for token in tokenizer["added_tokens"]}
+    known = {*vocabulary.values(), *added}  # a token without text would not be seen by a client
+    vocabulary.update({f"w{token}": token for token in range(loaded.vocab_size) if token not in known})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return dataclasses.replace(loaded, folder=folder, eos_token_ids=(END_TOKEN,))
 
 
 def median_ms(step: Callable[[], None], count: int, warm: int = 3) -> float:

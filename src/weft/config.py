@@ -64,7 +64,7 @@ class EngineConfig:
     group_tokens: int = 0  # prompt tokens of several prompts' chunks in one forward while no row decodes; 0: one prompt at a time
     group_tokens_beside: int | None = None  # the most beside rows that decode, in slices; None: those of one chunk
     group_tokens_short: int | None = None  # the most where a short chunk is computed before a step; None: unsliced_tokens
-    gap_factor: float = 1.5  # a prefill slice beside decoding rows may take this many decode steps
+    gap_factor: float = 1.5  # a prefill slice may make the time between decode steps so many steps longer
     slices_behind_step: bool = False  # their time begins when the step beside them has ended, not when it has begun
     row_cost: float = 0.0  # of one more row in a decode step, in steps of one row; 0: as good as nothing
     unsliced_tokens: int = 32  # a chunk of no more is not sliced: that would cost as much again
@@ -94,8 +94,8 @@ class EngineConfig:
             config = cls(max_rows=16, slab_tokens=16384, chunk_tokens=1024)
         config = replace(config, group_tokens=config.chunk_tokens)  # no forward has more tokens than that of one long prompt
         if device == "cuda":  # a forward of few tokens takes as long as one of 256, and one of thousands fills the device
-            config = replace(config, group_tokens=4096, group_tokens_beside=4096, group_tokens_short=256)
-            config = replace(config, gap_factor=1.25, slices_behind_step=True)
+            config = replace(config, group_tokens=8192, group_tokens_beside=4096, group_tokens_short=256)
+            config = replace(config, gap_factor=1.0, slices_behind_step=True)
         rows = settings.max_rows or config.max_rows
         config = replace(config, max_rows=rows, memory_bytes=settings.memory_bytes, cache_bytes=settings.cache_bytes)
         config = replace(config, speculate=settings.speculate)

@@ -207,6 +207,7 @@ inline float __uint_as_float(unsigned bits) { float found; std::memcpy(&found, &
 inline float __int_as_float(int bits) { float found; std::memcpy(&found, &bits, 4); return found; }
 inline unsigned __float_as_uint(float number) { unsigned found; std::memcpy(&found, &number, 4); return found; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {

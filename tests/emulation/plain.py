@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
-from weft.memory.pages import PAGE, StepTable
+from weft.memory.pages import PAGE, ROW_NUMBERS, NewRows, StepTable
 from weft.memory.spec import KeyValues
 
 
@@ -15,10 +15,11 @@ class PlainPages:
     def __init__(self) -> None:
         self.num_advanced = 0
 
-    def place_prompt(self, new: KeyValues, held: KeyValues, own: mx.array) -> mx.array:
-        for target, array in ((held.keys, new.keys), (held.values, new.values)):
-            for token in range(array.shape[2]):
-                target[own[token // PAGE], :, token % PAGE] = array[0, :, token]
+    def place_prompts(self, new: list[KeyValues], held: KeyValues, rows: NewRows) -> mx.array:
+        for one, (_, tokens, *_, first) in zip(new, np.array(rows.rows).reshape(-1, ROW_NUMBERS).tolist(), strict=False):
+            for target, array in ((held.keys, one.keys), (held.values, one.values)):
+                for token in range(tokens):
+                    target[rows.pages[first + token // PAGE], :, token % PAGE] = array[0, :, token]
         return mx.zeros(1)
 
     def place_tokens(self, keys: mx.array, values: mx.array, held: KeyValues, table: StepTable) -> mx.array:
@@ -30,11 +31,11 @@ class PlainPages:
                     target[int(page), :, int(length + token) % PAGE] = array[row, :, token]
         return mx.zeros(1)
 
-    def place_states(self, new: tuple[mx.array, mx.array], held: tuple[mx.array, mx.array], own: mx.array) -> mx.array:
-        slot, length = np.array(own).tolist()
-        for column in range(kept := new[0].shape[1]):
-            held[0][slot, (length - kept + column) % held[0].shape[1]] = new[0][0, column]
-        held[1][slot] = new[1][0]
+    def place_states(self, new: list[tuple[mx.array, mx.array]], held: tuple[mx.array, mx.array], rows: NewRows) -> mx.array:
+        for (columns, state), (slot, length, *_) in zip(new, np.array(rows.rows).reshape(-1, ROW_NUMBERS).tolist(), strict=False):
+            for column in range(kept := columns.shape[1]):
+                held[0][slot, (length - kept + column) % held[0].shape[1]] = columns[0, column]
+            held[1][slot] = state[0]
         return mx.zeros(1)
 
     def restore_states(self, kept: mx.array, state: mx.array, table: StepTable, counts: mx.array) -> mx.array:

@@ -206,7 +206,7 @@ def test_a_prompt_that_is_to_be_cut_where_others_diverge_does_not_join() -> None
 
 
 @pytest.mark.parametrize("has_checkpoints", [False, True])
-def test_128_prompts_that_come_at_once_take_nine_or_ten_forwards(has_checkpoints: bool) -> None:
+def test_128_prompts_that_come_at_once_take_eleven_forwards_at_most(has_checkpoints: bool) -> None:
     scheduler = scheduler_of(SERVED, has_checkpoints=has_checkpoints)
     sequences = add(scheduler, *(216 + 37 * at % 80 for at in range(128)))
     forwards, first_steps = [], 0
@@ -217,6 +217,7 @@ def test_128_prompts_that_come_at_once_take_nine_or_ten_forwards(has_checkpoints
         compute(scheduler, plan)
 
     assert len(forwards) <= 11
-    assert max(forwards) <= 4096
-    assert min(forwards[:7]) > 3500  # enough lines to keep the device busy
+    assert max(forwards[:2]) <= 8192  # nobody decodes yet
+    assert max(forwards[2:]) <= 4096
+    assert min(forwards[:6]) > 3500  # enough lines to keep the device busy
     assert first_steps <= 2  # nobody waits for the last to be computed

@@ -154,3 +154,16 @@ def test_no_head_is_kept_for_steps_of_constant_width_which_have_no_room_for_its_
     engine, _ = bring_up(EngineSettings(model="tiny-hybrid"), blas.bind(), ignore, config)
 
     assert (engine.adapter.head is not None) is has_head
+
+
+def test_freed_memory_that_mlx_keeps_is_limited_to_what_is_reserved_for_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlx.core as mx
+
+    from weft.engine.process import limit_freed_memory
+
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    limit_freed_memory(1000)
+    limit_freed_memory(None)  # not known
+
+    assert limits == [100]

@@ -89,6 +89,15 @@ inline float __shfl_xor_sync(unsigned, float number, int step) {
     return as_float(block.warps[threadIdx.x / WARP].brought[at][threadIdx.x % WARP ^ step][0]);
 }
 
+inline float __shfl_sync(unsigned, float number, int lane) {
+    const unsigned bits = as_bits(number);
+    const int at = meet(&bits, 1);
+    return as_float(block.warps[threadIdx.x / WARP].brought[at][lane][0]);
+}
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+
 template <typename T>
 inline T half_of(unsigned word, int half) { T found; found.bits = uint16_t(word >> 16 * half); return found; }
 

@@ -69,7 +69,15 @@ class EmulatedKernel:
 
     folder: Path  # where variants are compiled
 
-    def __init__(self, name: str, inputs: list[str], outputs: list[str], texts: tuple[str, str], shared_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        inputs: list[str],
+        outputs: list[str],
+        texts: tuple[str, str],
+        shared_bytes: int = 0,
+        bounds: tuple[int, int] | None = None,  # noqa: ARG002 - of registers, which fibers have enough of
+    ) -> None:
         self.name, self.inputs, self.outputs, self.shared_bytes = name.removeprefix("weft_"), inputs, outputs, shared_bytes
         self.constants = "\n".join(line for line in texts[0].splitlines() if line.startswith("constexpr float"))
         self.variants: dict[tuple[Any, ...], FiberKernel] = {}

@@ -19,6 +19,7 @@ class PlainOperations(PromptOperations):
 
     add_norm = staticmethod(PlainKernels.add_norm)  # type: ignore[assignment]
     gated_norm = staticmethod(PlainKernels.gated_norm)  # type: ignore[assignment]
+    has_heads = False
 
     @staticmethod
     def delta_inputs(

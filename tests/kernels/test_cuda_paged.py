@@ -16,7 +16,7 @@ import emulation
 from weft.kernels import cuda_cache, cuda_paged
 from weft.kernels.cuda import DeltaLayout, equal_spans
 from weft.kernels.cuda_paged import DeltaArrays, DeltaKind, HeadsLayout, Rotation
-from weft.memory.pages import PAGE, StepTable
+from weft.memory.pages import PAGE, ROWS_AT_ONCE, NewRows, StepTable
 from weft.memory.spec import KeyValues
 
 pytestmark = pytest.mark.skipif(emulation.COMPILER is None, reason="no C++ compiler")
@@ -219,13 +219,23 @@ def test_what_lies_behind_a_row_s_tokens_does_not_matter() -> None:
 def test_a_prompt_and_new_tokens_are_copied_to_their_pages() -> None:
     mx.random.seed(6)
     held = KeyValues(mx.zeros((41, 2, PAGE, 32), BF), mx.zeros((41, 2, PAGE, 64), BF))
-    new = KeyValues(mx.random.normal((1, 2, PAGE + 9, 32)).astype(BF), mx.random.normal((1, 2, PAGE + 9, 64)).astype(BF))
-    cuda_paged.place_prompt(new, held, mx.array([7, 3], mx.int32))
+    planes = mx.random.normal((1, 2, PAGE + 64, 32)).astype(BF), mx.random.normal((1, 2, PAGE + 96, 64)).astype(BF)
+    new = KeyValues(planes[0][:, :, : PAGE + 9], planes[1][:, :, : PAGE + 9], planes)
+    other = KeyValues(mx.random.normal((1, 2, 5, 32)).astype(BF), mx.random.normal((1, 2, 5, 64)).astype(BF))
+    fields = [0, PAGE + 9, PAGE + 64, PAGE + 96, 0, *[0, 5, 5, 5, 2] * (ROWS_AT_ONCE - 1)]
+    cuda_paged.place_prompts([new, other], held, NewRows(mx.array(fields, mx.int32), mx.array([7, 3, 11], mx.int32)))
+    alone = KeyValues(mx.zeros_like(held.keys), mx.zeros_like(held.values))
+    cuda_paged.place_prompts([new], alone, NewRows(mx.array(fields[:5], mx.int32), mx.array([7, 3], mx.int32)))
     table = table_of(LENGTHS, 2)
     keys, values = mx.random.normal((3, 2, 2, 32)).astype(BF), mx.random.normal((3, 2, 2, 64)).astype(BF)
 
-    assert mx.array_equal(mx.concatenate([held.keys[7], held.keys[3, :, :9]], axis=1), new.keys[0])
-    assert mx.array_equal(mx.concatenate([held.values[7], held.values[3, :, :9]], axis=1), new.values[0])
+    for found in (held, alone):
+        assert mx.array_equal(mx.concatenate([found.keys[7], found.keys[3, :, :9]], axis=1), new.keys[0])
+        assert mx.array_equal(mx.concatenate([found.values[7], found.values[3, :, :9]], axis=1), new.values[0])
+        assert not bool(found.keys[3, :, 9:].any())
+    assert mx.array_equal(held.keys[11, :, :5], other.keys[0])
+    assert mx.array_equal(held.values[11, :, :5], other.values[0])
+    assert not bool(held.values[11, :, 5:].any())
     cuda_paged.place_tokens(keys, values, held, table)
     for row, (_, length, _, first) in enumerate(np.array(table.rows).tolist()):
         for token in range(2):
@@ -237,11 +247,15 @@ def test_a_prompt_and_new_tokens_are_copied_to_their_pages() -> None:
 def test_states_enter_a_slot_and_go_back() -> None:
     mx.random.seed(7)
     held = mx.zeros((7, RING, 48), BF), mx.zeros((7, 2, 8, 4))
-    new = mx.random.normal((1, 3, 48)).astype(BF), mx.random.normal((1, 2, 8, 4))
-    cuda_paged.place_states(new, held, mx.array([5, 1], mx.int32))
+    both = [(mx.random.normal((1, 3, 48)).astype(BF), mx.random.normal((1, 2, 8, 4))) for _ in range(2)]
+    places = [(5, 1), (2, 90)]  # slots, and tokens held
+    fields = [(*place, 0, 0, 0) for place in (*places, *places[1:] * (ROWS_AT_ONCE - 2))]
+    cuda_paged.place_states(both, held, NewRows(mx.array(fields, mx.int32).reshape(-1), mx.array([0], mx.int32)))
 
-    assert mx.array_equal(held[1][5], new[1][0])
-    assert mx.array_equal(mx.stack([held[0][5, (1 - 3 + column) % RING] for column in range(3)]), new[0][0])
+    for new, (slot, length) in zip(both, places, strict=True):
+        assert mx.array_equal(held[1][slot], new[1][0])
+        assert mx.array_equal(mx.stack([held[0][slot, (length - 3 + column) % RING] for column in range(3)]), new[0][0])
+    held = mx.zeros((7, RING, 48), BF), mx.zeros((7, 2, 8, 4))
     kept, table = mx.random.normal((6, 2, 8, 4)), table_of((4, 9), 3)
     cuda_paged.restore_states(kept, held[1], table, mx.array([2, 3], mx.int32))
     assert mx.array_equal(held[1][int(table.rows[0, 0])], kept[1])

@@ -14,6 +14,7 @@ from plain_prompts import PlainOperations
 from test_cuda_layers import LLAMA, QWEN, PlainKernels, model_of
 
 from driver import SMALL, Run, random_prompts
+from weft.engine.faults import InjectedFault
 from weft.engine.prefix import RetainedCaches
 from weft.engine.runner import Runner
 from weft.engine.scheduler import Row
@@ -292,6 +293,70 @@ def test_slices_follow_steps_that_become_longer_while_prompts_come() -> None:
 
     scheduler.measure_busy_step(10.0)  # something else took long
     assert scheduler.step_seconds < 0.050
+
+
+def test_a_step_beside_a_slice_and_the_slice_have_the_time_of_quiet_steps() -> None:
+    config = dataclasses.replace(GROUPED, gap_factor=1.0)
+    scheduler = Run(adapter_of("llama"), config).engine.scheduler
+    for _ in range(60):
+        scheduler.measure_step(0.004, 8)
+    for _ in range(60):
+        scheduler.measure_busy_step(0.006, 8)  # its host builds it while nothing is computed
+
+    assert scheduler.step_seconds == pytest.approx(0.004, rel=0.01)
+    assert 0.006 + scheduler._slice_seconds(None) == pytest.approx(2 * 0.004, rel=0.02)
+    for _ in range(60):
+        scheduler.measure_busy_step(0.016, 100)  # rows that nobody has seen quiet
+    assert 0.016 + scheduler._slice_seconds(None) == pytest.approx(2 * 0.014, rel=0.02)
+    scheduler.busy_seconds = 1.0
+    assert scheduler._slice_seconds(None) > 0
+
+
+def test_a_forward_s_layers_are_built_as_they_are_asked_for() -> None:
+    adapter = adapter_of("qwen3_5")
+    chunk = adapter.prefill_together([PROMPTS[0]], [adapter.new_caches(32)], [0])
+    layers = len(adapter.model.layers)  # type: ignore[attr-defined]
+
+    assert chunk.num_waiting == layers
+    assert chunk.advance()
+    assert chunk.num_waiting == layers - 1
+    assert chunk.advance(is_ahead=True)
+    assert chunk.num_waiting == layers - 3  # the one behind it was started
+    assert chunk.advance(is_ahead=True) == (layers > 3)
+    chunk.finish()
+    assert chunk.is_done
+    assert not chunk.num_waiting
+
+
+@each_model
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_prompts_in_slices_have_their_bits_with_and_without_a_layer_ahead(name: str, is_ahead: bool) -> None:
+    config = dataclasses.replace(GROUPED, group_tokens_beside=600, slices_behind_step=is_ahead)
+    run = Run(adapter_of(name), config, keep_logits=True)
+    neighbour = run.submit(PROMPTS[2], 60)
+    while len(neighbour.output) < 2:
+        run.turn()
+    sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]
+    run.finish()
+
+    check(run, name, sequences)
+
+
+def test_a_row_that_can_not_enter_the_pool_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(adapter_of("llama"), GROUPED, expected=(InjectedFault, RuntimeError))
+    sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS[:3]]
+    allocate = type(run.engine.runner.pool).allocate_all
+
+    def failing(pool: Any, new: Any, upcoming: Any = ()) -> None:
+        if any(one.length == len(PROMPTS[1]) - 1 for one in new):
+            raise RuntimeError("no room for that row")
+        allocate(pool, new, upcoming)
+
+    monkeypatch.setattr(type(run.engine.runner.pool), "allocate_all", failing)
+    run.finish()
+
+    assert [one.finish for one in sequences] == ["length", "error", "length"]
+    assert [one.output for one in (sequences[0], sequences[2])] == [solo("llama")[number][0] for number in (0, 2)]
 
 
 def test_an_mtp_head_reads_each_prompt_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

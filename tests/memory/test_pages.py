@@ -11,8 +11,8 @@ import pytest
 from emulation.plain import PlainPages
 from weft.memory import pages
 from weft.memory.paged_views import PagedBatch, make_batches
-from weft.memory.pages import FEWEST_PAGES, IDLE, PAGE, PagedPool
-from weft.memory.slabs import RowState
+from weft.memory.pages import FEWEST_PAGES, IDLE, PAGE, ROWS_AT_ONCE, PagedPool
+from weft.memory.slabs import NewRow, RowState
 from weft.memory.spec import FullAttention, KeyValues, Plane, Recurrent
 from weft.memory.views import StepSpan
 
@@ -73,6 +73,20 @@ def test_a_row_s_contents_lie_in_its_pages_and_its_slot(pool: PagedPool) -> None
     assert [held[(PAGE + token) % columns.shape[1]] for token in range(3)] == [1000.0] * 3
     assert len({IDLE, *row.pages, *other.pages}) == 4
     assert len({IDLE, row.slot, other.slot}) == 3
+
+
+def test_rows_that_enter_together_have_their_own_and_memory_grows_once(pool: PagedPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown, reserve = [], pool._reserve
+    monkeypatch.setattr(pool, "_reserve", lambda *counts: (grown.append(counts), reserve(*counts)))
+    lengths = [PAGE + 3, 2, *range(5, 5 + ROWS_AT_ONCE)]  # more than one launch takes
+    new = [NewRow(RowState(), contents(length, 1000.0 * at), length) for at, length in enumerate(lengths)]
+    pool.allocate_all(new)
+
+    for at, one in enumerate(new):
+        assert tokens_of(pool, one.row) == [1000.0 * at + token for token in range(one.length)]
+        assert np.array(pool.slots[0][1][one.row.slot]).tolist() == np.full(STATE, 1000.0 * at).tolist()
+    assert len([counts for counts in grown if counts[1]]) == 1
+    assert len({one.row.slot for one in new}) == len(new)
 
 
 def test_a_step_s_table_says_where_each_row_is(pool: PagedPool) -> None:

@@ -112,7 +112,7 @@ class Engine:
             if self.bisection.groups:
                 self.order.flush()  # a failure of the next step or prompt must be its own
             if self._awaits_step(plan) and self.order.await_step():
-                self.scheduler.measure_busy_step(self.clock() - started)
+                self.scheduler.measure_busy_step(self.clock() - started, len(plan.steps))
         except RowFailure as failure:
             self._fail(failure.sequence, "restoring its states", failure)
             return

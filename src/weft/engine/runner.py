@@ -29,8 +29,8 @@ from weft.kernels import cuda_paged
 from weft.kernels.fused_model import FusedStep
 from weft.memory.disk_files import Damaged, Entry
 from weft.memory.paged_views import make_batches
-from weft.memory.slabs import Pool, Refusal
-from weft.memory.spec import Recurrent, mismatch
+from weft.memory.slabs import NewRow, Pool, Refusal
+from weft.memory.spec import Recurrent, RowContents, mismatch
 from weft.memory.transfer import ON_CUDA, to_device
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
@@ -156,11 +156,36 @@ class Runner:
         `upcoming`: prompt lengths of rows that will join next.
         """
         self.pool.trim()
+        new: list[Sequence] = []
+        entering: list[NewRow] = []
         for sequence in sequences:
             try:
-                self._allocate(sequence, upcoming)
+                contents = self._fitting_contents(sequence)
             except Exception as error:  # a border: whatever fails here belongs to this row
                 raise RowFailure(sequence, error) from error
+            if contents is not None:
+                new.append(sequence)
+                entering.append(NewRow(_memory(sequence).state, contents, sequence.num_computed))
+        if not new:
+            return
+        try:
+            self.pool.allocate_all(entering, upcoming)
+        except Exception:  # a border: it belongs to one of them
+            log.exception("%d rows could not enter the pool together, each enters by itself", len(new))
+            for one in entering:
+                self.pool.free(one.row, poisoned=True)
+            self._allocate_one_by_one(new, entering)
+        for sequence in new:
+            self._retain(sequence)
+
+    def _allocate_one_by_one(self, sequences: list[Sequence], entering: list[NewRow]) -> None:
+        """Copy each row's states into the pool by itself; raises RowFailure for the first that fails."""
+        for sequence, one in zip(sequences, entering, strict=True):
+            try:
+                self.pool.allocate_all([one])
+            except Exception as error:  # a border: whatever fails here belongs to this row
+                raise RowFailure(sequence, error) from error
+            self._retain(sequence)
 
     def forward(self, plan: Plan, last: Step | None) -> Step | None:
         """Build a plan's decode step, whose rows are allocated; None if no row decodes. `last`: the step before."""
@@ -426,8 +451,8 @@ class Runner:
             self.pool.free(_memory(sequence).state, poisoned=poisoned or sequence.finish == "error")
             sequence.memory = None
 
-    def _allocate(self, sequence: Sequence, upcoming: tuple[int, ...]) -> None:
-        """Copy a row's own caches into a slot of the pool if their geometry fits; otherwise the row decodes on them alone."""
+    def _fitting_contents(self, sequence: Sequence) -> RowContents | None:
+        """Return what a row's own caches hold, if the pool can take it; None: the row is in the pool, or decodes alone."""
         memory = _memory(sequence)
         if memory.own is None and not memory.state.is_placed:
             if sequence.num_computed == 0 and self.adapter.starts_empty:  # a prompt of one token
@@ -435,20 +460,25 @@ class Runner:
                 return
             memory.own = self._restored_caches(sequence)  # one that others computed
         if memory.own is None:
-            return
+            return None
         if self.adapter.way == "alone":
             self._count_alone(memory, "model")
-            return
+            return None
         contents = self.adapter.contents(memory.own)
         if refusal := self.pool.refusal(contents, sequence.num_computed):
             is_short = sequence.num_computed < SPEC_TOKENS
             self._count_alone(memory, "short" if is_short else "geometry")
             if not is_short:
                 self._log_once(refusal)
-            return
+            return None
         memory.state.shift = self._shift(sequence)
-        self.pool.allocate(memory.state, contents, sequence.num_computed, upcoming)
-        if not memory.shares_arrays:  # else it would keep other rows' states too
+        return contents
+
+    @staticmethod
+    def _retain(sequence: Sequence) -> None:
+        """Keep the caches of a row that is in the pool now aside, for the conversation's next turn."""
+        memory = _memory(sequence)
+        if memory.own is not None and not memory.shares_arrays:  # else it would keep other rows' states too
             memory.retained = memory.own, sequence.num_computed
         memory.own = None
 
@@ -515,6 +545,10 @@ class Runner:
 
     def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
         assert memory.own is not None
+        sequence = row.sequence
+        if self.adapter.ragged is not None and not sequence.request.images and sequence.sampling.prompt_logprobs is None:
+            tokens = sequence.prefill_ids[row.start : row.start + row.count]
+            return self.adapter.prefill_together([tokens], [memory.own], [row.start])
         chunk, logits = self._prefill(row, memory, memory.own)
         if (count := row.sequence.sampling.prompt_logprobs) is not None:
             memory.logprobs = logprobs_of(logits[0], mx.array(_next_tokens(row), mx.int32), count)
@@ -533,11 +567,17 @@ class Runner:
         return chunk, logits
 
     def _slice(self, chunk: Chunk, seconds: float) -> None:
-        """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`."""
+        """Evaluate at least one layer of a chunk, and more as long as the next one will probably end within `seconds`.
+
+        Where slices come behind a step, the layer after each is started before that one is waited for, the last of a slice too:
+        the device computes it while the host builds the next step.
+        """
         start = last = self.clock()
-        while chunk.advance():
+        longest = 0.0  # one that was started in the slice before may have ended already
+        while chunk.advance(is_ahead=self.config.slices_behind_step):
             now = self.clock()
-            if now - start + (now - last) > seconds:
+            longest = max(longest, now - last)
+            if now - start + longest > seconds:
                 return
             last = now
 

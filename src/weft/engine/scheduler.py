@@ -87,7 +87,9 @@ class Scheduler:
         self.prompts: list[Sequence] = []  # running, prompt not in memory yet
         self.following: list[Sequence] = []  # prompts that wait for the chunk planned last, which they need too
         self.apart: set[Sequence] = set()  # prompts that are not computed together with others any more: that failed
-        self.step_seconds = FIRST_STEP_SECONDS
+        self.step_seconds = FIRST_STEP_SECONDS  # of a step with nothing beside it, as reckoned
+        self.busy_seconds = 0.0  # that a step takes longer beside a prompt
+        self._quiet_rows, self._quiet_seconds = 0, 0.0  # of the last steps that had nothing beside them
         self.mask_prices: MaskPrices | None = None  # who sits out because its masks are slow; None: nobody does
         self._num_held_back = 0  # plans in a row whose steps were left out
 
@@ -222,9 +224,12 @@ class Scheduler:
         return bool(others) and all(one in flooding and level < self.fairness.tenants.level(one) for one in others)
 
     def _slice_seconds(self, spare: float | None) -> float:
-        """Return how long to work on a chunk beside a step that may take `spare` times its time; None: others do not mind."""
+        """Return how long to work on a chunk beside a step that may take `spare` times its time; None: others do not mind.
+
+        A step beside a slice and the slice have together the time of a quiet step and `gap_factor` times that.
+        """
         longest = self.config.gap_factor if spare is None else max(MIN_SLICE, min(self.config.gap_factor, spare - 1))
-        return longest * self.step_seconds
+        return max(MIN_SLICE * self.step_seconds, longest * self.step_seconds - self.busy_seconds)
 
     def chunk_ends(self, sequence: Sequence) -> Iterator[int]:
         """Iterate over the ends of a prompt's remaining chunks: multiples of the chunk size, boundaries, the last but one token.
@@ -272,11 +277,20 @@ class Scheduler:
         """Learn how long a step of so many rows and tokens per row took, with nothing beside it."""
         self.step_seconds += 0.2 * (seconds - self.step_seconds)
         if num_tokens == 1:
+            self._quiet_seconds = seconds if num_rows != self._quiet_rows else 0.8 * self._quiet_seconds + 0.2 * seconds
+            self._quiet_rows = num_rows
             self.shares.costs.measure(num_rows, seconds)
 
-    def measure_busy_step(self, seconds: float) -> None:
-        """Learn how long a step took beside which a prompt is computed: slices follow when many rows join at once."""
-        self.step_seconds += 0.2 * (min(seconds, MAX_SURPRISE * self.step_seconds) - self.step_seconds)
+    def measure_busy_step(self, seconds: float, num_rows: int = 0) -> None:
+        """Learn how long a step took beside which a prompt is computed: slices follow when many rows join at once.
+
+        Nothing is computed while its host builds it, so it takes longer than a quiet one: by how much is learned where as many
+        rows took a quiet step before.
+        """
+        seconds = min(seconds, MAX_SURPRISE * self.step_seconds)
+        if num_rows and num_rows == self._quiet_rows:
+            self.busy_seconds += 0.2 * (max(0.0, seconds - self._quiet_seconds) - self.busy_seconds)
+        self.step_seconds += 0.2 * (max(seconds / MAX_SURPRISE, seconds - self.busy_seconds) - self.step_seconds)
 
     def twin(self, sequence: Sequence) -> Sequence | None:
         """Return another prompt that needs the chunk this sequence is computing and can take it over; None if there is none."""

@@ -16,9 +16,11 @@ from weft.kernels.cuda_product import Product, Weight, prompt_product
 log = logging.getLogger("weft.kernels")
 
 BLOCK = 256  # lines: fewer take as long, because all of a weight is read for them
-SIZES = tuple(BLOCK * count for count in (1, 2, 3, 4, 6, 8, 12, 16))  # up to the largest any multiple of BLOCK is one or two
+SIZES = tuple(
+    BLOCK * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+)  # up to the largest any multiple of BLOCK is one or two
 SMALLEST = (BLOCK, 2 * BLOCK)  # sizes of the smallest block: of few lines cuBLAS may divide K, and then no larger one agrees
-MOST_NUMBERS = 1 << 27  # of a product in a trial
+MOST_NUMBERS = 1 << 28  # of a product in a trial
 SHIFT = 101  # places by which a line is moved in a trial
 
 Kind = tuple[object, ...]  # what the choice of a kernel depends on, beside the number of lines

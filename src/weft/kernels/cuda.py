@@ -23,6 +23,9 @@ from weft.memory.views import Reach
 SPAN = 128  # keys one block works through; a row's cuts are multiples of it
 THREADS = 128
 COLUMNS = 8  # values one thread loads at once
+SIDE = 4  # neighbouring channels of a convolution that one thread has
+RUN = 8  # lines one behind the other whose convolution one warp computes, of MANY_LINES
+MANY_LINES = 256
 MAX_GROUP = 8  # query heads per key head: bounds the shared memory
 
 
@@ -186,11 +189,13 @@ def delta_inputs(
     """
     heads = {"KEY_HEADS": layout.key_heads, "VALUE_HEADS": layout.heads, "KEY_DIM": layout.key_dim, "VALUE_DIM": layout.value_dim}
     num_heads, lines = 2 * layout.key_heads + layout.heads, projected.shape[0]
-    warps = THREADS // 32
+    warps, run = THREADS // 32, RUN if lines >= MANY_LINES else 1
+    is_wide = all(size % (32 * SIDE) == 0 for size in (layout.key_dim, layout.value_dim)) and projected.shape[1] % SIDE == 0
+    sides = {"TAPS": taps.shape[1], "SIDE": SIDE if is_wide else 1, "RUN": run}
     mixed, following = _kernel("delta_inputs", "projected state taps rows starts", "out next")(
         inputs=[projected, state, taps, spans.rows, spans.starts],
-        template=[("T", projected.dtype), *heads.items(), ("TAPS", taps.shape[1])],
-        grid=(-(-num_heads // warps) * THREADS, lines, 1),
+        template=[("T", projected.dtype), *heads.items(), *sides.items()],
+        grid=(-(-num_heads // warps) * THREADS, -(-lines // run), 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(lines, state.shape[-1]), state.shape],
         output_dtypes=[projected.dtype, state.dtype],

@@ -8,7 +8,7 @@ of that one among its inputs, or is evaluated later. Numbers of a row depend on 
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +17,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from weft.kernels.cuda import COLUMNS, DeltaLayout, constants_text, read_source
 from weft.kernels.cuda_cache import CudaKernel
-from weft.memory.pages import PAGE, StepTable
+from weft.memory.pages import PAGE, ROW_NUMBERS, ROWS_AT_ONCE, NewRows, StepTable
 from weft.memory.spec import KeyValues
 
 HEAD_THREADS = 128  # four heads to a block
@@ -28,6 +28,7 @@ CROWDED = ("delta_step", "attend_pages")  # two blocks share a multiprocessor: o
 MAX_GROUP = 8  # query heads per key head: lines of a matrix instruction
 UNITES_IN_PLACE = True  # the last block over a line's pages puts together what all found; else a kernel of its own does
 MAX_STATE_NUMBERS = 128 * 128  # of one head, in the registers of a block
+Row = TypeVar("Row")
 DONE: tuple[list[tuple[int, ...]], list[mx.Dtype]] = ([(1,)], [mx.int32])  # an output that only says that the kernel ran
 
 
@@ -182,19 +183,28 @@ def place_tokens(keys: mx.array, values: mx.array, held: KeyValues, table: StepT
     )[0]
 
 
-def place_prompt(new: KeyValues, held: KeyValues, pages: mx.array) -> mx.array:
-    """Copy keys and values (1, heads, tokens, dim) of a row into these pages; returns an array that is there when they are."""
-    (_, heads, tokens, key_dim), value_dim = new.keys.shape, new.values.shape[3]
-    threads = heads * tokens * (key_dim + value_dim) // COLUMNS
-    sizes = {"HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
-    return _kernel("place_prompt", "new_keys new_values keys values own", "done", PAGE_THREADS)(
-        inputs=[new.keys, new.values, held.keys, held.values, pages],
-        template=[("T", new.keys.dtype), *sizes.items()],
-        grid=(threads, 1, 1),
-        threadgroup=(min(PAGE_THREADS, threads), 1, 1),
+def place_prompts(new: list[KeyValues], held: KeyValues, rows: NewRows) -> mx.array:
+    """Copy rows' keys and values (1, heads, tokens, dim) into their pages; returns an array that is there when they are.
+
+    Of arrays that are the first tokens of larger ones these are read: nothing is laid out anew.
+    """
+    planes = [one.planes or (one.keys, one.values) for one in _filled_up(new)]
+    (_, heads, _, key_dim), value_dim = new[0].keys.shape, new[0].values.shape[3]
+    threads = heads * max(one.keys.shape[2] for one in new) * (key_dim + value_dim) // COLUMNS
+    sizes = {"ROWS": len(planes), "HEADS": heads, "KEY_DIM": key_dim, "VALUE_DIM": value_dim}
+    return _rows_kernel("place_prompts", "new_keys new_values", "keys values own numbers", PAGE_THREADS, len(planes))(
+        inputs=[*(keys for keys, _ in planes), *(values for _, values in planes), held.keys, held.values, *rows],
+        template=[("T", held.keys.dtype), *sizes.items()],
+        grid=(-(-threads // PAGE_THREADS) * PAGE_THREADS, len(planes), 1),
+        threadgroup=(PAGE_THREADS, 1, 1),
         output_shapes=DONE[0],
         output_dtypes=DONE[1],
     )[0]
+
+
+def _filled_up(rows: list[Row]) -> list[Row]:
+    """Return one row, or so many that a kernel takes several: its last one is copied again, to the same place."""
+    return rows if len(rows) == 1 else rows + rows[-1:] * (ROWS_AT_ONCE - len(rows))
 
 
 class DeltaArrays(NamedTuple):
@@ -243,15 +253,15 @@ def delta_step(
     return output, states if keeps_states else None
 
 
-def place_states(new: tuple[mx.array, mx.array], held: tuple[mx.array, mx.array], slot_and_length: mx.array) -> mx.array:
-    """Copy a row's columns (1, kept, channels) and state (1, …) into its slot; returns an array that is there when they are."""
-    (columns, state), (_, kept, channels) = held, new[0].shape
+def place_states(new: list[tuple[mx.array, mx.array]], held: tuple[mx.array, mx.array], rows: NewRows) -> mx.array:
+    """Copy rows' columns (1, kept, channels) and states (1, …) into their slots; returns an array that is there when they are."""
+    (columns, state), (_, kept, channels), states = held, new[0][0].shape, _filled_up(new)
     numbers = state.size // state.shape[0]
-    sizes = {"KEPT": kept, "CHANNELS": channels, "RING": columns.shape[1], "NUMBERS": numbers}
-    return _kernel("place_states", "new_columns new_state columns state own", "done", STATE_THREADS)(
-        inputs=[*new, columns, state, slot_and_length],
+    sizes = {"ROWS": len(states), "KEPT": kept, "CHANNELS": channels, "RING": columns.shape[1], "NUMBERS": numbers}
+    return _rows_kernel("place_states", "new_columns new_states", "columns state own", STATE_THREADS, len(states))(
+        inputs=[*(one for one, _ in states), *(one for _, one in states), columns, state, rows.rows],
         template=[("T", columns.dtype), *sizes.items()],
-        grid=(-(-(numbers // 4 + kept * channels) // STATE_THREADS) * STATE_THREADS, 1, 1),
+        grid=(-(-(numbers // 4 + kept * channels) // STATE_THREADS) * STATE_THREADS, len(states), 1),
         threadgroup=(STATE_THREADS, 1, 1),
         output_shapes=DONE[0],
         output_dtypes=DONE[1],
@@ -309,6 +319,16 @@ def greedy(logits: mx.array) -> tuple[mx.array, mx.array]:
         output_dtypes=[mx.int32, mx.int32],
     )
     return tokens, report
+
+
+@cache
+def _rows_kernel(name: str, of_rows: str, shared: str, threads: int, num_rows: int) -> CudaKernel:
+    """Return a kernel over so many rows, which has some inputs for each of them; its text knows these as lists."""
+    each = {one: [f"{one}_{row}" for row in range(num_rows)] for one in of_rows.split()}
+    kernel = _kernel(name, " ".join([*(one for names in each.values() for one in names), shared]), "done", threads)
+    lists = "".join(f"#define {one.upper()} {', '.join(names)}\n" for one, names in each.items())
+    numbers = constants_text({"ROW_NUMBERS": ROW_NUMBERS})
+    return CudaKernel(kernel.name, kernel.inputs, kernel.outputs, (f"{kernel.texts[0]}{numbers}{lists}", kernel.texts[1]))
 
 
 @cache

@@ -6,7 +6,7 @@ all lines as over one prompt; the caches that it hands to each layer compute tha
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 from weft.kernels import cuda, ragged
 from weft.kernels.block_product import BlockProducts, joined_parts
 from weft.kernels.cuda_layers import Arrays, BoundLayer, CudaAttention, CudaDelta, CudaMLP, split_weights
+from weft.kernels.cuda_model import STACKS
+from weft.kernels.cuda_paged import HeadsLayout, Rotation
 from weft.kernels.cuda_product import INVARIANT_LAYERS, Weight
 from weft.kernels.ragged import Planes, RaggedLines
 from weft.memory.grouped import RaggedRows
@@ -32,21 +34,28 @@ class PromptOperations:
     attend = staticmethod(ragged.attend)
     gate_lines = staticmethod(ragged.gate_lines)
     new_planes = staticmethod(ragged.new_planes)
+    heads = staticmethod(ragged.prompt_heads)
+    has_heads = True  # else they are made of MLX's operations
 
 
 class RaggedPrompts:
     """A model's forward over prompts' lines: its products, its other operations, and the caches that compute its layers."""
 
     def __init__(
-        self, products: BlockProducts, operations: type[PromptOperations] = PromptOperations, groups: Iterable[int] = ()
+        self,
+        products: BlockProducts,
+        operations: type[PromptOperations] = PromptOperations,
+        groups: Iterable[int] = (),
+        stack: Any = None,
     ) -> None:
         self.products = products
         self.operations = operations
         self.groups = frozenset(groups)  # query heads to a key head, of its attention layers
+        self.stack = stack  # its embedding and layers, where nothing else is between these; else None
 
     def forward_of(
         self, rows: Sequence[Sequence[Any]], chunks: Sequence[Sequence[int]]
-    ) -> "tuple[RaggedLines, list[RaggedRows]]":
+    ) -> "tuple[RaggedLines, list[RaggedStates | RaggedKeyValues]]":
         """Return the lines of a forward of each row's chunk, and its caches by layer over the rows' own."""
         by_layer = list(zip(*rows, strict=True))
         held = next((layer for layer in by_layer if type(layer[0]) is KVCache), None)  # all layers hold as much
@@ -54,6 +63,19 @@ class RaggedPrompts:
         capacities = None if held is None else tuple(map(_capacity_with, held, map(len, chunks)))
         lines = RaggedLines(chunks, starts, capacities, self.groups)
         return lines, [(RaggedKeyValues if type(layer[0]) is KVCache else RaggedStates)(self, lines, layer) for layer in by_layer]
+
+    def layers_of(self, rows: Sequence[Sequence[Any]], chunks: Sequence[Sequence[int]]) -> Iterator[Arrays]:
+        """Build the forward of each row's chunk layer by layer, as far as asked for; yields the states that rows have by each."""
+        lines, caches = self.forward_of(rows, chunks)
+        x = self.stack.embed_tokens(lines.tokens)
+        for layer, own in zip(self.stack.layers, caches, strict=True):
+            x = own.forward(layer, x)
+            yield [array for row in own.rows for array in arrays_in(row)]
+
+
+def arrays_in(cache: KVCache | ArraysCache) -> Arrays:
+    """Return the arrays of one row's cache."""
+    return [cache.keys, cache.values] if isinstance(cache, KVCache) else list(cache.cache)
 
 
 @dataclass(frozen=True)
@@ -124,13 +146,20 @@ class PromptAttention:
     inward: Weight
     outward: Weight
     mlp: PromptMLP
+    layout: HeadsLayout | None = None  # of its heads, where a kernel knows how they turn
+    speeds: mx.array | None = None  # by which they turn
 
     @classmethod
-    def of(cls, kind: CudaAttention, before: Arrays, after: Arrays) -> "PromptAttention":
+    def of(cls, kind: CudaAttention, before: Arrays, after: Arrays, attention: Any) -> "PromptAttention":
         norm, norms, weights = before[0], before[1 : len(kind.eps)], before[len(kind.eps) :]
         count = 1 if kind.bits[1] == 16 else 3
         inward, outward = split_weights([*weights, *after[:count]], kind.bits)
-        return cls(kind, norm, norms, inward, outward, PromptMLP.of(kind.mlp, after[count:]))
+        mlp, rotation = PromptMLP.of(kind.mlp, after[count:]), Rotation.of(attention.rope)
+        if rotation is None:
+            return cls(kind, norm, norms, inward, outward, mlp)
+        layout = HeadsLayout(*kind.heads, kind.dim, kind.is_gated, kind.eps[1:], rotation, attention.scale)
+        own = (layout, ragged.speeds_of(rotation)) if layout.is_supported else ()
+        return cls(kind, norm, norms, inward, outward, mlp, *own)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -140,6 +169,11 @@ class PromptAttention:
         """Return queries, keys and values (lines, heads, dim) of lines (lines, H), and the gates of gated queries."""
         kind, (heads, key_heads), dim = self.kind, self.kind.heads, self.kind.dim
         found = prompts.products(mx.fast.rms_norm(x, self.norm, kind.eps[0]), self.inward)
+        if (layout := self.layout) is not None and self.speeds is not None and prompts.operations.has_heads:
+            speeds = self.speeds
+            turns = lines.once(("turns", layout.rotation), lambda: ragged.turns_of(lines, speeds))
+            made = [*prompts.operations.heads(found, self.norms, turns, layout)]
+            return [*made, found[:, : heads * dim * 2].reshape(-1, heads, 2 * dim)[..., dim:]] if kind.is_gated else made
         width = heads * dim * (2 if kind.is_gated else 1)
         queries, keys, values = mx.split(found, [width, width + key_heads * dim], axis=-1)
         queries, gates = mx.split(queries.reshape(x.shape[0], heads, -1), [dim], axis=-1)
@@ -175,7 +209,7 @@ class RaggedStates(RaggedRows):
     def forward(self, layer: Any, x: mx.array) -> mx.array:
         """Compute the layer over lines (1, lines, H), and keep each row's states in its own cache."""
         own: PromptDelta = layer.weft_prompt
-        output, *states = own(self.prompts, self.lines, x[0], self._states(own.kind, x.dtype))
+        output, *states = own(self.prompts, self.lines, x.squeeze(0), self._states(own.kind, x.dtype))  # an index would copy it
         for part, state in enumerate(states):
             for at, row in enumerate(self.rows):
                 row[part] = state if len(self.rows) == 1 else state[at : at + 1]
@@ -204,10 +238,11 @@ class RaggedKeyValues(RaggedRows):
     def forward(self, layer: Any, x: mx.array) -> mx.array:
         """Compute the layer over lines (1, lines, H), and keep each row's keys and values in its own cache."""
         own: PromptAttention = layer.weft_prompt
-        queries, keys, values, *gates = own.before(self.prompts, self.lines, layer.self_attn.rope, x[0])
+        lines = x.squeeze(0)  # an index would copy it
+        queries, keys, values, *gates = own.before(self.prompts, self.lines, layer.self_attn.rope, lines)
         held = self._append(keys, values)
         found = self.prompts.operations.attend(queries, keys, values, held, self.lines, layer.self_attn.scale)
-        return own.after(self.prompts, x[0], found, gates)[None]
+        return own.after(self.prompts, lines, found, gates)[None]
 
     def _append(self, keys: mx.array, values: mx.array) -> list[Planes]:
         """Append each row's new keys and values to its cache; returns what all of them hold then."""
@@ -253,7 +288,14 @@ def bind(
     for layer, one in zip(layers, found, strict=True):
         layer.weft_prompt = one
     kinds = [one.kind for one in found if isinstance(one, PromptAttention)]
-    return RaggedPrompts(products, operations, {kind.heads[0] // kind.heads[1] for kind in kinds})
+    return RaggedPrompts(products, operations, {kind.heads[0] // kind.heads[1] for kind in kinds}, _stack_of(model))
+
+
+def _stack_of(model: nn.Module) -> Any:
+    """Return the part of a model that is an embedding and its layers; None if there may be more between these."""
+    stacks = [part for part in model.modules() if isinstance(part, STACKS) and len(part.layers) == len(model.layers)]
+    is_whole = len(stacks) == 1 and all(own is one for own, one in zip(stacks[0].layers, model.layers, strict=True))
+    return stacks[0] if is_whole and getattr(stacks[0], "pipeline_size", 1) == 1 else None
 
 
 def try_layers(model: nn.Module, products: BlockProducts) -> None:
@@ -273,4 +315,4 @@ def _prompt_layer(layer: nn.Module, own: Any) -> PromptDelta | PromptAttention |
         is_known = type(own) is ArraysCache and ragged.can_apply(parts.kind.layout)
         return PromptDelta.of(parts.kind, parts.arrays) if is_known else None
     is_known = type(own) is KVCache and ragged.can_attend(parts.kind.dim)
-    return PromptAttention.of(parts.kind, parts.arrays, parts.more) if is_known else None
+    return PromptAttention.of(parts.kind, parts.arrays, parts.more, layer.self_attn) if is_known else None

@@ -15,14 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.kernels.block_product import BLOCK
-from weft.kernels.cuda import DeltaLayout, LineSpans, read_source
+from weft.kernels.cuda import DeltaLayout, LineSpans, constants_text, read_source
 from weft.kernels.cuda_cache import CudaKernel
+from weft.kernels.cuda_paged import HeadsLayout, Rotation
 from weft.memory.transfer import array_to_device
 
 THREADS = 128
 PAIRS = KEYS = 64  # of a block of attention: pairs of a line and a query head, and keys at a time
 MAX_DIM = 256  # of a head in attention: a warp's registers hold the sums of 16 pairs
 COLUMNS = 8  # numbers copied at once
+DELTA_BLOCKS = 4  # of the delta rule that share a multiprocessor: one's sums are on their way while another adds
+MAX_KEY_DIM = 256  # of the delta rule: keys and queries of a batch in shared memory
 ROW_NUMBERS = 5  # that the kernels know of a row: see attend_prompt.cu
 
 Planes = tuple[mx.array, mx.array]  # keys and values of one row and layer, (1, heads, capacity, dim)
@@ -110,6 +113,40 @@ def _to_device(*parts: NDArray[Any]) -> list[mx.array]:
     return [whole[start:end] for start, end in itertools.pairwise(ends)]
 
 
+def speeds_of(rotation: Rotation) -> mx.array:
+    """Return how fast each pair of a head's numbers turns with its position, (pairs,), in the device's memory."""
+    pairs = np.arange(rotation.rotated // 2) / (rotation.rotated // 2)
+    found = 1 / np.array(rotation.frequencies) if rotation.frequencies else np.exp2(-rotation.base * pairs)
+    speeds = mx.array(found.astype(np.float32)) * rotation.scale  # an operation's result is the device's
+    mx.eval(speeds)  # sync: when a model is loaded
+    return speeds
+
+
+def turns_of(lines: RaggedLines, speeds: mx.array) -> tuple[mx.array, mx.array]:
+    """Return cosines and sines of all lines' positions, (lines, pairs)."""
+    angles = lines.positions.astype(mx.float32)[:, None] * speeds
+    return mx.cos(angles), mx.sin(angles)
+
+
+def prompt_heads(
+    projected: mx.array, norms: list[mx.array], turns: tuple[mx.array, mx.array], layout: HeadsLayout
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return queries, keys and values (lines, heads, dim) of projections (lines, …), normalised and turned."""
+    lines, rotation = projected.shape[0], layout.rotation
+    sizes = {"HEADS": layout.heads, "KEY_HEADS": layout.key_heads, "DIM": layout.dim, "ROTATED": rotation.rotated}
+    kinds = {"IS_GATED": layout.is_gated, "HAS_NORMS": bool(norms), "IS_TRADITIONAL": rotation.is_traditional}
+    units, keys = layout.heads + 2 * layout.key_heads, (lines, layout.key_heads, layout.dim)
+    found = _heads_kernel(*(layout.eps or (0.0, 0.0)))(
+        inputs=[projected, *(norms or [projected, projected]), *turns],
+        template=[("T", projected.dtype), *sizes.items(), *kinds.items()],
+        grid=(-(-units // (THREADS // 32)) * THREADS, lines, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(lines, layout.heads, layout.dim), keys, keys],
+        output_dtypes=[projected.dtype] * 3,
+    )
+    return found[0], found[1], found[2]
+
+
 def can_attend(dim: int) -> bool:
     """Whether the kernel of attention supports heads of so many numbers."""
     return dim % 32 == 0 and dim <= MAX_DIM
@@ -158,7 +195,8 @@ def new_planes(keys: mx.array, values: mx.array, lines: RaggedLines, row: int, c
 def can_apply(layout: DeltaLayout) -> bool:
     """Whether the kernel of the gated delta rule supports a layer of these sizes: it copies 16 bytes at a time."""
     places = (*layout.widths[:2], layout.key_at, layout.value_at)
-    return layout.key_dim % 32 == 0 and layout.value_dim % 16 == 0 and all(place % COLUMNS == 0 for place in places)
+    is_known = layout.key_dim % 32 == 0 and layout.key_dim <= MAX_KEY_DIM and layout.value_dim % 16 == 0
+    return is_known and all(place % COLUMNS == 0 for place in places)
 
 
 def delta_rule(
@@ -224,6 +262,14 @@ def _attend_kernel(scale: float, shared_bytes: int) -> CudaKernel:
 
 
 @cache
+def _heads_kernel(query_eps: float, key_eps: float) -> CudaKernel:
+    sizes = {"THREADS": THREADS, "COLUMNS": COLUMNS, "QUERY_EPS": query_eps, "KEY_EPS": key_eps}
+    texts = f"{constants_text(sizes)}{read_source('columns.h')}\n", read_source("prompt_heads.cu")
+    names = "projected query_norm key_norm cosines sines"
+    return CudaKernel("weft_prompt_heads", names.split(), ["queries", "keys", "values"], texts)
+
+
+@cache
 def _planes_kernel() -> CudaKernel:
     texts = "", read_source("prompt_planes.cu")
     return CudaKernel("weft_prompt_planes", ["keys", "values", "row"], ["key_plane", "value_plane"], texts)
@@ -238,4 +284,4 @@ def _gate_kernel() -> CudaKernel:
 def _delta_kernel() -> CudaKernel:
     names = "query key value fading writing log_rate bias state starts"
     texts = prompt_header(), read_source("delta_prompt.cu")
-    return CudaKernel("weft_delta_prompt", names.split(), ["out", "last"], texts)
+    return CudaKernel("weft_delta_prompt", names.split(), ["out", "last"], texts, bounds=(THREADS, DELTA_BLOCKS))

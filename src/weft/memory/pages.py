@@ -12,11 +12,12 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from weft.memory.slabs import Refusal, RowState, StateTable, refusal_by
+from weft.memory.slabs import NewRow, Refusal, RowState, StateTable, refusal_by
 from weft.memory.spec import (
     MAX_STEP_TOKENS,
     FullAttention,
     KeyValues,
+    LayerContents,
     LayerSpec,
     Recurrent,
     RowContents,
@@ -26,6 +27,8 @@ from weft.memory.views import StepSpan
 
 PAGE = 128  # tokens: those of one block of the attention kernel
 IDLE = 0  # the page and the slot of rows that only fill a width
+ROWS_AT_ONCE = 8  # that enter by the same launches
+ROW_NUMBERS = 5  # that kernels know of each of them
 FEWEST_PAGES = 16
 FEWEST_SLOTS = 4
 GROWTH = 1.25  # of an array that has become too small
@@ -42,6 +45,15 @@ class StepTable(NamedTuple):
     counters: mx.array  # zeros, with which blocks of one kernel count each other
 
 
+class NewRows(NamedTuple):
+    """A few rows that enter a pool, as kernels read them (kernels/native/place_prompts.cu)."""
+
+    rows: (
+        mx.array
+    )  # flat, ROW_NUMBERS each: slot, tokens, capacities of its keys and values as they are given, its first page's place
+    pages: mx.array  # page numbers of all of them
+
+
 @dataclass(frozen=True)
 class PlacedRows:
     """A table that a step was given, and what it says."""
@@ -55,16 +67,14 @@ class PlacedRows:
 class PageKernels(Protocol):
     """What writes to pages and slots in place; each returns an array that is there when that is done."""
 
-    def place_prompt(self, new: KeyValues, held: KeyValues, pages: mx.array) -> mx.array:
-        """Copy a row's keys and values (1, heads, tokens, dim) into these pages."""
+    def place_prompts(self, new: list[KeyValues], held: KeyValues, rows: NewRows) -> mx.array:
+        """Copy the keys and values (1, heads, tokens, dim) of a few rows into their pages."""
 
     def place_tokens(self, keys: mx.array, values: mx.array, held: KeyValues, table: StepTable) -> mx.array:
         """Copy keys and values (B, heads, T, dim) of a step's tokens into their pages."""
 
-    def place_states(
-        self, new: tuple[mx.array, mx.array], held: tuple[mx.array, mx.array], slot_and_length: mx.array
-    ) -> mx.array:
-        """Copy a row's columns and state into its slot."""
+    def place_states(self, new: list[tuple[mx.array, mx.array]], held: tuple[mx.array, mx.array], rows: NewRows) -> mx.array:
+        """Copy the columns and states of a few rows into their slots."""
 
     def restore_states(self, kept: mx.array, state: mx.array, table: StepTable, counts: mx.array) -> mx.array:
         """Take rows' states back to those after their first `counts` tokens, of those `kept` after each line."""
@@ -117,26 +127,41 @@ class PagedPool:
 
     def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:
         """Start copying a row's contents into pages and a slot of its own. Check `refusal` first."""
-        self._reserve(sum(map(_num_pages, (length + 1, *upcoming))), 1 + len(upcoming))
-        row.length, row.unread, row.slot = length, 0, self._slot_numbers.take()
-        row.pages = []
-        self.rows.append(row)
-        self.layout += 1
-        self.grow(row)
-        pages, slot_and_length = to_device(row.pages or [IDLE], [row.slot, length])
-        done = []
-        for layer, content in enumerate(contents):
-            if isinstance(content, KeyValues):
-                done.append(self.kernels.place_prompt(content, self.pages[layer], pages))
-            elif layer in self.slotted:
-                columns, state = content or (None, None)
-                assert columns is not None
-                assert state is not None
-                done.append(self.kernels.place_states((columns, state), self.slots[layer], slot_and_length))
-        is_loose = [isinstance(content, tuple) and layer not in self.slotted for layer, content in enumerate(contents)]
-        row.loose = [
-            content if loose and isinstance(content, tuple) else () for loose, content in zip(is_loose, contents, strict=True)
-        ]
+        self.allocate_all([NewRow(row, contents, length)], upcoming)
+
+    def allocate_all(self, new: Sequence[NewRow], upcoming: Sequence[int] = ()) -> None:
+        """Start copying the contents of several rows into pages and slots of their own. Check `refusal` of each first."""
+        num_pages = sum(_num_pages(one.length + 1) for one in new)
+        if self._page_numbers.lacks(num_pages if self.paged else 0) or self._slot_numbers.lacks(len(new)):
+            self._reserve(num_pages + sum(map(_num_pages, upcoming)), len(new) + len(upcoming))
+        for one in new:
+            one.row.length, one.row.unread, one.row.slot = one.length, 0, self._slot_numbers.take()
+            one.row.pages = []
+            self.rows.append(one.row)
+            self.layout += 1
+            self.grow(one.row)
+            is_loose = [isinstance(content, tuple) and layer not in self.slotted for layer, content in enumerate(one.contents)]
+            pairs = zip(is_loose, one.contents, strict=True)
+            one.row.loose = [content if loose and isinstance(content, tuple) else () for loose, content in pairs]
+        for first in range(0, len(new), ROWS_AT_ONCE):
+            self._place_contents(new[first : first + ROWS_AT_ONCE])
+
+    def _place_contents(self, new: Sequence[NewRow]) -> None:
+        """Start copying a few rows' contents, all rows' of a layer in one launch."""
+        rows, done = {}, []
+        for layer in range(len(self.specs)):
+            contents = [one.contents[layer] for one in new]
+            capacities = tuple(map(_capacities, contents))
+            if capacities not in rows:  # of few kinds: most layers have as much room
+                rows[capacities] = _new_rows(new, capacities)
+            if layer in self.slotted:
+                states = [content for content in contents if isinstance(content, tuple)]
+                pairs = [(one[0], one[1]) for one in states if one[0] is not None and one[1] is not None]
+                assert len(pairs) == len(new)
+                done.append(self.kernels.place_states(pairs, self.slots[layer], rows[capacities]))
+            elif planes := [content for content in contents if isinstance(content, KeyValues)]:
+                assert len(planes) == len(new)
+                done.append(self.kernels.place_prompts(planes, self.pages[layer], rows[capacities]))
         mx.async_eval(done)  # type: ignore[no-untyped-call]  # before the step that reads them: MLX does not know what it reads
 
     def grow(self, row: RowState, tokens: int = 1) -> None:
@@ -225,6 +250,7 @@ class PagedPool:
     def _reserve(self, num_pages: int, num_slots: int) -> None:
         """Make sure that so many pages and slots are free, in larger arrays if necessary."""
         pages, slots = self._page_numbers.grown_by(num_pages if self.paged else 0), self._slot_numbers.grown_by(num_slots)
+        made: list[mx.array] = []
         if pages and self.paged:
             for layer, spec in self.paged.items():
                 held = self.pages.get(layer)
@@ -232,13 +258,15 @@ class PagedPool:
                 old = (None, None) if held is None else (held.keys, held.values)
                 keys, values = (_joined(*pair) for pair in zip(old, more, strict=True))
                 self.pages[layer] = KeyValues(keys, values)
-                mx.eval(keys, values)  # sync: seldom; so that the old arrays are freed one by one
+                made += _evaluated([keys, values], is_new=held is None)
         if slots:
             for layer, recurrent in self.slotted.items():
                 more = [mx.zeros((slots, *shape), dtype) for shape, dtype in _slot_shapes(recurrent)]
-                columns, state = (_joined(*pair) for pair in zip(self.slots.get(layer, (None, None)), more, strict=True))
+                states = self.slots.get(layer, (None, None))
+                columns, state = (_joined(*pair) for pair in zip(states, more, strict=True))
                 self.slots[layer] = columns, state
-                mx.eval(columns, state)  # sync: seldom
+                made += _evaluated([columns, state], is_new=states[0] is None)
+        mx.eval(made)  # sync: seldom
 
     def _compact(self) -> None:
         """Copy the pages and slots that are used into arrays of about their number."""
@@ -277,9 +305,13 @@ class Numbers:
     def give_back(self, numbers: list[int]) -> None:
         self.free += reversed(numbers)
 
+    def lacks(self, wanted: int) -> bool:
+        """Whether there are not so many free numbers, or none at all yet."""
+        return len(self.free) < wanted or not self.count
+
     def grown_by(self, wanted: int) -> int:
         """Make sure that so many numbers are free; returns how many entries the array must get for that."""
-        if len(self.free) >= wanted and self.count:
+        if not self.lacks(wanted):
             return 0
         before, needed = self.count, max(1, self.count) + wanted - len(self.free)
         self.count = max(needed, self.fewest, int(before * GROWTH))
@@ -289,6 +321,25 @@ class Numbers:
     def restart(self, used: int) -> None:
         """Number entries anew: so many are used and none is free."""
         self.count, self.free = used, []
+
+
+def _new_rows(new: Sequence[NewRow], capacities: Sequence[tuple[int, int]]) -> NewRows:
+    """Return a few rows as kernels read them; of several the last one again, until they are ROWS_AT_ONCE."""
+    fields: list[int] = []
+    numbers: list[int] = []
+    pairs = list(zip(new, capacities, strict=True))
+    for one, room in (*pairs, *pairs[-1:] * (ROWS_AT_ONCE - len(new) if len(new) > 1 else 0)):
+        fields += [one.row.slot, one.length, *room, len(numbers)]
+        numbers += one.row.pages or [IDLE]
+    return NewRows(*to_device(fields, numbers))
+
+
+def _capacities(content: LayerContents | None) -> tuple[int, int]:
+    """Return for how many tokens there is room in the arrays that a layer's keys and values are read from."""
+    if not isinstance(content, KeyValues):
+        return 0, 0
+    keys, values = content.planes or (content.keys, content.values)
+    return keys.shape[2], values.shape[2]
 
 
 def _num_pages(tokens: int) -> int:
@@ -308,6 +359,14 @@ def _slot_shapes(spec: Recurrent) -> list[tuple[tuple[int, ...], mx.Dtype]]:
     assert state is not None
     (kept, channels), dtype = columns
     return [((kept + MAX_STEP_TOKENS, channels), dtype), state]
+
+
+def _evaluated(arrays: list[mx.array], *, is_new: bool) -> list[mx.array]:
+    """Evaluate arrays that replace others, so that these are freed one by one; returns those that may be evaluated later."""
+    if is_new:
+        return arrays
+    mx.eval(arrays)  # sync: seldom
+    return []
 
 
 def _joined(old: mx.array | None, more: mx.array) -> mx.array:

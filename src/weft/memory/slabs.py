@@ -6,6 +6,7 @@ row up a class; nobody else's keys and values are touched.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -148,6 +149,14 @@ class StateTable:
         return [tuple(None if array is None else mx.contiguous(array[at : at + 1]) for array in states) for states in self.states]
 
 
+class NewRow(NamedTuple):
+    """A row that enters a pool, and what its layers hold of so many tokens."""
+
+    row: RowState
+    contents: RowContents
+    length: int
+
+
 def refusal_by(specs: Sequence[LayerSpec], contents: RowContents, length: int) -> Refusal | None:
     """Return the first layer of a row's contents that does not match its spec; None if all do."""
     for layer, (spec, content) in enumerate(zip(specs, contents, strict=True)):
@@ -210,6 +219,11 @@ class Pool:
             if isinstance(content, KeyValues) and length:
                 slab.write(layer, row.slot, length - content.keys.shape[2], content)
         row.loose = [content if isinstance(content, tuple) else () for content in contents]
+
+    def allocate_all(self, new: Sequence[NewRow], upcoming: Sequence[int] = ()) -> None:
+        """Copy the contents of several rows, as `allocate` does."""
+        for place, one in enumerate(new):
+            self.allocate(one.row, one.contents, one.length, [*(other.length for other in new[place + 1 :]), *upcoming])
 
     def grow(self, row: RowState, tokens: int = 1, *, table: StateTable | None = None) -> None:
         """Make room for more tokens: a row whose slot is too small moves, alone, to a slot of a larger capacity class."""

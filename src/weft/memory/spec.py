@@ -86,6 +86,7 @@ class KeyValues:
 
     keys: mx.array
     values: mx.array
+    planes: tuple[mx.array, mx.array] | None = None  # with room for further tokens, of which these are the first
 
 
 LayerContents = KeyValues | tuple[mx.array | None, ...]

@@ -5,7 +5,7 @@ import itertools
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ Way = Literal["seam", "plain", "alone"]  # explained in memory/views.py; `probe`
 DEFAULT_CONTEXT = 8192
 SAMPLE_LENGTHS = (64, 192)
 HIDDEN_STATES = 16  # of a row's last tokens, kept for an MTP head, which reads when it drafts, or when they become too many
+STARTED_AT_ONCE = 2  # layers of a forward that is built while the device computes it
 SPEC_TOKENS = 4  # of the forward off which the geometry of the layers is read; a shorter row may not have it yet
 
 
@@ -72,32 +73,56 @@ class RecurrentRows(GroupedStates, ArraysCache):  # type: ignore[misc]
 
 
 class Chunk:
-    """The forward of one or several prompts' chunks as a lazy graph: each layer's states, to be evaluated in order."""
+    """The forward of one or several prompts' chunks: each layer's states, lazy, to be evaluated in order.
 
-    def __init__(self, layers: list[list[mx.array]]) -> None:
-        self._left = deque(layers)
+    Layers may be built as they are asked for, by an iterator: then the device computes one while the host builds the next.
+    """
+
+    def __init__(self, layers: Iterable[list[mx.array]], count: int) -> None:
+        self._layers, self._is_built = iter(layers), isinstance(layers, list)
+        self._started: deque[list[mx.array]] = deque()  # layers that the device may be computing
+        self.num_waiting = count  # layers that were not started
         self.seconds = 0.0  # that were spent on it
 
     def before(self, states: list[mx.array]) -> None:
         """Evaluate these states first, one after the other."""
-        self._left.extendleft([state] for state in reversed(states))
+        self._layers = itertools.chain(([state] for state in states), self._layers)
+        self.num_waiting += len(states)
 
     def also(self, arrays: list[mx.array]) -> None:
-        self._left.append(arrays)
+        self._layers = itertools.chain(self._layers, [arrays])
+        self.num_waiting += 1
 
     @property
     def is_done(self) -> bool:
-        return not self._left
+        return not self.num_waiting and not self._started
 
-    def advance(self) -> bool:
-        """Evaluate the next layer of the chunk, waiting for the device; returns whether any layers are left."""
-        mx.eval(self._left[0])  # sync: a slice's end must be felt by the clock
-        self._left.popleft()
+    def advance(self, *, is_ahead: bool = False) -> bool:
+        """Evaluate the next layer of the chunk, waiting for the device; returns whether any layers are left.
+
+        `is_ahead`: the layer behind it is started before, so that the device need not wait for the host.
+        """
+        if not self._started:
+            self._start()
+        if is_ahead and self.num_waiting:
+            self._start()
+        mx.eval(self._started[0])  # sync: a slice's end must be felt by the clock
+        self._started.popleft()
         return not self.is_done
 
     def finish(self) -> None:
-        mx.eval(list(self._left))  # sync: the chunk's end
-        self._left.clear()
+        """Evaluate all that is left; layers that are not built yet are started as they are."""
+        while self.num_waiting:
+            self._start(is_built=self._is_built or self.num_waiting % STARTED_AT_ONCE != 1)
+        mx.eval(list(self._started))  # sync: the chunk's end
+        self._started.clear()
+
+    def _start(self, *, is_built: bool = False) -> None:
+        """Build the next layer and start it; with `is_built` it is only built."""
+        self._started.append(next(self._layers))
+        self.num_waiting -= 1
+        if not is_built:
+            mx.async_eval(self._started[-1])  # type: ignore[no-untyped-call]
 
 
 class Adapter:
@@ -266,21 +291,22 @@ class Adapter:
             logits = self._forward_ragged(self.ragged, [tokens], [caches])[:, : len(tokens)]
         else:
             logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
-        return Chunk([arrays_of(cache) for cache in leaves(caches)]), logits
+        return _built_chunk([caches]), logits
 
     def prefill_together(self, chunks: list[list[int]], rows: list[LayerCaches], starts: list[int]) -> Chunk:
-        """Return the lazy forward of chunks of several prompts, each on its row's own caches.
+        """Return the lazy forward of chunks of prompts, each on its row's own caches; its logits are not asked for.
 
         `starts`: how many tokens each row has. If the model has no forward over ragged rows, the chunks must be equally long, and
         all rows new, or none.
         """
+        if self.ragged is not None and self.head is None and self.ragged.stack is not None:
+            return Chunk(self.ragged.layers_of(rows, chunks), len(rows[0]))
         if self.ragged is not None:
             self._forward_ragged(self.ragged, chunks, rows)
         else:
             offset = starts[0] if len({*starts}) == 1 else mx.array(starts, mx.int32)
             self._forward(mx.array(chunks, mx.int32), [_grouped(layer, offset) for layer in zip(*rows, strict=True)])
-        by_layer = zip(*(leaves(caches) for caches in rows), strict=True)
-        return Chunk([[array for cache in layer for array in arrays_of(cache)] for layer in by_layer])
+        return _built_chunk(rows)
 
     def last_logits(self, prompts: list[list[int]]) -> list[mx.array]:
         """Return the logits (V,) behind each of several prompts, computed together by the forward over ragged rows."""
@@ -466,6 +492,13 @@ def _spec(cache: Any) -> LayerSpec | None:
     return SlidingWindow(keys, values, cache.max_size, spare=MAX_STEP_TOKENS - 1 if mx.default_device() == mx.cpu else 0)
 
 
+def _built_chunk(rows: list[LayerCaches]) -> Chunk:
+    """Return a forward that was built whole: the states that rows' caches have by it, layer by layer."""
+    by_layer = zip(*(leaves(caches) for caches in rows), strict=True)
+    layers = [[array for cache in layer for array in arrays_of(cache)] for layer in by_layer]
+    return Chunk(layers, len(layers))
+
+
 def _contents(cache: Any) -> LayerContents | None:
     """Return the states in a cache, keys and values in token order; None for a kind of cache that slabs can not hold."""
     if type(cache) is ArraysCache:
@@ -475,7 +508,8 @@ def _contents(cache: Any) -> LayerContents | None:
     if cache.keys is None:
         return ()  # a layer that never touches its cache remembers nothing
     if type(cache) is KVCache:
-        return KeyValues(cache.keys[..., : cache.offset, :], cache.values[..., : cache.offset, :])
+        planes = cache.keys, cache.values
+        return KeyValues(planes[0][..., : cache.offset, :], planes[1][..., : cache.offset, :], planes)
     keys, values = (cache._temporal_order(array) for array in (cache.keys, cache.values))
     held = min(cache.offset, cache.max_size)
     return KeyValues(keys[..., keys.shape[2] - held :, :], values[..., values.shape[2] - held :, :])

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from weft.errors import UnsupportedModel
 from weft.memory.disk_files import Damaged, Packed, StoredArray
+from weft.memory.transfer import ON_CUDA
 
 LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one row
 
@@ -27,12 +28,13 @@ NAMES = {dtype: name for name, dtype in TYPES.items()}
 
 @dataclass(frozen=True)
 class SavedState:
-    """A copy of one row's layer states: contiguous, evaluated arrays that keep no other buffer alive."""
+    """A copy of one row's layer states: contiguous arrays, evaluated or started, that keep no other buffer alive."""
 
     layers: list[Any]  # of a block: (keys, values) or None; of a checkpoint: a cache object or None
 
     def __post_init__(self) -> None:
-        mx.eval(self.arrays)  # sync: a lazy slice would keep the whole buffer, a lazy view the host data
+        # A lazy slice would keep the whole buffer, a lazy view the host data. A GPU may copy while the next step is built.
+        (mx.async_eval if ON_CUDA else mx.eval)(self.arrays)  # sync: not on CUDA
 
     @property
     def arrays(self) -> list[mx.array]:
