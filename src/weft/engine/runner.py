@@ -456,8 +456,7 @@ class Runner:
         memory = _memory(sequence)
         if memory.own is None and not memory.state.is_placed:
             if sequence.num_computed == 0 and self.adapter.starts_empty:  # a prompt of one token
-                self.pool.allocate(memory.state, self.adapter.empty_contents, 0, upcoming)
-                return
+                return self.adapter.empty_contents
             memory.own = self._restored_caches(sequence)  # one that others computed
         if memory.own is None:
             return None

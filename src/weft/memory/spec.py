@@ -97,7 +97,7 @@ def empty(spec: LayerSpec) -> LayerContents:
     """Return the contents of a layer of this spec that has seen no token: no keys and values, states of zeros."""
     if isinstance(spec, Recurrent):
         return tuple(None if part is None else mx.zeros((1, *part[0]), part[1]) for part in spec.parts)
-    return KeyValues(*(mx.zeros(plane.shape_of(0), plane.dtype) for plane in (spec.keys, spec.values)))
+    return KeyValues(mx.zeros(spec.keys.shape_of(0), spec.keys.dtype), mx.zeros(spec.values.shape_of(0), spec.values.dtype))
 
 
 def mismatch(spec: LayerSpec, contents: LayerContents | None, length: int) -> str | None:
