@@ -1937,13 +1937,6 @@ GUARDS = [
         "retained caches hold no other row's states",
     ),
     Guard(
-        "entering-alone", "engine/runner.py",
-        "            self._allocate_one_by_one(new, entering)\n",
-        "            raise\n",
-        "tests/kernels/test_ragged_engine.py::test_a_row_that_can_not_enter_the_pool_fails_alone",
-        "of rows that enter the pool together the one that can not fails alone",
-    ),
-    Guard(
         "busy-step", "engine/scheduler.py",
         "longest * self.step_seconds - self.busy_seconds)",
         "longest * self.step_seconds)",
