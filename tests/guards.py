@@ -1966,10 +1966,24 @@ GUARDS = [
     ),
     Guard(
         "retained-company", "engine/runner.py",
-        "        if not memory.shares_arrays:",
-        "        if True:",
+        "        if memory.own is not None and not memory.shares_arrays:",
+        "        if memory.own is not None:",
         "tests/kernels/test_ragged_engine.py::test_the_caches_of_a_row_computed_in_company_are_not_retained",
         "retained caches hold no other row's states",
+    ),
+    Guard(
+        "busy-step", "engine/scheduler.py",
+        "longest * self.step_seconds - self.busy_seconds)",
+        "longest * self.step_seconds)",
+        "tests/kernels/test_ragged_engine.py::test_a_step_beside_a_slice_and_the_slice_have_the_time_of_quiet_steps",
+        "what a step takes longer beside a prompt is taken off the prompt's slice",
+    ),
+    Guard(
+        "grown-once", "memory/pages.py",
+        "upcoming)), len(new) + len(upcoming))",
+        "upcoming)), 1 + len(upcoming))",
+        "tests/memory/test_pages.py::test_rows_that_enter_together_have_their_own_and_memory_grows_once",
+        "memory grows once for all rows that enter together",
     ),
     # What a user checks.
     Guard(

@@ -343,6 +343,7 @@ def test_prompts_in_slices_have_their_bits_with_and_without_a_layer_ahead(name: 
 
 
 def test_a_row_that_can_not_enter_the_pool_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [solo("llama")[number][0] for number in (0, 2)]
     run = Run(adapter_of("llama"), GROUPED, expected=(InjectedFault, RuntimeError))
     sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS[:3]]
     allocate = type(run.engine.runner.pool).allocate_all
@@ -356,7 +357,7 @@ def test_a_row_that_can_not_enter_the_pool_fails_alone(monkeypatch: pytest.Monke
     run.finish()
 
     assert [one.finish for one in sequences] == ["length", "error", "length"]
-    assert [one.output for one in (sequences[0], sequences[2])] == [solo("llama")[number][0] for number in (0, 2)]
+    assert [one.output for one in (sequences[0], sequences[2])] == expected
 
 
 def test_an_mtp_head_reads_each_prompt_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
