@@ -16,7 +16,7 @@ import sys
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.scheduler import Plan, Row, Scheduler
+from weft.engine.scheduler import ChunkRules, Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
@@ -55,7 +55,8 @@ class Turns:
 
     def __init__(self, config: EngineConfig, costs: Costs, *, has_checkpoints: bool, groups_ragged: bool) -> None:
         budget = MemoryBudget(lambda tokens: tokens, 0)
-        self.scheduler = Scheduler(config, budget, Bisection(), has_checkpoints=has_checkpoints, groups_ragged=groups_ragged)
+        rules = ChunkRules(has_checkpoints=has_checkpoints, groups_ragged=groups_ragged)
+        self.scheduler = Scheduler(config, budget, Bisection(), rules)
         self.scheduler.step_seconds = USUAL_STEP
         self.costs = costs
         self.now = 0.0  # milliseconds

@@ -1497,7 +1497,7 @@ GUARDS = [
     ),
     Guard(
         "image-whole", "engine/scheduler.py",
-        "self._around_image(sequence.prefill_ids, start, end) if self.keeps_images_whole else end",
+        "self._around_image(sequence.prefill_ids, start, end) if self.rules.keeps_images_whole else end",
         "end",
         "tests/engine/test_image_families.py::test_a_prompt_in_chunks_of_any_size_cached_or_not_is_what_it_is_alone[8-gemma3]",
         "no chunk ends amid an image whose tokens see each other",

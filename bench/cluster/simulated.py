@@ -11,7 +11,7 @@ from weft.engine.budget import MemoryBudget
 from weft.engine.prefill_rate import PrefillRate
 from weft.engine.prefix import PrefixSharing
 from weft.engine.prefix_reports import PrefixReports
-from weft.engine.scheduler import Row, Scheduler
+from weft.engine.scheduler import ChunkRules, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.messages import Cancel, EngineEvents, EngineStatus, PromptEvent, Submit, ToEngine, TokenEvent
 from weft.memory.prefix_tree import PrefixTree
@@ -88,7 +88,8 @@ class SimulatedEngine:
     def __init__(self, costs: Costs, config: EngineConfig, *, has_checkpoints: bool = False) -> None:
         self.costs = costs
         self.now = 0.0
-        self.scheduler = Scheduler(config, MemoryBudget(lambda _: 0, 0), Bisection(), has_checkpoints=has_checkpoints)
+        rules = ChunkRules(has_checkpoints=has_checkpoints)
+        self.scheduler = Scheduler(config, MemoryBudget(lambda _: 0, 0), Bisection(), rules)
         self.tree = PrefixTree(config.cache_bytes, lambda: self.now)
         self.runner = NoRunner(has_checkpoints)
         self.prefix = PrefixSharing(self.tree, cast("Any", self.runner), self.scheduler.chunk_ends)

@@ -14,7 +14,7 @@ from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
 from weft.engine.fairness import FORGIVEN, OUTPUT_WEIGHT, Fairness, Shares
-from weft.engine.scheduler import SHARED_CHUNK_TOKENS, Plan, Scheduler
+from weft.engine.scheduler import SHARED_CHUNK_TOKENS, ChunkRules, Plan, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
@@ -253,7 +253,7 @@ def test_prompts_of_another_tenant_are_sliced_however_short_they_are() -> None:
 @pytest.mark.parametrize(("owner", "is_short"), [("other", True), ("streams", False)])
 def test_chunks_are_short_beside_another_tenant_s_tokens(owner: str, is_short: bool) -> None:
     planned = priced()
-    planned.scheduler.cuts_freely = True
+    planned.scheduler.rules = ChunkRules(cuts_freely=True)
     planned.add(*(sequence(number, "streams", prompt=1, tokens=4000) for number in range(8)))
     planned.turn()
     planned.add(sequence(100, owner, prompt=1000))
@@ -265,7 +265,7 @@ def test_chunks_are_short_beside_another_tenant_s_tokens(owner: str, is_short: b
 
 def test_a_chat_s_prompt_is_not_cut_short_for_a_flood() -> None:
     planned = priced()
-    planned.scheduler.cuts_freely = True
+    planned.scheduler.rules = ChunkRules(cuts_freely=True)
     planned.add(*flood("answers"))
     for _ in range(3):
         planned.turn()

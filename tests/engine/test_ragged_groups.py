@@ -11,7 +11,7 @@ from sequences import sequence_of
 from weft.config import EngineConfig, EngineSettings
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.scheduler import Plan, Scheduler
+from weft.engine.scheduler import ChunkRules, Plan, Scheduler
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Image, Submit
@@ -26,7 +26,7 @@ SERVED = EngineConfig.resolve(EngineSettings(model="", max_rows=128), "cuda", is
 
 def scheduler_of(config: EngineConfig = CONFIG, *, ragged: bool = True, has_checkpoints: bool = False) -> Scheduler:
     budget = MemoryBudget(lambda tokens: tokens, 0)
-    return Scheduler(config, budget, Bisection(), groups_ragged=ragged, has_checkpoints=has_checkpoints)
+    return Scheduler(config, budget, Bisection(), ChunkRules(groups_ragged=ragged, has_checkpoints=has_checkpoints))
 
 
 def add(scheduler: Scheduler, *lengths: int) -> list[Sequence]:

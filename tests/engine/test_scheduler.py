@@ -13,7 +13,7 @@ from sequences import sequence_of
 from weft.config import EngineConfig
 from weft.engine.bisect import Bisection
 from weft.engine.budget import MemoryBudget
-from weft.engine.scheduler import Plan, Scheduler
+from weft.engine.scheduler import ChunkRules, Plan, Scheduler
 from weft.engine.sequence import Sequence
 
 CONFIG = EngineConfig(max_rows=3, slab_tokens=256, chunk_tokens=10, unsliced_tokens=5)
@@ -48,7 +48,9 @@ def test_chunk_ends_are_multiples_from_the_start_and_the_last_token_is_left_for_
 
 @pytest.mark.parametrize("has_checkpoints", [True, False])
 def test_no_chunk_has_one_token_unless_the_prompt_has_no_more(has_checkpoints: bool) -> None:
-    scheduler = Scheduler(CONFIG, MemoryBudget(lambda tokens: tokens, 0), Bisection(), has_checkpoints=has_checkpoints)
+    scheduler = Scheduler(
+        CONFIG, MemoryBudget(lambda tokens: tokens, 0), Bisection(), ChunkRules(has_checkpoints=has_checkpoints)
+    )
     for length, boundary in itertools.product(range(2, 70), range(70)):
         one = sequence(0, length)
         one.boundaries = (boundary,) if 0 < boundary < length - 1 else ()

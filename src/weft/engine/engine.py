@@ -21,7 +21,7 @@ from weft.engine.order import make_order
 from weft.engine.prefix import PrefixSharing
 from weft.engine.runner import RowFailure, Runner, Step
 from weft.engine.sampler import NOT_FINITE, Logprobs
-from weft.engine.scheduler import Plan, Row, Scheduler
+from weft.engine.scheduler import ChunkRules, Plan, Row, Scheduler
 from weft.engine.sequence import Sequence
 from weft.engine.speculation import Speculation
 from weft.errors import InternalError, InvalidRequest, RowFailed
@@ -69,15 +69,8 @@ class Engine:
         can_split = adapter.is_positional and not whole_images
         tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=can_split) if is_caching else None
         has_checkpoints = is_caching and not can_split
-        self.scheduler = Scheduler(
-            config,
-            self.budget,
-            self.bisection,
-            has_checkpoints=has_checkpoints,
-            keeps_images_whole=whole_images,
-            groups_ragged=adapter.ragged is not None,
-            cuts_freely=adapter.cuts_freely,
-        )
+        rules = ChunkRules(has_checkpoints, whole_images, adapter.ragged is not None, adapter.cuts_freely)
+        self.scheduler = Scheduler(config, self.budget, self.bisection, rules)
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
         # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.
         self.max_replayed_tokens = config.max_replayed_tokens

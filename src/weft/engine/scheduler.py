@@ -59,25 +59,22 @@ class Plan:
     drafts: Mapping[Sequence, tuple[int, ...]] = field(default_factory=dict)  # tokens that the step verifies, by sequence
 
 
+@dataclass(frozen=True)
+class ChunkRules:
+    """What a model allows of the chunks of prompts."""
+
+    has_checkpoints: bool = False  # prompts go on only from where a chunk ended: one more ends near the prompt's end
+    keeps_images_whole: bool = False  # no chunk ends amid an image
+    groups_ragged: bool = False  # chunks of any lengths may be computed together, else only equally long ones
+    cuts_freely: bool = False  # a chunk may end anywhere, without a bit that depends on it
+
+
 class Scheduler:
     """Decides which sequences run: admission, preemption and each step's plan; owns the waiting, running and prefill queues."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        budget: MemoryBudget,
-        bisection: Bisection,
-        *,
-        has_checkpoints: bool = False,
-        keeps_images_whole: bool = False,
-        groups_ragged: bool = False,
-        cuts_freely: bool = False,
-    ) -> None:
+    def __init__(self, config: EngineConfig, budget: MemoryBudget, bisection: Bisection, rules: ChunkRules | None = None) -> None:
         self.config = config
-        self.cuts_freely = cuts_freely  # a chunk may end anywhere, without a bit that depends on it
-        self.groups_ragged = groups_ragged  # chunks of any lengths may be computed together, else only equally long ones
-        self.keeps_images_whole = keeps_images_whole  # no chunk ends amid an image
-        self.has_checkpoints = has_checkpoints  # prompts go on only from where a chunk ended: one more ends near the prompt's end
+        self.rules = rules or ChunkRules()
         self.budget = budget
         self.bisection = bisection
         self.fairness = Fairness()
@@ -238,7 +235,7 @@ class Scheduler:
         Where images are kept whole, an end amid one moves to its first token, or behind it if the chunk begins there.
         """
         tail = (len(sequence.prefill_ids) - 1) // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
-        is_needed = self.has_checkpoints and (sequence.prefix.cut_at is None or sequence.prefix.cut_at <= tail)
+        is_needed = self.rules.has_checkpoints and (sequence.prefix.cut_at is None or sequence.prefix.cut_at <= tail)
         return self._chunk_ends(sequence, tail if is_needed else 0)
 
     def _chunk_ends(self, sequence: Sequence, tail: int = 0) -> Iterator[int]:
@@ -247,10 +244,10 @@ class Scheduler:
             places = [position for position in sequence.boundaries if position > end + 1][:1]
             if tail >= end + TAIL_TOKENS:
                 places.append(tail)
-            if sequence.chunk_limit > end + 1:
-                places.append(sequence.chunk_limit)
+            if sequence.prefix.chunk_limit > end + 1:
+                places.append(sequence.prefix.chunk_limit)
             start, end = end, min(((end + 1) // size + 1) * size, *places, last)
-            end = self._around_image(sequence.prefill_ids, start, end) if self.keeps_images_whole else end
+            end = self._around_image(sequence.prefill_ids, start, end) if self.rules.keeps_images_whole else end
             end = last if end == last - 1 else end
             yield end
 
@@ -317,7 +314,7 @@ class Scheduler:
             first.cut(position)  # where other prompts diverge, so that what they share is computed once
         others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
         self.following = [one for one in others if self._shares_chunk(one, first)]
-        if self.cuts_freely and self.shares.is_shared(first, spared) and not first.is_amid_chunk:
+        if self.rules.cuts_freely and self.shares.is_shared(first, spared) and not first.is_amid_chunk:
             for one in (first, *self.following):
                 one.limit_chunk(first.num_computed + SHARED_CHUNK_TOKENS)
         return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
@@ -332,7 +329,7 @@ class Scheduler:
             return ()
         left, found, taken = self._group_room(chunk, ready) - chunk.count, [], {self._shared_tokens(chunk)}
         for other in self._by_what_is_left():
-            if left < (1 if self.groups_ragged else chunk.count):
+            if left < (1 if self.rules.groups_ragged else chunk.count):
                 break
             row = Row(other, other.num_computed, next(self.chunk_ends(other)) - other.num_computed)
             if other is not chunk.sequence and row.count <= left and self._fits_group(row, chunk, taken, best_cut):
@@ -343,7 +340,7 @@ class Scheduler:
 
     def _by_what_is_left(self) -> list[Sequence]:
         """Return the prompts in order, where chunks of any lengths share a forward those first of which a short rest is left."""
-        if not self.groups_ragged:
+        if not self.rules.groups_ragged:
             return self.prompts
         return sorted(self.prompts, key=lambda one: len(one.prefill_ids) - 1 - one.num_computed > self.config.unsliced_tokens)
 
@@ -369,7 +366,7 @@ class Scheduler:
         one = row.sequence
         if not self._can_group(one) or one.tenant != first.sequence.tenant:
             return False
-        if not self.groups_ragged and (row.count != first.count or (row.start == 0) != (first.start == 0)):
+        if not self.rules.groups_ragged and (row.count != first.count or (row.start == 0) != (first.start == 0)):
             return False
         shared = self._shared_tokens(row)
         if shared is not None and shared in taken:

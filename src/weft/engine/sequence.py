@@ -39,6 +39,7 @@ class PrefixCursor:
     is_private: bool = False  # what it computes is not entered into the tree
     is_loading: bool = False  # it waits for the disk tier
     has_asked_disk: bool = False
+    chunk_limit: int = 0  # a chunk that begins before it ends there at the latest
     cut_at: int | None = None  # the boundary at which it was last cut because other prompts diverge there
     looked_up: tuple[Node | None, int] | None = None  # the node it last looked for more from, and how much was cached then
 
@@ -81,7 +82,6 @@ class Sequence:
         # What is computed in chunks: the prompt, with keys at the places of images; after a restart maybe the answer too.
         self.prefill_ids = request.keyed_prompt
         self.boundaries = tuple(sorted({at for at in request.boundaries if 0 < at < len(request.prompt) - 1}))
-        self.chunk_limit = 0  # a chunk that begins before it ends there at the latest
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.forks: list[Self] = []  # answers to the same prompt: they wait for its states, outside of the queues
@@ -213,7 +213,7 @@ class Sequence:
 
     def limit_chunk(self, position: int) -> None:
         """Let the next chunk end at this position, if it does not end before."""
-        self.chunk_limit = position
+        self.prefix.chunk_limit = position
 
     def begin_step(self, num_known: int) -> bool:
         """Count tokens that a step computes, the known ones for certain; returns whether it samples a new token."""
