@@ -336,7 +336,32 @@ INLINE VECTOR NAME(silu)(VECTOR x) {
     return (VECTOR)(value * top / (one + small));
 }
 
-/* The gate of an MLP; y may be x. */
+/* y: the gates of an MLP times the numbers they let through. */
+TARGET static void NAME(gated_block)(const float *gates, const float *ups, float *y, size_t count) {
+    const size_t whole = count / WIDTH * WIDTH;
+    for (size_t i = 0; i < whole; i += WIDTH) {
+        const NAME(floats) found = (NAME(floats))NAME(silu)(LOAD(gates + i)) * (NAME(floats))LOAD(ups + i);
+        STORE(y + i, found);
+    }
+    if (whole == count) return;
+    const int left = (int)(count - whole);
+    const NAME(floats) found = (NAME(floats))NAME(silu)(LOAD_SOME(gates + whole, left)) * (NAME(floats))LOAD_SOME(ups + whole, left);
+    float last[WIDTH];
+    STORE(last, found);
+    memcpy(y + whole, last, (size_t)left * sizeof(float));
+}
+
+/* y += x. */
+TARGET static void NAME(add_block)(const float *x, float *y, size_t count) {
+    size_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        const NAME(floats) found = (NAME(floats))LOAD(y + i) + (NAME(floats))LOAD(x + i);
+        STORE(y + i, found);
+    }
+    for (; i < count; i++) y[i] += x[i];
+}
+
+/* SiLU; y may be x. */
 TARGET static void NAME(silu_block)(const float *x, float *y, size_t count) {
     const size_t whole = count / WIDTH * WIDTH;
     float last[WIDTH] = {0};
@@ -344,6 +369,7 @@ TARGET static void NAME(silu_block)(const float *x, float *y, size_t count) {
         const VECTOR found = NAME(silu)(LOAD(x + i));
         STORE(y + i, found);
     }
+    if (whole == count) return;
     memcpy(last, x + whole, (count - whole) * sizeof(float));
     const VECTOR found = NAME(silu)(LOAD(last));
     STORE(last, found);

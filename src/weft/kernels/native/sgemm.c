@@ -226,6 +226,8 @@ struct kernels {
     void (*score_keys)(const float *keys, const float *queries, size_t k, size_t many, size_t span, float *scores);
     void (*soften)(float *scores, size_t many, size_t span, const float *seen);
     void (*silu)(const float *, float *, size_t count);
+    void (*gated)(const float *gates, const float *ups, float *, size_t count);
+    void (*add)(const float *, float *, size_t count);
     void (*gate)(const float *gates, float *, size_t count);
     void (*norm)(const float *, const float *weight, float eps, float *, size_t n);
     void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
@@ -241,8 +243,8 @@ struct kernels {
 
 #define KERNELS(set, columns, shift, few, weave, fast_rows)                                                                              \
     {#set, columns, shift, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
-     set##_soften, set##_silu_block, set##_gate_block, set##_norm_row, set##_turn_row, set##_recur_block,              \
-     set##_expand, few, weave, set##_convolve, set##_most, set##_choose, fast_rows}
+     set##_soften, set##_silu_block, set##_gated_block, set##_add_block, set##_gate_block, set##_norm_row, set##_turn_row,    \
+     set##_recur_block, set##_expand, few, weave, set##_convolve, set##_most, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
