@@ -150,8 +150,9 @@ static int is_any_taken_as_packed(const struct shared_product *s, size_t count) 
 static void over_columns(const struct shared_product *s, size_t count) {
     const size_t k = s->weights->k, width = whole_lanes(k);
     struct panel panels[MAX_PARTS];
-    float *packed = rows_scratch(s->m * width), *woven = NULL;
-    const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1};
+    float *packed = rows_scratch(packed_floats(s->m, width)), *woven = NULL;
+    const int is_tiled = s->m >= bound.kernels->tiled_rows;
+    const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1, .is_tiled = is_tiled};
     pack(&rows, packed, width);
     if (is_any_taken_as_packed(s, count)) {
         woven = scratch(WOVEN_SCRATCH, s->m * width * sizeof(float));
@@ -160,7 +161,7 @@ static void over_columns(const struct shared_product *s, size_t count) {
     size_t n = 0;
     for (size_t i = 0; i < count; n += s[i++].weights->n) {
         panels[i] = s[i].panel;
-        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
+        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1, .is_tiled = is_tiled};
         panels[i].woven = woven;
     }
     const struct side_by_side all = {s, panels, count};
@@ -233,15 +234,16 @@ static size_t block_columns(const struct shared_product *s) {
 }
 
 /* Whether rows need no packing: wide vectors may lie across two cache lines, and nothing has to be added to whole lanes. */
-static int is_taken_as_it_is(const struct product *rows) { return bound.kernels->shift == 0 && rows->k % LANES == 0; }
+static int is_taken_as_it_is(const struct product *rows) { return !rows->is_tiled && rows->k % LANES == 0; }
 
 /* Many rows, `m` of them from `first` on, packed once for all parts. */
 static void over_pieces(const struct shared_product *parts, size_t count, size_t first, size_t m) {
     const size_t k = parts->weights->k, width = whole_lanes(k);
-    struct product rows = {.m = m, .k = k, .alpha = 1.0f, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1};
+    struct product rows = {.m = m, .k = k, .alpha = 1.0f, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1,
+                           .is_tiled = m >= bound.kernels->tiled_rows};
     if (!is_taken_as_it_is(&rows)) {
-        const struct packing packing = {rows, rows_scratch(m * width), width};
-        share_sized(pack_rows, &packing, m, 4, m * width);
+        const struct packing packing = {rows, rows_scratch(packed_floats(m, width)), width};
+        share_sized(pack_rows, &packing, m, 12, m * width);
         rows.a = packing.to, rows.a_row = width;
     }
     for (const struct shared_product *s = parts; s < parts + count; s++) {
