@@ -69,7 +69,7 @@ static int is_taken_as_packed(const struct weft_weights *w, size_t m) {
 static void linear_columns(const struct panel *panel, const struct weft_weights *w, const float *weights, size_t begin, size_t end, float *c, size_t ldc) {
     struct product part = panel->rows;
     part.ldc = ldc;
-    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns;
+    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns * (part.is_tiled ? 2 : 1); /* tiled rows take columns by two tiles */
     part.is_half = w->kind == WEFT_BF16 && weights == NULL && part.m <= MAX_WIDENED_ROWS;
     if (w->kind == WEFT_F32 || weights != NULL || part.is_half) {
         const size_t bytes = part.is_half ? sizeof(uint16_t) : sizeof(float);
