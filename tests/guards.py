@@ -379,8 +379,8 @@ GUARDS = [
     ),
     Guard(
         "sums-kept-between-stretches", "kernels/native/kernels.h",
-        "is_first = piece->begin == 0,",
-        "is_first = 1,",
+        "is_first = begin == 0;",
+        "is_first = 1;",
         "tests/kernels/test_blas.py::test_a_row_has_the_same_bits_in_any_company",
         "sums of a long row go on from stretch to stretch (AVX2, plain)", "R018",
     ),

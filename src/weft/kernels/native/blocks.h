@@ -69,7 +69,7 @@ static int is_taken_as_packed(const struct weft_weights *w, size_t m) {
 static void linear_columns(const struct panel *panel, const struct weft_weights *w, const float *weights, size_t begin, size_t end, float *c, size_t ldc) {
     struct product part = panel->rows;
     part.ldc = ldc;
-    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns;
+    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns * (part.is_tiled ? 2 : 1); /* tiled rows take columns by two tiles */
     part.is_half = w->kind == WEFT_BF16 && weights == NULL && part.m <= MAX_WIDENED_ROWS;
     if (w->kind == WEFT_F32 || weights != NULL || part.is_half) {
         const size_t bytes = part.is_half ? sizeof(uint16_t) : sizeof(float);
@@ -101,23 +101,19 @@ static void panel_linear(const void *subject, size_t begin, size_t end) {
     const struct weft_linear *l = panel->linear;
     float *c = l->c + panel->first * l->ldc;
     linear_columns(panel, l->weights, panel->expanded, begin, end, c + begin, l->ldc);
-    for (size_t m = 0; l->bias != NULL && m < panel->rows.m; m++)
-        for (size_t n = begin; n < end; n++) c[m * l->ldc + n] += l->bias[n];
+    for (size_t m = 0; l->bias != NULL && m < panel->rows.m; m++) bound.kernels->add(l->bias + begin, c + m * l->ldc + begin, end - begin);
     for (size_t m = 0; l->residual != NULL && m < panel->rows.m; m++)
-        for (size_t n = begin; n < end; n++) c[m * l->ldc + n] += l->residual[(panel->first + m) * l->weights->n + n];
+        bound.kernels->add(l->residual + (panel->first + m) * l->weights->n + begin, c + m * l->ldc + begin, end - begin);
 }
 
 static void panel_gated(const void *subject, size_t begin, size_t end) {
     const struct panel *panel = subject;
     const struct weft_gated *g = panel->gated;
-    const size_t n = g->gate->n, count = end - begin;
-    float *c = g->c + panel->first * n + begin, *up = scratch(UP_SCRATCH, panel->rows.m * count * sizeof(float));
-    linear_columns(panel, g->gate, panel->expanded, begin, end, c, n);
-    linear_columns(panel, g->up, panel->expanded_up, begin, end, up, count);
-    for (size_t m = 0; m < panel->rows.m; m++) {
-        bound.kernels->silu(c + m * n, c + m * n, count);
-        for (size_t i = 0; i < count; i++) c[m * n + i] *= up[m * count + i];
-    }
+    const size_t n = g->gate->n, count = end - begin, size = panel->rows.m * count;
+    float *c = g->c + panel->first * n + begin, *gates = scratch(UP_SCRATCH, 2 * size * sizeof(float)), *ups = gates + size;
+    linear_columns(panel, g->gate, panel->expanded, begin, end, gates, count);
+    linear_columns(panel, g->up, panel->expanded_up, begin, end, ups, count);
+    for (size_t m = 0; m < panel->rows.m; m++) bound.kernels->gated(gates + m * count, ups + m * count, c + m * n, count);
 }
 
 /* A product as panel_linear or panel_gated computes it; `up` is NULL or the gated product's second weights. */
@@ -154,8 +150,9 @@ static int is_any_taken_as_packed(const struct shared_product *s, size_t count) 
 static void over_columns(const struct shared_product *s, size_t count) {
     const size_t k = s->weights->k, width = whole_lanes(k);
     struct panel panels[MAX_PARTS];
-    float *packed = rows_scratch(s->m * width), *woven = NULL;
-    const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1};
+    float *packed = rows_scratch(packed_floats(s->m, width)), *woven = NULL;
+    const int is_tiled = s->m >= bound.kernels->tiled_rows;
+    const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1, .is_tiled = is_tiled};
     pack(&rows, packed, width);
     if (is_any_taken_as_packed(s, count)) {
         woven = scratch(WOVEN_SCRATCH, s->m * width * sizeof(float));
@@ -164,7 +161,7 @@ static void over_columns(const struct shared_product *s, size_t count) {
     size_t n = 0;
     for (size_t i = 0; i < count; n += s[i++].weights->n) {
         panels[i] = s[i].panel;
-        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1};
+        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1, .is_tiled = is_tiled};
         panels[i].woven = woven;
     }
     const struct side_by_side all = {s, panels, count};
@@ -236,17 +233,24 @@ static size_t block_columns(const struct shared_product *s) {
     return PIECE_COLUMNS * (pieces > 0 ? pieces : 1);
 }
 
+/* Whether rows need no packing: wide vectors may lie across two cache lines, and nothing has to be added to whole lanes. */
+static int is_taken_as_it_is(const struct product *rows) { return !rows->is_tiled && rows->k % LANES == 0; }
+
 /* Many rows, `m` of them from `first` on, packed once for all parts. */
 static void over_pieces(const struct shared_product *parts, size_t count, size_t first, size_t m) {
     const size_t k = parts->weights->k, width = whole_lanes(k);
-    const struct packing packing = {.rows = {.m = m, .k = k, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1},
-                                    .to = rows_scratch(m * width), .width = width};
-    share_sized(pack_rows, &packing, m, 4, m * width);
+    struct product rows = {.m = m, .k = k, .alpha = 1.0f, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1,
+                           .is_tiled = m >= bound.kernels->tiled_rows};
+    if (!is_taken_as_it_is(&rows)) {
+        const struct packing packing = {rows, rows_scratch(packed_floats(m, width)), width};
+        share_sized(pack_rows, &packing, m, 12, m * width);
+        rows.a = packing.to, rows.a_row = width;
+    }
     for (const struct shared_product *s = parts; s < parts + count; s++) {
         const size_t n = s->weights->n, columns = block_columns(s);
         struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
         grid.whole.first = first;
-        grid.whole.rows = (struct product){.m = m, .k = k, .alpha = 1.0f, .a = packing.to, .a_row = width, .a_column = 1};
+        grid.whole.rows = rows;
         for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {
             grid.end = n - grid.begin < columns ? n : grid.begin + columns;
             grid.whole.column = grid.begin;

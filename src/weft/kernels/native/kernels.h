@@ -10,7 +10,6 @@
 #define PARTS (LANES / WIDTH)
 #define STRETCH 576
 #define KEPT_ROWS 240 /* a multiple of DOT_ROWS */
-#define KEPT_COLUMNS (2 * DOT_COLUMNS)
 #define AXPY_STRIP (AXPY_VECTORS * WIDTH)
 #define DOT_SUMS (DOT_ROWS * DOT_COLUMNS)
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -36,10 +35,35 @@ INLINE void NAME(dot_step)(const int rows, const int columns, VECTOR sums[DOT_SU
     }
 }
 
-/* One tile of c. Narrow vectors sweep once for each part of the sixteen lanes, which leaves more registers to the tile,
- * over stretches of k that stay in the nearest cache. The `fetches` cache lines asked for at each step belong to the
+/* Steps [begin, end) of one part of a tile's sums. The `fetches` cache lines asked for at each step, from `ahead` on, belong to the
  * weights that come next: without them the memory rests while later rows use the weights of this tile (29 instead of
  * 17 GB/s at m = 1, 20 instead of 10 at m = 8; EPYC of family 25, one thread). */
+INLINE void NAME(dot_steps)(const int rows, const int columns, const int is_half, VECTOR sums[DOT_SUMS], const float *a, const struct product *p,
+                            size_t first, size_t begin, size_t end, const char *ahead, const int fetches) {
+    for (size_t k = begin; k + LANES <= end; k += LANES) {
+        for (int line = 0; line < fetches; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+        NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 1, WIDTH);
+    }
+}
+
+#if WIDTH == 16
+/* Two rows of six sums at once, which share vectors from the first folding on: less to shuffle, and shuffling takes multiplications' time. */
+INLINE void NAME(fold_rows)(const VECTOR *upper, const VECTOR *lower, float totals[LANES]) {
+    VECTOR halves[6], quarters[3];
+    UNROLL for (int j = 0; j < 6; j++) /* of the upper row, of the lower row */
+        halves[j] = _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, upper[j], lower[j]), _mm512_shuffle_f32x4(upper[j], lower[j], 0x4E));
+    UNROLL for (int j = 0; j < 3; j++)
+        quarters[j] = _mm512_add_ps(_mm512_shuffle_f32x4(halves[2 * j], halves[2 * j + 1], 0x88), _mm512_shuffle_f32x4(halves[2 * j], halves[2 * j + 1], 0xDD));
+    const VECTOR first = _mm512_add_ps(_mm512_mask_blend_ps(0xCCCC, quarters[0], quarters[1]), _mm512_shuffle_ps(quarters[0], quarters[1], 0x4E));
+    const VECTOR second = _mm512_add_ps(quarters[2], _mm512_shuffle_ps(quarters[2], quarters[2], 0x4E));
+    const VECTOR found = _mm512_add_ps(_mm512_shuffle_ps(first, second, 0x88), _mm512_shuffle_ps(first, second, 0xDD));
+    const __m512i places = _mm512_set_epi32(0, 0, 14, 6, 13, 5, 12, 4, 0, 0, 10, 2, 9, 1, 8, 0);
+    STORE(totals, _mm512_permutexvar_ps(places, found));
+}
+#endif
+
+/* One tile of c. Narrow vectors sweep once for each part of the sixteen lanes, which leaves more registers to the tile,
+ * over stretches of k that stay in the nearest cache. */
 INLINE void NAME(dot_tile)(const int rows, const int columns, const int is_half, const struct product *p, size_t m, size_t n,
                            const char *ahead, int fetches) {
     const int count = rows * columns;
@@ -51,21 +75,31 @@ INLINE void NAME(dot_tile)(const int rows, const int columns, const int is_half,
         end = PARTS == 1 || p->k - begin < STRETCH ? p->k : begin + STRETCH;
         for (int part = 0; part < PARTS; part++) {
             const float *a = p->a + m * p->a_row + part * WIDTH;
-            const size_t first = n * p->ldb + part * WIDTH;
+            const size_t first = n * p->ldb + part * WIDTH, whole = (end - begin) / LANES * LANES;
             VECTOR sums[DOT_SUMS];
             UNROLL for (int i = 0; i < count; i++) sums[i] = parts[part][i];
-            size_t k = begin;
-            for (; k + LANES <= end; k += LANES) {
-                UNROLL for (int line = 0; line < fetches; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-                NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 1, WIDTH);
-            }
-            const int left = (int)(end - k) - part * WIDTH;
-            if (left > 0) NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 0, left);
+            if (fetches > 0)
+                NAME(dot_steps)(rows, columns, is_half, sums, a, p, first, begin, end, ahead, fetches);
+            else
+                NAME(dot_steps)(rows, columns, is_half, sums, a, p, first, begin, end, ahead, 0);
+            ahead += whole / LANES * fetches * 64;
+            const int left = (int)(end - begin - whole) - part * WIDTH;
+            if (left > 0) NAME(dot_step)(rows, columns, sums, a + begin + whole, p, first + begin + whole, is_half, 0, left);
             UNROLL for (int i = 0; i < count; i++) parts[part][i] = sums[i];
         }
         begin = end;
     } while (PARTS > 1 && begin < p->k);
     float totals[DOT_SUMS + 3];
+#if WIDTH == 16
+    if (columns == 6) {
+        float pair[LANES];
+        UNROLL for (int i = 0; i < rows; i++) {
+            if (i % 2 == 0) NAME(fold_rows)(parts[0] + i * columns, parts[0] + (i + 1 < rows ? i + 1 : i) * columns, pair);
+            settle(p, m + i, n, pair + i % 2 * (LANES / 2), columns);
+        }
+        return;
+    }
+#endif
     UNROLL for (int i = 0; i < count; i += 4) SUM4(totals + i, parts, i);
     UNROLL for (int i = 0; i < rows; i++) settle(p, m + i, n, totals + i * columns, columns);
 }
@@ -100,7 +134,6 @@ DOT_HEIGHT(4, , 0) DOT_HEIGHT(4, half_, 1)
 #define DOT_HEIGHTS(kind) {NULL, NAME(kind##1), NAME(kind##2), NAME(kind##3)}
 #endif
 
-#if WIDTH == 16
 /* Many rows: the weights of a few columns come from memory for the first tile and from cache for the others. */
 static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t end) {
     static void (*const tiles[2][DOT_ROWS + 1])(const struct product *, size_t, size_t, const char *, int) = {
@@ -116,79 +149,150 @@ static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t en
     }
     return n;
 }
-#else
-/* Where a tile lies, and the stretch of k it takes now; `kept`: its sums between two stretches, PARTS times DOT_SUMS vectors. */
-struct NAME(piece) {
-    size_t m, n, begin, end;
-    float *kept;
-};
 
-/* One stretch of a tile of c. Of the parts of the sixteen lanes only one has its sums in registers at a time. */
-INLINE void NAME(dot_piece)(const int rows, const int columns, const int is_half, const struct product *p, const struct NAME(piece) *piece) {
-    const int count = rows * columns, is_first = piece->begin == 0, is_last = piece->end == p->k;
-    VECTOR sums[DOT_SUMS], waiting[PARTS - 1][DOT_SUMS];
-    const VECTOR *parts[PARTS];
-    for (int part = 0; part < PARTS; part++) {
-        const float *a = p->a + piece->m * p->a_row + part * WIDTH;
-        const size_t first = piece->n * p->ldb + part * WIDTH;
-        float *kept = piece->kept + part * DOT_SUMS * WIDTH;
-        if (is_first)
-            UNROLL for (int i = 0; i < count; i++) sums[i] = SPREAD(0.0f);
-        else
-            UNROLL for (int i = 0; i < count; i++) sums[i] = LOAD(kept + i * WIDTH);
-        size_t k = piece->begin;
-        for (; k + LANES <= piece->end; k += LANES) NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 1, WIDTH);
-        const int left = (int)(piece->end - k) - part * WIDTH;
-        if (left > 0) NAME(dot_step)(rows, columns, sums, a + k, p, first + k, is_half, 0, left);
-        if (!is_last)
-            UNROLL for (int i = 0; i < count; i++) STORE(kept + i * WIDTH, sums[i]);
-        else if (part < PARTS - 1)
-            UNROLL for (int i = 0; i < count; i++) waiting[part][i] = sums[i];
-        parts[part] = part < PARTS - 1 ? waiting[part] : sums;
+#if WIDTH < 16
+#define GROUP_COLUMNS (2 * DOT_COLUMNS)
+#define TILE_STEP (DOT_ROWS * WIDTH)
+#define GROUP_STEP (DOT_COLUMNS * WIDTH)
+
+/* Numbers [begin, end) of a row, or of a column's weights, as dot_tiled wants them: the parts of the sixteen lanes one after the other, in a part
+ * its steps, `stride` numbers from one to the next. Zeros are added to whole lanes. */
+INLINE void NAME(tile_line)(const void *numbers, const int is_half, size_t begin, size_t end, const size_t stride, float *tile) {
+    const size_t steps = (end - begin + LANES - 1) / LANES, whole = (end - begin) / LANES;
+    for (size_t step = 0; step < whole; step++)
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            const VECTOR found = NAME(weights_at)(numbers, begin + step * LANES + part * WIDTH, is_half, 1, WIDTH);
+            STORE(tile + (part * steps + step) * stride, found);
+        }
+    for (int part = 0; whole < steps && part < PARTS; part++) {
+        const size_t at = begin + whole * LANES + (size_t)part * WIDTH;
+        const VECTOR found = at < end ? NAME(weights_at)(numbers, at, is_half, 0, (int)(end - at)) : SPREAD(0.0f);
+        STORE(tile + (part * steps + whole) * stride, found);
     }
-    if (!is_last) return;
-    float totals[DOT_SUMS];
-    UNROLL for (int i = 0; i < count; i += 4) SUM4(totals + i, parts, i);
-    UNROLL for (int i = 0; i < rows; i++) settle(p, piece->m + i, piece->n, totals + i * columns, columns);
 }
 
-#define DOT_PIECE(rows, kind, is_half)                                                                                 \
-    static TARGET __attribute__((noinline)) void NAME(dot_piece_##kind##rows)(const struct product *p, const struct NAME(piece) *piece) { \
-        NAME(dot_piece)(rows, DOT_COLUMNS, is_half, p, piece);                                                         \
+/* Rows of a in tiles of DOT_ROWS, in every step WIDTH numbers of each row; rows are added to whole tiles. */
+TARGET static void NAME(tile_rows)(const struct product *p, float *tiles, size_t width) {
+    for (size_t m = 0; m < p->m; m++) {
+        float *tile = tiles + m / DOT_ROWS * DOT_ROWS * width + m % DOT_ROWS * WIDTH;
+        const float *row = p->a + m * p->a_row;
+        if (p->a_column == 1)
+            NAME(tile_line)(row, 0, 0, p->k, TILE_STEP, tile);
+        else
+            for (size_t k = 0; k < width; k++)
+                tile[(k % LANES / WIDTH * (width / LANES) + k / LANES) * TILE_STEP + k % WIDTH] = k < p->k ? row[k * p->a_column] : 0.0f;
     }
-DOT_PIECE(1, , 0) DOT_PIECE(2, , 0) DOT_PIECE(3, , 0) DOT_PIECE(1, half_, 1) DOT_PIECE(2, half_, 1) DOT_PIECE(3, half_, 1)
-#if DOT_ROWS == 4
-DOT_PIECE(4, , 0) DOT_PIECE(4, half_, 1)
-#endif
+    for (size_t m = p->m; m % DOT_ROWS != 0; m++)
+        for (size_t step = 0; step < width / WIDTH; step++)
+            memset(tiles + m / DOT_ROWS * DOT_ROWS * width + step * TILE_STEP + m % DOT_ROWS * WIDTH, 0, WIDTH * sizeof(float));
+}
 
-/* Many rows and a few columns: a stretch of the columns' weights stays in the nearest cache for all rows, whose sums wait meanwhile. */
-static TARGET void NAME(dot_columns)(const struct product *p, size_t first, size_t m, size_t n, size_t columns) {
-    static void (*const pieces[2][DOT_ROWS + 1])(const struct product *, const struct NAME(piece) *) = {DOT_HEIGHTS(dot_piece_),
-                                                                                                      DOT_HEIGHTS(dot_piece_half_)};
-    float kept[KEPT_ROWS * KEPT_COLUMNS * LANES] __attribute__((aligned(64)));
-    const size_t num_tiles = (m + DOT_ROWS - 1) / DOT_ROWS;
-    const size_t num_stretches = (p->k + STRETCH - 1) / STRETCH, stretch = (p->k / num_stretches + LANES - 1) / LANES * LANES;
-    for (size_t begin = 0; begin < p->k; begin += stretch) {
-        struct NAME(piece) piece = {.begin = begin, .end = p->k - begin < stretch ? p->k : begin + stretch, .kept = kept};
-        for (size_t tile = 0; tile < num_tiles; tile++) {
-            piece.m = first + tile * m / num_tiles;
-            const size_t rows = first + (tile + 1) * m / num_tiles - piece.m;
-            for (size_t column = 0; column < columns; column += DOT_COLUMNS) {
-                piece.n = n + column;
-                pieces[p->is_half][rows](p, &piece);
-                piece.kept += PARTS * DOT_SUMS * WIDTH;
-            }
+/* Weights of up to GROUP_COLUMNS columns, their numbers [begin, end), in tiles as rows are. */
+TARGET static void NAME(tile_columns)(const struct product *p, size_t n, size_t columns, size_t begin, size_t end, float *tiles) {
+    const size_t size = PARTS * ((end - begin + LANES - 1) / LANES) * GROUP_STEP;
+    if (columns < GROUP_COLUMNS) memset(tiles, 0, GROUP_COLUMNS / DOT_COLUMNS * size * sizeof(float));
+    for (size_t j = 0; j < columns; j++) {
+        float *tile = tiles + j / DOT_COLUMNS * size + j % DOT_COLUMNS * WIDTH;
+        if (p->is_half)
+            NAME(tile_line)((const uint16_t *)(const void *)p->b + (n + j) * p->ldb, 1, begin, end, GROUP_STEP, tile);
+        else
+            NAME(tile_line)(p->b + (n + j) * p->ldb, 0, begin, end, GROUP_STEP, tile);
+    }
+}
+
+/* Part of the sums of one tile over some steps: two streams of numbers, each read once. */
+INLINE void NAME(tile_steps)(VECTOR sums[DOT_SUMS], const float *a, const float *b, size_t steps) {
+    for (; steps > 0; steps--, a += TILE_STEP, b += GROUP_STEP) {
+        VECTOR values[DOT_ROWS];
+        UNROLL for (int i = 0; i < DOT_ROWS; i++) values[i] = LOAD(a + i * WIDTH);
+        UNROLL for (int j = 0; j < DOT_COLUMNS; j++) {
+            const VECTOR weights = LOAD(b + j * WIDTH);
+            UNROLL for (int i = 0; i < DOT_ROWS; i++) sums[i * DOT_COLUMNS + j] = FMA(values[i], weights, sums[i * DOT_COLUMNS + j]);
         }
     }
 }
 
-static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t end) {
-    while (n + DOT_COLUMNS <= end) {
-        const size_t fit = (end - n) / DOT_COLUMNS * DOT_COLUMNS, columns = fit < KEPT_COLUMNS ? fit : KEPT_COLUMNS;
-        for (size_t m = 0; m < p->m; m += KEPT_ROWS) NAME(dot_columns)(p, m, p->m - m < KEPT_ROWS ? p->m - m : KEPT_ROWS, n, columns);
-        n += columns;
+/* One stretch of k of one part of a tile. `kept`: the sums so far, and then the new ones. */
+static TARGET __attribute__((noinline)) void NAME(tile_part)(const float *a, const float *b, size_t steps, int is_first, float *kept) {
+    VECTOR sums[DOT_SUMS];
+    if (is_first)
+        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = SPREAD(0.0f);
+    else
+        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = LOAD(kept + i * WIDTH);
+    NAME(tile_steps)(sums, a, b, steps);
+    UNROLL for (int i = 0; i < DOT_SUMS; i++) STORE(kept + i * WIDTH, sums[i]);
+}
+
+/* The last part of a tile in the last stretch, and the tile's numbers: four, and `stride` later the next four. */
+static TARGET __attribute__((noinline)) void NAME(tile_end)(const float *a, const float *b, size_t steps, int is_first, const float *kept,
+                                                            float *totals, size_t stride) {
+    VECTOR sums[DOT_SUMS];
+    const float *own = kept + (PARTS - 1) * DOT_SUMS * WIDTH;
+    if (is_first)
+        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = SPREAD(0.0f);
+    else
+        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = LOAD(own + i * WIDTH);
+    NAME(tile_steps)(sums, a, b, steps);
+    UNROLL for (int i = 0; i < DOT_SUMS; i += 4) {
+        VECTOR four[PARTS][4];
+        for (int part = 0; part < PARTS; part++)
+            UNROLL for (int each = 0; each < 4; each++)
+                four[part][each] = part < PARTS - 1 ? LOAD(kept + (part * DOT_SUMS + i + each) * WIDTH) : sums[i + each];
+        SUM4(totals + i / 4 * stride, four, 0);
     }
-    return n;
+}
+
+/* The same where c is not simply what was found, or has not all rows and columns of the tile. */
+static TARGET __attribute__((noinline)) void NAME(tile_edge)(const struct product *p, size_t m, size_t n, size_t rows, size_t columns, const float *a,
+                                                             const float *b, size_t steps, int is_first, const float *kept) {
+    float totals[DOT_SUMS];
+    NAME(tile_end)(a, b, steps, is_first, kept, totals, 4);
+    for (size_t i = 0; i < DOT_ROWS && i < rows; i++)
+        settle(p, m + i, n, totals + i * DOT_COLUMNS, (int)(columns < DOT_COLUMNS ? columns : DOT_COLUMNS));
+}
+
+/* Up to KEPT_ROWS rows from `first` on by a group of columns. A stretch of the columns' weights stays in the nearest cache for all rows, whose
+ * sums wait meanwhile; a part of a row tile is used by all columns of the group before the next. */
+static TARGET void NAME(dot_group)(const struct product *p, size_t first, size_t m, size_t n, size_t columns) {
+    float kept[KEPT_ROWS * GROUP_COLUMNS * LANES] __attribute__((aligned(64))), group[GROUP_COLUMNS * STRETCH] __attribute__((aligned(64)));
+    const size_t num_stretches = (p->k + STRETCH - 1) / STRETCH, stretch = (p->k / num_stretches + LANES - 1) / LANES * LANES;
+    const size_t size = PARTS * DOT_SUMS * WIDTH, num_tiles = (columns + DOT_COLUMNS - 1) / DOT_COLUMNS;
+    const size_t bytes = p->is_half ? sizeof(uint16_t) : sizeof(float);
+    const int is_direct = DOT_COLUMNS == 4 && p->alpha == 1.0f && p->beta == 0.0f;
+    for (size_t begin = 0; begin < p->k; begin += stretch) {
+        const size_t end = p->k - begin < stretch ? p->k : begin + stretch, steps = (end - begin + LANES - 1) / LANES;
+        const int is_first = begin == 0;
+        const size_t next = end < p->k ? n : n + GROUP_COLUMNS, next_begin = end < p->k ? end : 0;
+        const size_t fetches = (steps * DOT_ROWS + m - 1) / m;
+        const char *ahead = NAME(column)(p, next, p->is_half) + next_begin * bytes;
+        NAME(tile_columns)(p, n, columns, begin, end, group);
+        for (size_t row = first; row < first + m; row += DOT_ROWS) {
+            for (size_t line = 0; line < fetches; line++, ahead += LANES * bytes)
+                UNROLL for (int j = 0; j < GROUP_COLUMNS; j++) __builtin_prefetch(ahead + j * p->ldb * bytes, 0, 2); /* of what is tiled next */
+            const float *a = p->a + row * p->a_row + begin / LANES * TILE_STEP;
+            float *waiting = num_stretches == 1 ? kept : kept + (row - first) * GROUP_COLUMNS * LANES;
+            for (int part = 0; part < PARTS; part++)
+                for (size_t tile = 0; tile < num_tiles; tile++) {
+                    const float *own = a + part * (p->a_row / PARTS) * DOT_ROWS, *b = group + (tile * PARTS + part) * steps * GROUP_STEP;
+                    if (end < p->k || part < PARTS - 1) {
+                        NAME(tile_part)(own, b, steps, is_first, waiting + tile * size + part * DOT_SUMS * WIDTH);
+                        continue;
+                    }
+                    const size_t at = tile * DOT_COLUMNS, rows = first + m - row;
+                    if (is_direct && rows >= DOT_ROWS && columns - at >= DOT_COLUMNS)
+                        NAME(tile_end)(own, b, steps, is_first, waiting + tile * size, p->c + row * p->ldc + n + at, p->ldc);
+                    else
+                        NAME(tile_edge)(p, row, n + at, rows, columns - at, own, b, steps, is_first, waiting + tile * size);
+                }
+        }
+    }
+}
+
+/* Columns [begin, end) of c = a b^T where the rows of a are tiled. */
+static void NAME(dot_tiled)(const struct product *p, size_t begin, size_t end) {
+    for (size_t n = begin; n < end; n += GROUP_COLUMNS)
+        for (size_t m = 0; m < p->m; m += KEPT_ROWS)
+            NAME(dot_group)(p, m, p->m - m < KEPT_ROWS ? p->m - m : KEPT_ROWS, n, end - n < GROUP_COLUMNS ? end - n : GROUP_COLUMNS);
 }
 #endif
 
@@ -198,6 +302,12 @@ static void NAME(dot_block)(const struct product *p, size_t begin, size_t end) {
                                                                                            DOT_HEIGHTS(dot_only_half_)};
     static void (*const narrow[2][DOT_ROWS + 1])(const struct product *, size_t, size_t) = {DOT_HEIGHTS(dot_narrow_),
                                                                                            DOT_HEIGHTS(dot_narrow_half_)};
+#if WIDTH < 16
+    if (p->is_tiled) {
+        NAME(dot_tiled)(p, begin, end);
+        return;
+    }
+#endif
     size_t n = p->m <= DOT_ROWS ? only[p->is_half][p->m](p, begin, end) : NAME(dot_many)(p, begin, end);
     for (; n < end; n++)
         for (size_t m = 0; m < p->m; m += DOT_ROWS) narrow[p->is_half][p->m - m < DOT_ROWS ? p->m - m : DOT_ROWS](p, m, n);
@@ -301,7 +411,32 @@ INLINE VECTOR NAME(silu)(VECTOR x) {
     return (VECTOR)(value * top / (one + small));
 }
 
-/* The gate of an MLP; y may be x. */
+/* y: the gates of an MLP times the numbers they let through. */
+TARGET static void NAME(gated_block)(const float *gates, const float *ups, float *y, size_t count) {
+    const size_t whole = count / WIDTH * WIDTH;
+    for (size_t i = 0; i < whole; i += WIDTH) {
+        const NAME(floats) found = (NAME(floats))NAME(silu)(LOAD(gates + i)) * (NAME(floats))LOAD(ups + i);
+        STORE(y + i, found);
+    }
+    if (whole == count) return;
+    const int left = (int)(count - whole);
+    const NAME(floats) found = (NAME(floats))NAME(silu)(LOAD_SOME(gates + whole, left)) * (NAME(floats))LOAD_SOME(ups + whole, left);
+    float last[WIDTH];
+    STORE(last, found);
+    memcpy(y + whole, last, (size_t)left * sizeof(float));
+}
+
+/* y += x. */
+TARGET static void NAME(add_block)(const float *x, float *y, size_t count) {
+    size_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) {
+        const NAME(floats) found = (NAME(floats))LOAD(y + i) + (NAME(floats))LOAD(x + i);
+        STORE(y + i, found);
+    }
+    for (; i < count; i++) y[i] += x[i];
+}
+
+/* SiLU; y may be x. */
 TARGET static void NAME(silu_block)(const float *x, float *y, size_t count) {
     const size_t whole = count / WIDTH * WIDTH;
     float last[WIDTH] = {0};
@@ -309,6 +444,7 @@ TARGET static void NAME(silu_block)(const float *x, float *y, size_t count) {
         const VECTOR found = NAME(silu)(LOAD(x + i));
         STORE(y + i, found);
     }
+    if (whole == count) return;
     memcpy(last, x + whole, (count - whole) * sizeof(float));
     const VECTOR found = NAME(silu)(LOAD(last));
     STORE(last, found);
@@ -611,8 +747,9 @@ TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_ro
 #undef PARTS
 #undef STRETCH
 #undef KEPT_ROWS
-#undef KEPT_COLUMNS
-#undef DOT_PIECE
+#undef GROUP_COLUMNS
+#undef TILE_STEP
+#undef GROUP_STEP
 #undef AXPY_STRIP
 #undef DOT_SUMS
 #undef INLINE

@@ -133,12 +133,12 @@ void require_numbers(const mx::array& x, size_t last) {
 struct Rows {
   Rows(const mx::array& x, const NormPointer& norm) : data(x.data<float>()) {
     if (!norm) return;
-    memory.resize(x.size());
-    weft_norm(data, norm->weight(), norm->eps, memory.data(), x.size() / norm->size(), norm->size());
-    data = memory.data();
+    memory = std::make_unique_for_overwrite<float[]>(x.size());
+    weft_norm(data, norm->weight(), norm->eps, memory.get(), x.size() / norm->size(), norm->size());
+    data = memory.get();
   }
   const float* data;
-  std::vector<float> memory;
+  std::unique_ptr<float[]> memory;
 };
 
 using WeightsPointer = std::shared_ptr<const Weights>;

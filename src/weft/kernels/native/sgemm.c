@@ -41,7 +41,7 @@ struct product {
     const float *a, *b;
     float *c;
     size_t a_row, a_column, ldb, ldc; /* the dot kernels want a_column = 1 and rows padded with zeros to whole lanes */
-    int is_half;
+    int is_half, is_tiled; /* is_tiled: the rows of a lie as tile_rows of kernels.h leaves them */
 };
 
 static __attribute__((noinline)) void settle_scaled(const struct product *p, float *c, const float *totals, int count) {
@@ -113,9 +113,9 @@ AVX2 static inline __attribute__((always_inline)) void avx2_sum4(float *totals, 
                                                                    const __m256 *high) {
     __m256 a8 = _mm256_add_ps(low[0], high[0]), b8 = _mm256_add_ps(low[1], high[1]);
     __m256 c8 = _mm256_add_ps(low[2], high[2]), d8 = _mm256_add_ps(low[3], high[3]);
-    __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a8, b8, 0x20), _mm256_permute2f128_ps(a8, b8, 0x31));
-    __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c8, d8, 0x20), _mm256_permute2f128_ps(c8, d8, 0x31));
-    __m256 sums = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+    __m256 ab = _mm256_add_ps(_mm256_blend_ps(a8, b8, 0xF0), _mm256_permute2f128_ps(a8, b8, 0x21));
+    __m256 cd = _mm256_add_ps(_mm256_blend_ps(c8, d8, 0xF0), _mm256_permute2f128_ps(c8, d8, 0x21));
+    __m256 sums = _mm256_add_ps(_mm256_blend_ps(ab, cd, 0xCC), _mm256_shuffle_ps(ab, cd, 0x4E));
     sums = _mm256_add_ps(sums, _mm256_shuffle_ps(sums, sums, 0xB1)); /* a a c c | b b d d */
     _mm_storeu_ps(totals, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xA));
 }
@@ -219,6 +219,8 @@ struct kernels {
     const char *name;
     size_t columns; /* of a tile of dot products */
     size_t shift;   /* numbers before the first row of a, so that rows and weights lie in different halves of a cache line */
+    size_t tiled_rows; /* from so many rows on they are tiled */
+    void (*tile)(const struct product *, float *tiles, size_t width);
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
     void (*softmax)(float *, size_t n, size_t tokens, size_t begin, size_t end);
@@ -226,6 +228,8 @@ struct kernels {
     void (*score_keys)(const float *keys, const float *queries, size_t k, size_t many, size_t span, float *scores);
     void (*soften)(float *scores, size_t many, size_t span, const float *seen);
     void (*silu)(const float *, float *, size_t count);
+    void (*gated)(const float *gates, const float *ups, float *, size_t count);
+    void (*add)(const float *, float *, size_t count);
     void (*gate)(const float *gates, float *, size_t count);
     void (*norm)(const float *, const float *weight, float eps, float *, size_t n);
     void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
@@ -240,20 +244,20 @@ struct kernels {
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
-#define KERNELS(set, columns, shift, few, weave, fast_rows)                                                                              \
-    {#set, columns, shift, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
-     set##_soften, set##_silu_block, set##_gate_block, set##_norm_row, set##_turn_row, set##_recur_block,              \
-     set##_expand, few, weave, set##_convolve, set##_most, set##_weigh, set##_choose, fast_rows}
+#define KERNELS(set, columns, shift, tiled_rows, tile, few, weave, fast_rows)                                                                              \
+    {#set, columns, shift, tiled_rows, tile, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
+     set##_soften, set##_silu_block, set##_gated_block, set##_add_block, set##_gate_block, set##_norm_row, set##_turn_row,    \
+     set##_recur_block, set##_expand, few, weave, set##_convolve, set##_most, set##_weigh, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    KERNELS(avx512, 6, 0, avx512_few, avx512_weave, SIZE_MAX),
-    KERNELS(avx2, 4, 8, NULL, NULL, 12),
+    KERNELS(avx512, 6, 0, SIZE_MAX, NULL, avx512_few, avx512_weave, SIZE_MAX),
+    KERNELS(avx2, 4, 8, 9, avx2_tile_rows, NULL, NULL, 12),
 #endif
 #if defined(__aarch64__)
-    KERNELS(plain, 6, 0, NULL, NULL, 8),
+    KERNELS(plain, 6, 0, 12, plain_tile_rows, NULL, NULL, 8),
 #else
-    KERNELS(plain, 4, 0, NULL, NULL, 8),
+    KERNELS(plain, 4, 0, 12, plain_tile_rows, NULL, NULL, 8),
 #endif
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
@@ -312,8 +316,15 @@ static void axpy_rows(const void *whole, size_t begin, size_t end) {
     bound.kernels->axpy(&part, 0, part.n);
 }
 
+/* Numbers that so many packed rows take; tiles are whole ones, of up to six rows. */
+static size_t packed_floats(size_t m, size_t width) { return (m + 5) * width; }
+
 /* The rows of a as the dot kernels want them, each beginning on a cache line. */
 static void pack(const struct product *p, float *packed, size_t width) {
+    if (p->is_tiled) {
+        bound.kernels->tile(p, packed, width);
+        return;
+    }
     for (size_t m = 0; m < p->m; m++, packed += width) {
         const float *row = p->a + m * p->a_row;
         if (p->a_column == 1)
@@ -327,6 +338,7 @@ static void pack(const struct product *p, float *packed, size_t width) {
 static void dot_panels(const struct product *p, size_t rows, float *packed, size_t width) {
     for (size_t m = 0; m < p->m; m += rows) {
         struct product panel = rows_of(p, m, p->m - m < rows ? p->m : m + rows);
+        panel.is_tiled = panel.m >= bound.kernels->tiled_rows;
         pack(&panel, packed, width);
         panel.a = packed;
         panel.a_row = width;
@@ -339,13 +351,13 @@ static int dot_product(const struct product *p) {
     const size_t width = (p->k + LANES - 1) / LANES * LANES;
     const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
     const size_t rows = p->m < most ? p->m : most;
-    if (rows * width <= STACK_FLOATS) {
+    if (packed_floats(rows, width) <= STACK_FLOATS) {
         float packed[STACK_FLOATS + LANES] __attribute__((aligned(64)));
         dot_panels(p, rows, packed + bound.kernels->shift, width);
         return 1;
     }
     void *packed;
-    if (posix_memalign(&packed, 64, (rows * width + LANES) * sizeof(float)) != 0) return 0;
+    if (posix_memalign(&packed, 64, (packed_floats(rows, width) + LANES) * sizeof(float)) != 0) return 0;
     dot_panels(p, rows, (float *)packed + bound.kernels->shift, width);
     free(packed);
     return 1;
