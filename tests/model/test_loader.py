@@ -154,9 +154,12 @@ def test_a_load_takes_no_more_memory_than_the_weights_of_the_model(folder_with_e
     before = mx.get_active_memory()
     mx.reset_peak_memory()
 
-    weights_bytes = load(folder_with_eyes).weights_bytes
+    loaded = load(folder_with_eyes)
 
-    assert weights_bytes <= mx.get_peak_memory() - before <= 1.1 * weights_bytes
+    # MLX's thread frees what a tensor was made of when it gets there: on a busy machine one may still be counted.
+    largest = max(tensor.nbytes for _, tensor in tree_flatten(loaded.model.parameters()))
+    assert loaded.weights_bytes <= mx.get_peak_memory() - before <= 1.1 * loaded.weights_bytes + largest
+    assert largest < 0.3 * loaded.weights_bytes
 
 
 def test_model_keeps_no_trace_of_having_been_watched(folder: Path) -> None:
