@@ -77,6 +77,19 @@ def test_a_gate_that_fails_is_not_started_again(script: str, words: str) -> None
     one.end()
 
 
+def test_what_a_gate_said_last_is_awaited_after_its_end(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    os.mkfifo(said)
+    # The process ends at once; what it said comes through its output when the test lets it.
+    one = keeper(f"import os, sys; os.fork() and os._exit(1); open({str(said)!r}).read(); {FAILING}")
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+
+    assert one.hold("front") == GateNews()
+    said.write_text("now")
+    assert until(lambda: one.hold("front").failed) == "no such model"
+    one.end()
+
+
 def test_an_engine_is_held_until_the_last_front_lets_go() -> None:
     one = keeper()
     one.hold("a")

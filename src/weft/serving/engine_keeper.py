@@ -49,6 +49,8 @@ class EngineKeeper:
             self._held_at.pop("", None)
             if (status := self._process.poll()) is not None and self._news.failed is None:
                 self.end()
+                if status > 0 and self._listener.is_alive():
+                    return GateNews()  # why it ended may still be unread
                 if status > 0:
                     self._news = GateNews(failed=f"its process ended with status {status}; the log of that machine has its words")
                 else:  # it was killed
@@ -91,9 +93,11 @@ class EngineKeeper:
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self._environment)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self.gate) + b"\n")
-        process.stdin.flush()
-        threading.Thread(target=self._listen, args=(process,), daemon=True).start()
+        with contextlib.suppress(BrokenPipeError):  # it has failed already, and says why
+            process.stdin.write(msgspec.json.encode(self.gate) + b"\n")
+            process.stdin.flush()
+        self._listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
+        self._listener.start()
         return process
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
