@@ -22,11 +22,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on macOS MLX br
 
 Array = NDArray[np.float32]
 ROW_MAJOR, COLUMN_MAJOR, NO_TRANS, TRANS = 101, 102, 111, 112
-KERNELS = ("avx512", "avx2", "plain")
+KERNELS = ("avx512", "avx2", "plain", "plain_tiled")
 SHAPES = [  # m, n, k: around the tiles, the lanes, the panels, and the sizes from which threads are asked
     (2, 1, 1), (3, 6, 15), (5, 7, 16), (4, 12, 17), (7, 13, 31), (9, 64, 64), (16, 100, 128), (33, 50, 576),
     (17, 192, 576), (6, 1536, 576), (12, 300, 1000), (130, 66, 1536), (300, 70, 64), (8, 512, 300), (103, 9, 1601),
 ]  # fmt: skip
+LONG = [(21, 25, 4100), (32, 24, 2064), (35, 31, 2049)]  # rows of several stretches, where they are tiled
 
 
 @pytest.fixture
@@ -82,6 +83,11 @@ def available(library: ctypes.CDLL) -> list[str]:
     return [name for name in KERNELS if library.weft_blas_kernels(name.encode())]
 
 
+def fused(library: ctypes.CDLL) -> list[str]:
+    """Those with a fused multiply-add."""
+    return [name for name in available(library) if not name.startswith("plain")]
+
+
 @pytest.mark.parametrize("turned", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_has_the_same_bits_in_any_company(
@@ -89,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     if not library.weft_blas_kernels(kernel.encode()):
         pytest.skip(f"this machine can not run {kernel}")
-    for m, n, k in SHAPES:
+    for m, n, k in SHAPES + LONG * turned:
         a, b = matrices(random, m, n, k, turned)
         together = multiply(library, a, b, turned=turned)
         assert_close(together, a, b.T if turned else b)
@@ -115,16 +121,17 @@ def test_the_number_of_threads_does_not_change_the_bits(library: ctypes.CDLL, ra
 
 
 @pytest.mark.parametrize("turned", [True, False])
-def test_kernels_with_a_fused_multiply_add_agree_bit_for_bit(
-    library: ctypes.CDLL, random: np.random.Generator, turned: bool
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_kernels_that_multiply_and_add_alike_agree_bit_for_bit(
+    library: ctypes.CDLL, random: np.random.Generator, kind: str, turned: bool
 ) -> None:
-    fused = [name for name in available(library) if name != "plain"]
-    if len(fused) < 2:
+    alike = fused(library) if kind == "fused" else [name for name in available(library) if name.startswith("plain")]
+    if len(alike) < 2:
         pytest.skip("this machine has only one of them")
-    for m, n, k in SHAPES:
+    for m, n, k in SHAPES + LONG * turned:
         a, b = matrices(random, m, n, k, turned)
         results = set()
-        for name in fused:
+        for name in alike:
             library.weft_blas_kernels(name.encode())
             results.add(multiply(library, a, b, turned=turned).tobytes())
 
@@ -267,7 +274,7 @@ def test_kernels_agree_on_the_weights_of_attention_and_threads_do_not_matter(
 ) -> None:
     queries, keys = matrices(random, 48, 700, 64, turned=True)
     results = set()
-    for name in available(library)[:-1]:  # all but the plain one
+    for name in fused(library):
         library.weft_blas_kernels(name.encode())
         for threads in (1, 2, 3):
             library.weft_blas_threads(threads)

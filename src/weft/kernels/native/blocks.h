@@ -4,26 +4,6 @@
  * bits holds as long as every number is computed whole by one call of one kernel.
  */
 
-/* Memory of a thread that is kept from call to call; each use inside one call has its own. */
-enum scratch_use { ROWS_SCRATCH, WOVEN_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH, ROUGH_SCRATCH,
-                   NUM_SCRATCHES };
-
-static void *scratch(enum scratch_use use, size_t bytes) {
-    static _Thread_local struct {
-        void *at;
-        size_t bytes;
-    } kept[NUM_SCRATCHES];
-    if (kept[use].bytes < bytes) {
-        free(kept[use].at);
-        if (posix_memalign(&kept[use].at, 64, bytes) != 0) abort(); /* MLX has no way to undo half an operation either */
-        kept[use].bytes = bytes;
-    }
-    return kept[use].at;
-}
-
-/* Memory for packed rows. */
-static float *rows_scratch(size_t count) { return (float *)scratch(ROWS_SCRATCH, (count + LANES) * sizeof(float)) + bound.kernels->shift; }
-
 static size_t whole_lanes(size_t count) { return (count + LANES - 1) / LANES * LANES; }
 
 /* Runs work over [0, total), with as much company as its size, in multiplications of eight rows, is worth. */
@@ -46,6 +26,7 @@ enum {
     PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */
     EXPANDED_BLOCK = 1 << 20,   /* and of the weights, at a time, */
     PIECE_COLUMNS = 96,         /* in pieces of a panel of rows and so many columns, a multiple of every tile */
+    GROUP_COLUMNS = 24,         /* that tiled rows are multiplied with at a time, or a multiple of them */
     MAX_PARTS = 8               /* products of the same rows that are computed side by side */
 };
 
@@ -69,7 +50,7 @@ static int is_taken_as_packed(const struct weft_weights *w, size_t m) {
 static void linear_columns(const struct panel *panel, const struct weft_weights *w, const float *weights, size_t begin, size_t end, float *c, size_t ldc) {
     struct product part = panel->rows;
     part.ldc = ldc;
-    const size_t width = whole_lanes(w->k), tile = bound.kernels->columns * (part.is_tiled ? 2 : 1); /* tiled rows take columns by two tiles */
+    const size_t width = whole_lanes(w->k), tile = part.is_tiled ? GROUP_COLUMNS : bound.kernels->columns;
     part.is_half = w->kind == WEFT_BF16 && weights == NULL && part.m <= MAX_WIDENED_ROWS;
     if (w->kind == WEFT_F32 || weights != NULL || part.is_half) {
         const size_t bytes = part.is_half ? sizeof(uint16_t) : sizeof(float);
@@ -150,8 +131,8 @@ static int is_any_taken_as_packed(const struct shared_product *s, size_t count) 
 static void over_columns(const struct shared_product *s, size_t count) {
     const size_t k = s->weights->k, width = whole_lanes(k);
     struct panel panels[MAX_PARTS];
-    float *packed = rows_scratch(packed_floats(s->m, width)), *woven = NULL;
-    const int is_tiled = s->m >= bound.kernels->tiled_rows;
+    const int is_tiled = are_tiled(s->m, k);
+    float *packed = rows_scratch(packed_floats(s->m, width, is_tiled)), *woven = NULL;
     const struct product rows = {.m = s->m, .k = k, .a = s->a, .a_row = s->lda, .a_column = 1, .is_tiled = is_tiled};
     pack(&rows, packed, width);
     if (is_any_taken_as_packed(s, count)) {
@@ -161,7 +142,7 @@ static void over_columns(const struct shared_product *s, size_t count) {
     size_t n = 0;
     for (size_t i = 0; i < count; n += s[i++].weights->n) {
         panels[i] = s[i].panel;
-        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = width, .a_column = 1, .is_tiled = is_tiled};
+        panels[i].rows = (struct product){.m = s->m, .k = k, .alpha = 1.0f, .a = packed, .a_row = packed_row(width, is_tiled), .a_column = 1, .is_tiled = is_tiled};
         panels[i].woven = woven;
     }
     const struct side_by_side all = {s, panels, count};
@@ -177,7 +158,7 @@ struct packing {
 static void pack_rows(const void *subject, size_t begin, size_t end) {
     const struct packing *p = subject;
     const struct product part = rows_of(&p->rows, begin, end);
-    pack(&part, p->to + begin * p->width, p->width);
+    pack(&part, p->to + begin * packed_row(p->width, p->rows.is_tiled), p->width);
 }
 
 struct expansion {
@@ -220,10 +201,10 @@ static void grid_pieces(const void *subject, size_t begin, size_t end) {
     }
 }
 
-/* Rows of a panel: few enough to stay in the second cache level, and nearly as many as in the others. */
-static size_t panel_rows(size_t m, size_t width) {
-    const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
-    return pieces_of(pieces_of(m, pieces_of(m, most)), 12) * 12; /* a multiple of every tile */
+/* Rows of a panel: few enough to stay in cache, and nearly as many as in the others. */
+static size_t panel_rows(size_t m, size_t width, int is_tiled) {
+    const size_t whole = is_tiled ? BLOCK_ROWS : 12; /* a multiple of every tile */
+    return pieces_of(pieces_of(m, pieces_of(m, most_panel_rows(width, is_tiled))), whole) * whole;
 }
 
 /* Columns of a block whose weights are expanded together; all of them where there is nothing to expand. */
@@ -240,15 +221,15 @@ static int is_taken_as_it_is(const struct product *rows) { return !rows->is_tile
 static void over_pieces(const struct shared_product *parts, size_t count, size_t first, size_t m) {
     const size_t k = parts->weights->k, width = whole_lanes(k);
     struct product rows = {.m = m, .k = k, .alpha = 1.0f, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1,
-                           .is_tiled = m >= bound.kernels->tiled_rows};
+                           .is_tiled = are_tiled(m, k)};
     if (!is_taken_as_it_is(&rows)) {
-        const struct packing packing = {rows, rows_scratch(packed_floats(m, width)), width};
-        share_sized(pack_rows, &packing, m, 12, m * width);
-        rows.a = packing.to, rows.a_row = width;
+        const struct packing packing = {rows, rows_scratch(packed_floats(m, width, rows.is_tiled)), width};
+        share_sized(pack_rows, &packing, m, BLOCK_ROWS, m * width);
+        rows.a = packing.to, rows.a_row = packed_row(width, rows.is_tiled);
     }
     for (const struct shared_product *s = parts; s < parts + count; s++) {
         const size_t n = s->weights->n, columns = block_columns(s);
-        struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width)};
+        struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width, rows.is_tiled)};
         grid.whole.first = first;
         grid.whole.rows = rows;
         for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {

@@ -9,7 +9,6 @@
  */
 #define PARTS (LANES / WIDTH)
 #define STRETCH 576
-#define KEPT_ROWS 240 /* a multiple of DOT_ROWS */
 #define AXPY_STRIP (AXPY_VECTORS * WIDTH)
 #define DOT_SUMS (DOT_ROWS * DOT_COLUMNS)
 #define INLINE static inline __attribute__((always_inline)) TARGET
@@ -150,150 +149,11 @@ static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t en
     return n;
 }
 
+typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
+typedef int NAME(bits) __attribute__((vector_size(WIDTH * 4)));
+
 #if WIDTH < 16
-#define GROUP_COLUMNS (2 * DOT_COLUMNS)
-#define TILE_STEP (DOT_ROWS * WIDTH)
-#define GROUP_STEP (DOT_COLUMNS * WIDTH)
-
-/* Numbers [begin, end) of a row, or of a column's weights, as dot_tiled wants them: the parts of the sixteen lanes one after the other, in a part
- * its steps, `stride` numbers from one to the next. Zeros are added to whole lanes. */
-INLINE void NAME(tile_line)(const void *numbers, const int is_half, size_t begin, size_t end, const size_t stride, float *tile) {
-    const size_t steps = (end - begin + LANES - 1) / LANES, whole = (end - begin) / LANES;
-    for (size_t step = 0; step < whole; step++)
-        UNROLL for (int part = 0; part < PARTS; part++) {
-            const VECTOR found = NAME(weights_at)(numbers, begin + step * LANES + part * WIDTH, is_half, 1, WIDTH);
-            STORE(tile + (part * steps + step) * stride, found);
-        }
-    for (int part = 0; whole < steps && part < PARTS; part++) {
-        const size_t at = begin + whole * LANES + (size_t)part * WIDTH;
-        const VECTOR found = at < end ? NAME(weights_at)(numbers, at, is_half, 0, (int)(end - at)) : SPREAD(0.0f);
-        STORE(tile + (part * steps + whole) * stride, found);
-    }
-}
-
-/* Rows of a in tiles of DOT_ROWS, in every step WIDTH numbers of each row; rows are added to whole tiles. */
-TARGET static void NAME(tile_rows)(const struct product *p, float *tiles, size_t width) {
-    for (size_t m = 0; m < p->m; m++) {
-        float *tile = tiles + m / DOT_ROWS * DOT_ROWS * width + m % DOT_ROWS * WIDTH;
-        const float *row = p->a + m * p->a_row;
-        if (p->a_column == 1)
-            NAME(tile_line)(row, 0, 0, p->k, TILE_STEP, tile);
-        else
-            for (size_t k = 0; k < width; k++)
-                tile[(k % LANES / WIDTH * (width / LANES) + k / LANES) * TILE_STEP + k % WIDTH] = k < p->k ? row[k * p->a_column] : 0.0f;
-    }
-    for (size_t m = p->m; m % DOT_ROWS != 0; m++)
-        for (size_t step = 0; step < width / WIDTH; step++)
-            memset(tiles + m / DOT_ROWS * DOT_ROWS * width + step * TILE_STEP + m % DOT_ROWS * WIDTH, 0, WIDTH * sizeof(float));
-}
-
-/* Weights of up to GROUP_COLUMNS columns, their numbers [begin, end), in tiles as rows are. */
-TARGET static void NAME(tile_columns)(const struct product *p, size_t n, size_t columns, size_t begin, size_t end, float *tiles) {
-    const size_t size = PARTS * ((end - begin + LANES - 1) / LANES) * GROUP_STEP;
-    if (columns < GROUP_COLUMNS) memset(tiles, 0, GROUP_COLUMNS / DOT_COLUMNS * size * sizeof(float));
-    for (size_t j = 0; j < columns; j++) {
-        float *tile = tiles + j / DOT_COLUMNS * size + j % DOT_COLUMNS * WIDTH;
-        if (p->is_half)
-            NAME(tile_line)((const uint16_t *)(const void *)p->b + (n + j) * p->ldb, 1, begin, end, GROUP_STEP, tile);
-        else
-            NAME(tile_line)(p->b + (n + j) * p->ldb, 0, begin, end, GROUP_STEP, tile);
-    }
-}
-
-/* Part of the sums of one tile over some steps: two streams of numbers, each read once. */
-INLINE void NAME(tile_steps)(VECTOR sums[DOT_SUMS], const float *a, const float *b, size_t steps) {
-    for (; steps > 0; steps--, a += TILE_STEP, b += GROUP_STEP) {
-        VECTOR values[DOT_ROWS];
-        UNROLL for (int i = 0; i < DOT_ROWS; i++) values[i] = LOAD(a + i * WIDTH);
-        UNROLL for (int j = 0; j < DOT_COLUMNS; j++) {
-            const VECTOR weights = LOAD(b + j * WIDTH);
-            UNROLL for (int i = 0; i < DOT_ROWS; i++) sums[i * DOT_COLUMNS + j] = FMA(values[i], weights, sums[i * DOT_COLUMNS + j]);
-        }
-    }
-}
-
-/* One stretch of k of one part of a tile. `kept`: the sums so far, and then the new ones. */
-static TARGET __attribute__((noinline)) void NAME(tile_part)(const float *a, const float *b, size_t steps, int is_first, float *kept) {
-    VECTOR sums[DOT_SUMS];
-    if (is_first)
-        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = SPREAD(0.0f);
-    else
-        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = LOAD(kept + i * WIDTH);
-    NAME(tile_steps)(sums, a, b, steps);
-    UNROLL for (int i = 0; i < DOT_SUMS; i++) STORE(kept + i * WIDTH, sums[i]);
-}
-
-/* The last part of a tile in the last stretch, and the tile's numbers: four, and `stride` later the next four. */
-static TARGET __attribute__((noinline)) void NAME(tile_end)(const float *a, const float *b, size_t steps, int is_first, const float *kept,
-                                                            float *totals, size_t stride) {
-    VECTOR sums[DOT_SUMS];
-    const float *own = kept + (PARTS - 1) * DOT_SUMS * WIDTH;
-    if (is_first)
-        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = SPREAD(0.0f);
-    else
-        UNROLL for (int i = 0; i < DOT_SUMS; i++) sums[i] = LOAD(own + i * WIDTH);
-    NAME(tile_steps)(sums, a, b, steps);
-    UNROLL for (int i = 0; i < DOT_SUMS; i += 4) {
-        VECTOR four[PARTS][4];
-        for (int part = 0; part < PARTS; part++)
-            UNROLL for (int each = 0; each < 4; each++)
-                four[part][each] = part < PARTS - 1 ? LOAD(kept + (part * DOT_SUMS + i + each) * WIDTH) : sums[i + each];
-        SUM4(totals + i / 4 * stride, four, 0);
-    }
-}
-
-/* The same where c is not simply what was found, or has not all rows and columns of the tile. */
-static TARGET __attribute__((noinline)) void NAME(tile_edge)(const struct product *p, size_t m, size_t n, size_t rows, size_t columns, const float *a,
-                                                             const float *b, size_t steps, int is_first, const float *kept) {
-    float totals[DOT_SUMS];
-    NAME(tile_end)(a, b, steps, is_first, kept, totals, 4);
-    for (size_t i = 0; i < DOT_ROWS && i < rows; i++)
-        settle(p, m + i, n, totals + i * DOT_COLUMNS, (int)(columns < DOT_COLUMNS ? columns : DOT_COLUMNS));
-}
-
-/* Up to KEPT_ROWS rows from `first` on by a group of columns. A stretch of the columns' weights stays in the nearest cache for all rows, whose
- * sums wait meanwhile; a part of a row tile is used by all columns of the group before the next. */
-static TARGET void NAME(dot_group)(const struct product *p, size_t first, size_t m, size_t n, size_t columns) {
-    float kept[KEPT_ROWS * GROUP_COLUMNS * LANES] __attribute__((aligned(64))), group[GROUP_COLUMNS * STRETCH] __attribute__((aligned(64)));
-    const size_t num_stretches = (p->k + STRETCH - 1) / STRETCH, stretch = (p->k / num_stretches + LANES - 1) / LANES * LANES;
-    const size_t size = PARTS * DOT_SUMS * WIDTH, num_tiles = (columns + DOT_COLUMNS - 1) / DOT_COLUMNS;
-    const size_t bytes = p->is_half ? sizeof(uint16_t) : sizeof(float);
-    const int is_direct = DOT_COLUMNS == 4 && p->alpha == 1.0f && p->beta == 0.0f;
-    for (size_t begin = 0; begin < p->k; begin += stretch) {
-        const size_t end = p->k - begin < stretch ? p->k : begin + stretch, steps = (end - begin + LANES - 1) / LANES;
-        const int is_first = begin == 0;
-        const size_t next = end < p->k ? n : n + GROUP_COLUMNS, next_begin = end < p->k ? end : 0;
-        const size_t fetches = (steps * DOT_ROWS + m - 1) / m;
-        const char *ahead = NAME(column)(p, next, p->is_half) + next_begin * bytes;
-        NAME(tile_columns)(p, n, columns, begin, end, group);
-        for (size_t row = first; row < first + m; row += DOT_ROWS) {
-            for (size_t line = 0; line < fetches; line++, ahead += LANES * bytes)
-                UNROLL for (int j = 0; j < GROUP_COLUMNS; j++) __builtin_prefetch(ahead + j * p->ldb * bytes, 0, 2); /* of what is tiled next */
-            const float *a = p->a + row * p->a_row + begin / LANES * TILE_STEP;
-            float *waiting = num_stretches == 1 ? kept : kept + (row - first) * GROUP_COLUMNS * LANES;
-            for (int part = 0; part < PARTS; part++)
-                for (size_t tile = 0; tile < num_tiles; tile++) {
-                    const float *own = a + part * (p->a_row / PARTS) * DOT_ROWS, *b = group + (tile * PARTS + part) * steps * GROUP_STEP;
-                    if (end < p->k || part < PARTS - 1) {
-                        NAME(tile_part)(own, b, steps, is_first, waiting + tile * size + part * DOT_SUMS * WIDTH);
-                        continue;
-                    }
-                    const size_t at = tile * DOT_COLUMNS, rows = first + m - row;
-                    if (is_direct && rows >= DOT_ROWS && columns - at >= DOT_COLUMNS)
-                        NAME(tile_end)(own, b, steps, is_first, waiting + tile * size, p->c + row * p->ldc + n + at, p->ldc);
-                    else
-                        NAME(tile_edge)(p, row, n + at, rows, columns - at, own, b, steps, is_first, waiting + tile * size);
-                }
-        }
-    }
-}
-
-/* Columns [begin, end) of c = a b^T where the rows of a are tiled. */
-static void NAME(dot_tiled)(const struct product *p, size_t begin, size_t end) {
-    for (size_t n = begin; n < end; n += GROUP_COLUMNS)
-        for (size_t m = 0; m < p->m; m += KEPT_ROWS)
-            NAME(dot_group)(p, m, p->m - m < KEPT_ROWS ? p->m - m : KEPT_ROWS, n, end - n < GROUP_COLUMNS ? end - n : GROUP_COLUMNS);
-}
+#include "tiled.h"
 #endif
 
 /* Columns [begin, end) of c = a b^T. */
@@ -381,9 +241,6 @@ static void NAME(axpy_block)(const struct product *p, size_t begin, size_t end) 
     }
     free(copy);
 }
-
-typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
-typedef int NAME(bits) __attribute__((vector_size(WIDTH * 4)));
 
 /* e^x for x <= 0: 2^n times a polynomial over what is left; zero where that is too small for a float, NaN for NaN.
  * Adding 1.5 * 2^23 rounds to a whole number and leaves it in the lowest bits, from where it is moved to the exponent. */
@@ -746,10 +603,6 @@ TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_ro
 
 #undef PARTS
 #undef STRETCH
-#undef KEPT_ROWS
-#undef GROUP_COLUMNS
-#undef TILE_STEP
-#undef GROUP_STEP
 #undef AXPY_STRIP
 #undef DOT_SUMS
 #undef INLINE
@@ -767,6 +620,11 @@ TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_ro
 #undef SPREAD
 #undef FMA
 #undef SUM4
+#undef TURN4
+#undef LOAD_QUADS
+#undef LOAD_QUADS_HALVES
+#undef STORE_QUAD
+#undef TILE_VECTORS
 #undef DOT_HEIGHT
 #undef DOT_HEIGHTS
 #undef AXPY_HEIGHT

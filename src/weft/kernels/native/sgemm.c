@@ -24,8 +24,9 @@ enum { FEW_ROWS = 8, FEW_COLUMNS = 8, FEW_SUMS = 20, FEW_BLOCK = 24 };
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
     WAKING_WORK = 1 << 17,   /* and from here on a sleeping one, for which the system is asked to wake it */
-    STACK_FLOATS = 1 << 13,  /* rows of a that are packed without asking for memory */
     PANEL_FLOATS = 1 << 17,  /* rows of a that stay in the second cache level while the weights pass by */
+    TILED_PANEL_FLOATS = 1 << 19, /* the same of tiled rows, which are read in one sweep: the third level will do */
+    LONG_ROW = 1 << 10,      /* rows whose tiles are too long for the nearest cache */
     MIN_PANEL_ROWS = 48,     /* fewer, and the weights come from memory too often */
     SHORT_SUM = 256,         /* below, the folding of the lanes costs more than OpenBLAS's packing of many rows */
     SHORT_SUM_ROWS = 48,
@@ -58,6 +59,30 @@ static inline __attribute__((always_inline)) void settle(const struct product *p
         memcpy(c, totals, (size_t)count * sizeof(float));
     else
         settle_scaled(p, c, totals, count);
+}
+
+/* Where rows are tiled (tiled.h): rows of a tile, rows that share a piece of the weights while it is in the nearest cache, steps of such a piece, and
+ * sums that wait for others. */
+enum { TILE_ROWS = 4, BLOCK_ROWS = 16, PASS_STEPS = 128, PASS_SUMS = 4 };
+
+/* Numbers from one tiled row to the next, `width` being whole lanes: a cache line more, or passes would push each other out of the cache. */
+static size_t tiled_row(size_t width) { return width + LANES; }
+
+/* Memory of a thread that is kept from call to call; each use inside one call has its own. */
+enum scratch_use { ROWS_SCRATCH, GROUP_SCRATCH, WOVEN_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH, ROUGH_SCRATCH,
+                   NUM_SCRATCHES };
+
+static void *scratch(enum scratch_use use, size_t bytes) {
+    static _Thread_local struct {
+        void *at;
+        size_t bytes;
+    } kept[NUM_SCRATCHES];
+    if (kept[use].bytes < bytes) {
+        free(kept[use].at);
+        if (posix_memalign(&kept[use].at, 64, bytes) != 0) abort(); /* MLX has no way to undo half an operation either */
+        kept[use].bytes = bytes;
+    }
+    return kept[use].at;
 }
 
 /* ---- the instruction sets: all add in the same order, and those with a fused multiply-add agree bit for bit */
@@ -120,6 +145,14 @@ AVX2 static inline __attribute__((always_inline)) void avx2_sum4(float *totals, 
     _mm_storeu_ps(totals, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xA));
 }
 
+/* In each half four vectors of four, turned. */
+AVX2 static inline __attribute__((always_inline)) void avx2_turn4(__m256 four[4]) {
+    const __m256 a = _mm256_unpacklo_ps(four[0], four[1]), b = _mm256_unpackhi_ps(four[0], four[1]);
+    const __m256 c = _mm256_unpacklo_ps(four[2], four[3]), d = _mm256_unpackhi_ps(four[2], four[3]);
+    four[0] = _mm256_shuffle_ps(a, c, 0x44), four[1] = _mm256_shuffle_ps(a, c, 0xEE);
+    four[2] = _mm256_shuffle_ps(b, d, 0x44), four[3] = _mm256_shuffle_ps(b, d, 0xEE);
+}
+
 AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some(const float *from, int count) {
     const __m256i lanes = _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0);
     return _mm256_maskload_ps(from, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes));
@@ -147,6 +180,11 @@ AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some_halves(c
 #define SPREAD(x) _mm256_set1_ps(x)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define SUM4(totals, parts, i) avx2_sum4(totals, parts[0] + (i), parts[1] + (i))
+#define TURN4(four) avx2_turn4(four)
+#define LOAD_QUADS(p, apart) _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps((p) + (apart)), 1)
+#define LOAD_QUADS_HALVES(p, apart) avx2_widen(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(p)), _mm_loadl_epi64((const __m128i *)((p) + (apart)))))
+#define STORE_QUAD(p, v, part) _mm_storeu_ps(p, (part) == 0 ? _mm256_castps256_ps128(v) : _mm256_extractf128_ps(v, 1))
+#define TILE_VECTORS 3
 #define DOT_ROWS 3
 #define DOT_COLUMNS 4
 #define AXPY_ROWS 3
@@ -183,6 +221,12 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
+/* Four vectors of four, turned. */
+static inline __attribute__((always_inline)) void plain_turn4(four rows[4]) {
+    const four a = rows[0], b = rows[1], c = rows[2], d = rows[3];
+    for (int i = 0; i < 4; i++) rows[i] = (four){a[i], b[i], c[i], d[i]};
+}
+
 #define PLAIN_SUM(parts, i) plain_sum(parts[0][i], parts[1][i], parts[2][i], parts[3][i])
 #define NAME(x) plain_##x
 #define TARGET
@@ -202,12 +246,18 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
 #endif
 #define SUM4(totals, parts, i) \
     for (int each = 0; each < 4; each++) (totals)[each] = PLAIN_SUM(parts, (i) + each)
+#define TURN4(rows) plain_turn4(rows)
+#define LOAD_QUADS(p, apart) plain_load(p)
+#define LOAD_QUADS_HALVES(p, apart) plain_load_some_halves(p, 4)
+#define STORE_QUAD(p, v, part) memcpy(p, &(v), sizeof(four))
 #if defined(__aarch64__)
 #define DOT_ROWS 4
 #define DOT_COLUMNS 6
+#define TILE_VECTORS 6
 #else
 #define DOT_ROWS 3
 #define DOT_COLUMNS 4
+#define TILE_VECTORS 2
 #endif
 #define AXPY_ROWS 3
 #define AXPY_VECTORS 4
@@ -219,7 +269,7 @@ struct kernels {
     const char *name;
     size_t columns; /* of a tile of dot products */
     size_t shift;   /* numbers before the first row of a, so that rows and weights lie in different halves of a cache line */
-    size_t tiled_rows; /* from so many rows on they are tiled */
+    size_t tiled_rows; /* from so many long rows on they are tiled */
     void (*tile)(const struct product *, float *tiles, size_t width);
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
@@ -244,20 +294,21 @@ struct kernels {
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
-#define KERNELS(set, columns, shift, tiled_rows, tile, few, weave, fast_rows)                                                                              \
-    {#set, columns, shift, tiled_rows, tile, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
+#define KERNELS(name, set, columns, shift, tiled_rows, tile, few, weave, fast_rows)                                                                              \
+    {name, columns, shift, tiled_rows, tile, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
      set##_soften, set##_silu_block, set##_gated_block, set##_add_block, set##_gate_block, set##_norm_row, set##_turn_row,    \
      set##_recur_block, set##_expand, few, weave, set##_convolve, set##_most, set##_weigh, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    KERNELS(avx512, 6, 0, SIZE_MAX, NULL, avx512_few, avx512_weave, SIZE_MAX),
-    KERNELS(avx2, 4, 8, 9, avx2_tile_rows, NULL, NULL, 12),
+    KERNELS("avx512", avx512, 6, 0, 0, NULL, avx512_few, avx512_weave, SIZE_MAX),
+    KERNELS("avx2", avx2, 4, 8, 13, avx2_tile_rows, NULL, NULL, 12),
 #endif
 #if defined(__aarch64__)
-    KERNELS(plain, 6, 0, 12, plain_tile_rows, NULL, NULL, 8),
+    KERNELS("plain", plain, 6, 0, 12, plain_tile_rows, NULL, NULL, 8),
 #else
-    KERNELS(plain, 4, 0, 12, plain_tile_rows, NULL, NULL, 8),
+    KERNELS("plain", plain, 4, 0, 0, NULL, NULL, NULL, 8),
+    KERNELS("plain_tiled", plain, 4, 0, 1, plain_tile_rows, NULL, NULL, 8), /* what aarch64 runs, for tests elsewhere */
 #endif
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
@@ -265,11 +316,11 @@ enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
 static int can_run(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (strcmp(name, "avx512") == 0) 
+    if (strcmp(name, "avx512") == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
     if (strcmp(name, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-    return strcmp(name, "plain") == 0;
+    return strncmp(name, "plain", 5) == 0;
 }
 
 /* ---- what MLX calls */
@@ -316,8 +367,16 @@ static void axpy_rows(const void *whole, size_t begin, size_t end) {
     bound.kernels->axpy(&part, 0, part.n);
 }
 
-/* Numbers that so many packed rows take; tiles are whole ones, of up to six rows. */
-static size_t packed_floats(size_t m, size_t width) { return (m + 5) * width; }
+/* Whether so many rows are tiled; short ones stay in the nearest cache as they are, and turning weights does not pay for few of them. */
+static int are_tiled(size_t m, size_t k) { return bound.kernels->tile != NULL && m >= bound.kernels->tiled_rows * (k < LONG_ROW ? 2 : 1); }
+
+/* Numbers from one packed row to the next. */
+static size_t packed_row(size_t width, int is_tiled) { return is_tiled ? tiled_row(width) : width; }
+
+/* Numbers that so many packed rows take; blocks of tiles are whole ones. */
+static size_t packed_floats(size_t m, size_t width, int is_tiled) {
+    return (is_tiled ? (m + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS : m) * packed_row(width, is_tiled);
+}
 
 /* The rows of a as the dot kernels want them, each beginning on a cache line. */
 static void pack(const struct product *p, float *packed, size_t width) {
@@ -335,31 +394,29 @@ static void pack(const struct product *p, float *packed, size_t width) {
     }
 }
 
-static void dot_panels(const struct product *p, size_t rows, float *packed, size_t width) {
-    for (size_t m = 0; m < p->m; m += rows) {
-        struct product panel = rows_of(p, m, p->m - m < rows ? p->m : m + rows);
-        panel.is_tiled = panel.m >= bound.kernels->tiled_rows;
-        pack(&panel, packed, width);
-        panel.a = packed;
-        panel.a_row = width;
-        panel.a_column = 1;
-        share(dot_columns, &panel, panel.n, 24);
-    }
+/* The most rows of a panel: few enough to stay in cache while the weights pass by, and whole blocks of tiles. */
+static size_t most_panel_rows(size_t width, int is_tiled) {
+    const size_t fit = (is_tiled ? TILED_PANEL_FLOATS : PANEL_FLOATS) / width;
+    return (fit < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : fit) / BLOCK_ROWS * BLOCK_ROWS;
 }
+
+/* Memory for packed rows. */
+static float *rows_scratch(size_t count) { return (float *)scratch(ROWS_SCRATCH, (count + LANES) * sizeof(float)) + bound.kernels->shift; }
 
 static int dot_product(const struct product *p) {
     const size_t width = (p->k + LANES - 1) / LANES * LANES;
-    const size_t most = PANEL_FLOATS / width < MIN_PANEL_ROWS ? MIN_PANEL_ROWS : PANEL_FLOATS / width;
-    const size_t rows = p->m < most ? p->m : most;
-    if (packed_floats(rows, width) <= STACK_FLOATS) {
-        float packed[STACK_FLOATS + LANES] __attribute__((aligned(64)));
-        dot_panels(p, rows, packed + bound.kernels->shift, width);
-        return 1;
+    const int is_tiled = are_tiled(p->m, p->k);
+    const size_t most = most_panel_rows(width, is_tiled), rows = p->m < most ? p->m : most;
+    float *packed = rows_scratch(packed_floats(rows, width, is_tiled));
+    for (size_t m = 0; m < p->m; m += rows) {
+        struct product panel = rows_of(p, m, p->m - m < rows ? p->m : m + rows);
+        panel.is_tiled = is_tiled;
+        pack(&panel, packed, width);
+        panel.a = packed;
+        panel.a_row = packed_row(width, is_tiled);
+        panel.a_column = 1;
+        share(dot_columns, &panel, panel.n, 24);
     }
-    void *packed;
-    if (posix_memalign(&packed, 64, (packed_floats(rows, width) + LANES) * sizeof(float)) != 0) return 0;
-    dot_panels(p, rows, (float *)packed + bound.kernels->shift, width);
-    free(packed);
     return 1;
 }
 
