@@ -378,11 +378,18 @@ GUARDS = [
         "every group of a long row has its own scale (AVX-512)", "R018",
     ),
     Guard(
-        "sums-kept-between-stretches", "kernels/native/kernels.h",
-        "is_first = begin == 0;",
-        "is_first = 1;",
+        "sums-kept-between-stretches", "kernels/native/tiled.h",
+        "sums[i][j] = is_begun ? ",
+        "sums[i][j] = 0 ? ",
         "tests/kernels/test_blas.py::test_a_row_has_the_same_bits_in_any_company",
-        "sums of a long row go on from stretch to stretch (AVX2, plain)", "R018",
+        "sums of a long row go on from stretch to stretch (AVX2)", "R018",
+    ),
+    Guard(
+        "passes-in-folding-order", "kernels/native/tiled.h",
+        "#define PASS_OF(r) (((r) & 1) << 3 | ((r) & 2) << 1 | ((r) & 4) >> 1 | ((r) & 8) >> 3)",
+        "#define PASS_OF(r) (r)",
+        "tests/kernels/test_blas.py::test_a_row_has_the_same_bits_in_any_company",
+        "tiled rows add as a row alone does (AVX2)", "R018",
     ),
     Guard(
         "product-in-any-company", "kernels/native/sgemm.c",

@@ -207,11 +207,11 @@ def test_guesses_made_behind_a_step_are_those_made_when_they_are_asked_for(adapt
 
 
 @pytest.fixture(scope="module")
-def precise() -> Iterator[Adapter]:
+def precise() -> Adapter:
     """The model with a head that guesses with the weights of its file."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:  # no longer than it is made: another may be made while it is in use
         patch.setattr(mtp_block, "light_weights", lambda layers: [weights_of(layer) for layer in layers])
-        yield adapter_for(TINY_HYBRID)
+        return adapter_for(TINY_HYBRID)
 
 
 def mixed_requests(num_rows: int) -> list[Submit]:
