@@ -93,8 +93,9 @@ INLINE void NAME(tile_step)(const int rows, const int vectors, VECTOR sums[TILE_
     }
 }
 
-/* Some steps of one pass of `tiles` tiles that lie below each other, in a `apart` numbers after the end of the one before. `kept`: of each tile the sums that
- * wait, of which `adds` are added to those found, and behind them those of a pass that `is_begun`. Sums go to `to`, of tiles and rows as far apart as said. */
+/* Some steps of one pass of `tiles` tiles that lie below each other; `apart`: numbers of a between the steps of one tile and those of the next. `kept`: of each
+ * tile the sums that wait, of which `adds` are added to those found, and behind them those of this pass if it `is_begun`. Sums go to `to`; to_tile and to_row:
+ * how far apart its tiles and rows are. */
 INLINE void NAME(run_tiles)(const int rows, const int vectors, const float *a, const float *b, size_t steps, size_t tiles, size_t apart, const float *kept,
                             int adds, int is_begun, float *to, size_t to_tile, size_t to_row) {
     const size_t across = (size_t)vectors * WIDTH;
