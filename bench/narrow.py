@@ -145,6 +145,7 @@ def of_mlx_lm() -> dict[str, float]:
     from mlx_lm.models.cache import make_prompt_cache
     from mlx_lm.utils import load_model
 
+    from bench.shapes import bare_step
     from weft.model.resolve import resolve
 
     model = load_model(resolve("smollm2"))[0]
@@ -156,15 +157,12 @@ def of_mlx_lm() -> dict[str, float]:
         mx.eval([one.state for one in cache])  # and no logits, which a prompt does not need
         return cache
 
-    def step(rows: int, cache: list[Any]) -> None:
-        mx.eval(mx.argmax(model(mx.array([[7]] * rows), cache=cache)[:, -1], axis=-1), [one.state for one in cache])
-
     found = {}
     for count in PROMPT_TOKENS:
         found[f"prompt of {count} tokens"] = least_ms(partial(read, mx.array([tokens(count)])), REPEATS)
     for rows in STEP_ROWS:
         cache = read(mx.array([tokens(CONTEXT)] * rows))
-        found[f"step of {rows} rows"] = least_ms(partial(step, rows, cache), STEPS)
+        found[f"step of {rows} rows"] = least_ms(bare_step(model, cache, rows), STEPS)
     return found
 
 
