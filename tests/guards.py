@@ -927,8 +927,8 @@ GUARDS = [
     ),
     Guard(
         "last-words-of-a-gate", "serving/engine_keeper.py",
-        "if status > 0 and self._listener.is_alive():",
-        "if False:",
+        "if status > 0 and self._listener.is_alive() and",
+        "if False and",
         "tests/serving/test_engine_keeper.py::test_what_a_gate_said_last_is_awaited_after_its_end",
         "why a gate failed is read before it is said to have failed", "R022",
     ),

@@ -13,7 +13,7 @@ import pytest
 
 from waiting import HANG_SECONDS, until
 from weft.config import GateConfig
-from weft.serving.engine_keeper import COMMAND, HOLD_SECONDS, EngineKeeper
+from weft.serving.engine_keeper import COMMAND, END_SECONDS, HOLD_SECONDS, EngineKeeper
 from weft.serving.kept_gate import GateNews
 
 CONFIG = GateConfig("m", drain_seconds=0.0)
@@ -87,6 +87,19 @@ def test_what_a_gate_said_last_is_awaited_after_its_end(tmp_path: Path) -> None:
     assert one.hold("front") == GateNews()
     said.write_text("now")
     assert until(lambda: one.hold("front").failed) == "no such model"
+    one.end()
+
+
+def test_what_a_gate_left_behind_does_not_hide_its_end(tmp_path: Path) -> None:
+    left, clock = tmp_path / "left", Clock()
+    os.mkfifo(left)
+    one = keeper(f"import os; os.fork() and os._exit(1); open({str(left)!r}).read()", clock)
+    os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+
+    assert one.hold("front") == GateNews()
+    clock.now += END_SECONDS
+    assert "status 1" in str(one.hold("front").failed)
+    left.write_text("now")
     one.end()
 
 

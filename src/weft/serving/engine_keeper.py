@@ -38,6 +38,7 @@ class EngineKeeper:
         self._environment = {**inherited, **(environment or {})}
         self._lock = threading.RLock()
         self._held_at: dict[str, float] = {"": clock()}  # by front; "": whoever has it made
+        self._ended_at: float | None = None  # when the process was first found to have ended
         with self._lock:
             self._news = GateNews()
             self._process = self._start()
@@ -49,8 +50,9 @@ class EngineKeeper:
             self._held_at.pop("", None)
             if (status := self._process.poll()) is not None and self._news.failed is None:
                 self.end()
-                if status > 0 and self._listener.is_alive():
-                    return GateNews()  # why it ended may still be unread
+                self._ended_at = self._clock() if self._ended_at is None else self._ended_at
+                if status > 0 and self._listener.is_alive() and self._clock() - self._ended_at < END_SECONDS:
+                    return GateNews()  # why it ended may still be unread; an engine it left behind may keep its output open
                 if status > 0:
                     self._news = GateNews(failed=f"its process ended with status {status}; the log of that machine has its words")
                 else:  # it was killed
@@ -96,6 +98,7 @@ class EngineKeeper:
         with contextlib.suppress(BrokenPipeError):  # it has failed already, and says why
             process.stdin.write(msgspec.json.encode(self.gate) + b"\n")
             process.stdin.flush()
+        self._ended_at = None
         self._listener = threading.Thread(target=self._listen, args=(process,), daemon=True)
         self._listener.start()
         return process
