@@ -10,7 +10,7 @@ import pytest
 from weft.kernels import blas
 
 
-@pytest.fixture(params=["avx512", "avx2", "plain", "plain_tiled"])
+@pytest.fixture(params=["avx512", "avx512_tiled", "avx2", "plain", "plain_tiled"])
 def _instructions(request: pytest.FixtureRequest) -> Iterator[None]:
     """Each of the instruction sets that weft's own operations may use, where this machine can run it."""
     library = ctypes.CDLL(str(blas.compiled_library()))

@@ -15,7 +15,7 @@ import weft.kernels.blas
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="on macOS MLX brings its own BLAS")
 
 Array = NDArray[np.float32]
-KERNELS = ("avx512", "avx2", "plain", "plain_tiled")
+KERNELS = ("avx512", "avx512_tiled", "avx2", "plain", "plain_tiled")
 SHAPES = [
     (1, 1, 16, 40, 0),
     (4, 2, 32, 70, 3),

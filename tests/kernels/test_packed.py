@@ -12,7 +12,7 @@ from weft.kernels import cpu, packed, primitives
 
 pytestmark = pytest.mark.skipif(not cpu.is_bound(mx.float32), reason="needs weft's own operations")
 
-SETS = ("avx512", "avx2", "plain", "plain_tiled")
+SETS = ("avx512", "avx512_tiled", "avx2", "plain", "plain_tiled")
 PACKINGS = [(bits, group, "affine") for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)] + [
     (4, 32, "mxfp4"),
     (4, 16, "nvfp4"),

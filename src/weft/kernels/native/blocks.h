@@ -214,8 +214,11 @@ static size_t block_columns(const struct shared_product *s) {
     return PIECE_COLUMNS * (pieces > 0 ? pieces : 1);
 }
 
-/* Whether rows need no packing: wide vectors may lie across two cache lines, and nothing has to be added to whole lanes. */
-static int is_taken_as_it_is(const struct product *rows) { return !rows->is_tiled && rows->k % LANES == 0; }
+/* Whether rows need no packing: nothing has to be added to whole lanes, and vectors lie in one cache line each, or the second costs nothing. */
+static int is_taken_as_it_is(const struct product *rows) {
+    const int is_aligned = (uintptr_t)rows->a % 64 == 0 && rows->a_row % LANES == 0;
+    return !rows->is_tiled && rows->k % LANES == 0 && (is_aligned || bound.kernels->tile == NULL);
+}
 
 /* Many rows, `m` of them from `first` on, packed once for all parts. */
 static void over_pieces(const struct shared_product *parts, size_t count, size_t first, size_t m) {

@@ -152,9 +152,7 @@ static TARGET size_t NAME(dot_many)(const struct product *p, size_t n, size_t en
 typedef float NAME(floats) __attribute__((vector_size(WIDTH * 4)));
 typedef int NAME(bits) __attribute__((vector_size(WIDTH * 4)));
 
-#if WIDTH < 16
 #include "tiled.h"
-#endif
 
 /* Columns [begin, end) of c = a b^T. */
 static void NAME(dot_block)(const struct product *p, size_t begin, size_t end) {
@@ -162,12 +160,10 @@ static void NAME(dot_block)(const struct product *p, size_t begin, size_t end) {
                                                                                            DOT_HEIGHTS(dot_only_half_)};
     static void (*const narrow[2][DOT_ROWS + 1])(const struct product *, size_t, size_t) = {DOT_HEIGHTS(dot_narrow_),
                                                                                            DOT_HEIGHTS(dot_narrow_half_)};
-#if WIDTH < 16
     if (p->is_tiled) {
         NAME(dot_tiled)(p, begin, end);
         return;
     }
-#endif
     size_t n = p->m <= DOT_ROWS ? only[p->is_half][p->m](p, begin, end) : NAME(dot_many)(p, begin, end);
     for (; n < end; n++)
         for (size_t m = 0; m < p->m; m += DOT_ROWS) narrow[p->is_half][p->m - m < DOT_ROWS ? p->m - m : DOT_ROWS](p, m, n);

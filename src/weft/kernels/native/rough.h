@@ -113,7 +113,7 @@ static void rough_columns(const void *subject, size_t begin, size_t end) {
 /* Whether a product with these weights may be computed so. */
 static int is_rough(const struct weft_weights *w) {
     const int is_packed = w->kind == WEFT_AFFINE && w->bits == 4 && w->group == ROUGH_GROUP && w->scale_kind == WEFT_F32;
-    return is_packed && strcmp(bound.kernels->name, "avx512") == 0 && __builtin_cpu_supports("avx512vnni");
+    return is_packed && strncmp(bound.kernels->name, "avx512", 6) == 0 && __builtin_cpu_supports("avx512vnni");
 }
 #else
 static void round_group(const float *x, size_t group, const struct rough_row *to) {}

@@ -1,7 +1,8 @@
-/* Products of many rows with narrow vectors: columns lie in the lanes, and the sixteen running sums of a number follow each other.
+/* Products of many rows: columns lie in the lanes, and the sixteen running sums of a number follow each other.
  *
- * Included by kernels.h. Where a vector is as long as a number's sixteen running sums, dot_tile keeps those in its lanes and folds them at the
- * end. With shorter vectors that takes many registers and much shuffling, so here rows and weights are turned first: pass by pass, one for
+ * Included by kernels.h. dot_tile keeps the sixteen running sums of a number in lanes and folds them at the end. With vectors of fewer lanes that takes
+ * many registers and much shuffling; where 512 bits are multiplied twice a cycle, rows come too slowly for it: it reads 160 numbers for 384
+ * multiplications, a tile here 52 for 192. So rows and weights are turned first: pass by pass, one for
  * each remainder of k by sixteen, a tile of c adds up that running sum of all its numbers, as any matrix product adds. Passes come in the order
  * in which dot_tile folds (0 8 4 12 2 10 ...): the sums of a pass whose place ends in t ones, in binary, are added to t others that
  * wait. The additions behind one number are those of dot_tile in their order, and so are the bits.
