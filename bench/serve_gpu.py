@@ -184,6 +184,8 @@ def measure(name: str, command: list[str], port: int, streams: tuple[int, ...]) 
             if GAP_STREAMS in streams:
                 for seed in (7, 70, 700):
                     quiet, busy = asyncio.run(load_beside_long(port, model, seed))
+                    if not quiet.gaps or not busy.gaps:
+                        raise ValueError(f"{GAP_STREAMS} streams had no tokens")
                     print(
                         f"{name}: p95 gap of {GAP_STREAMS} streams beside prompts of {LONG_TOKENS} tokens "
                         f"{busy.p95_gap * 1e3:.1f} ms, {busy.p95_gap / quiet.p95_gap:.2f} × quiet; gaps in ms, "
