@@ -583,6 +583,30 @@ GUARDS = [
         "retained caches are given to one row", "R013",
     ),
     Guard(
+        "handed-over-of-failed", "engine/runner.py",
+        'sequence.finish in (None, "error")', "sequence.finish is None",
+        "tests/engine/test_handover.py::test_the_arrays_of_a_row_that_failed_are_given_to_nobody",
+        "the next turn does not go on in what a failed row computed", "R013",
+    ),
+    Guard(
+        "handed-over-while-used", "engine/runner.py",
+        'if memory.state.slab is slab and sequence.finish in (None, "error"):', "if False:",
+        "tests/engine/test_handover.py::test_steps_of_a_long_row_change_the_arrays_in_place_that_it_was_prefilled_in",
+        "a long row's arrays are its own while it decodes in them", "R013",
+    ),
+    Guard(
+        "handed-over-let-go", "engine/runner.py",
+        "            let_go(memory.own)\n", "",
+        "tests/engine/test_handover.py::test_steps_of_a_long_row_change_the_arrays_in_place_that_it_was_prefilled_in",
+        "steps of a long row copy nothing", "R013",
+    ),
+    Guard(
+        "handed-over-with-room", "memory/slabs.py",
+        "not length < room <= capacity + HANDOVER_SLACK", "not length <= room",
+        "tests/memory/test_slabs.py::test_other_rows_are_copied",
+        "arrays that are handed over have room, and not much too much of it", "R013",
+    ),
+    Guard(
         "retained-of-invalid", "engine/prefix.py",
         "for node in [node for node in self._kept if node.is_detached]:",
         "for node in []:",

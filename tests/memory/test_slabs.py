@@ -123,6 +123,67 @@ def test_room_is_made_for_rows_in_sight_and_for_no_others() -> None:
     assert len(crowd.slabs[0].rows) == 3
 
 
+def with_room(length: int, mark: float, room: int) -> list[LayerContents]:
+    """Contents whose arrays have room for so many tokens, as a row's caches have."""
+    whole, _, state = contents(room, mark)
+    assert isinstance(whole, KeyValues)
+    keys, values = whole.keys, whole.values
+    return [KeyValues(keys[:, :, :length], values[:, :, :length], (keys, values)), state]
+
+
+def handed_over(length: int, room: int, **settings: int) -> tuple[Pool, RowState, KeyValues]:
+    """A pool that takes over rows of 40 tokens, its first row, and that row's arrays."""
+    rows = Pool([FULL, STATE], **{"slab_tokens": 256, "max_rows": 4, "handover_tokens": 40, **settings})
+    held, row = with_room(length, 1.0, room), RowState()
+    rows.allocate(row, held, length)
+    assert isinstance(held[0], KeyValues)
+    assert held[0].planes is not None
+    return rows, row, KeyValues(*held[0].planes)
+
+
+def test_a_long_rows_arrays_become_its_slab() -> None:
+    rows, row, own = handed_over(50, 64)
+
+    assert row.slab is not None
+    assert row.slab.is_handed_over
+    assert (row.slab.layers[0].keys is own.keys, row.slab.layers[0].values is own.values) == (True, True)
+    assert (row.slab.capacity, row.slot, rows.slabs) == (64, 0, [row.slab])
+    assert row.loose is not None
+    assert row.loose[1][0] is not None
+
+
+@pytest.mark.parametrize(
+    ("length", "room"),
+    [pytest.param(39, 64, id="short"), pytest.param(50, 50, id="full"), pytest.param(50, 2000, id="too much room")],
+)
+def test_other_rows_are_copied(length: int, room: int) -> None:
+    rows, row, own = handed_over(length, room)
+
+    assert row.slab is not None
+    assert not row.slab.is_handed_over
+    assert row.slab.layers[0].keys is not own.keys
+    assert rows.capacity_of(row) > length
+
+
+def test_a_row_with_a_sliding_window_is_copied() -> None:
+    rows = pool(handover_tokens=40)
+
+    assert not allocate(rows, 100, 1.0).slab.is_handed_over  # type: ignore[union-attr]
+
+
+def test_a_row_that_outgrows_the_arrays_it_handed_over_moves_and_leaves_them_as_they_are() -> None:
+    rows, row, own = handed_over(64, 65)
+    row.length += 1
+    before = np.array(own.keys)
+    rows.grow(row)
+
+    assert row.slab is not None
+    assert not row.slab.is_handed_over
+    keys = np.array(row.slab.layers[0].keys[row.slot, 0, :, 0])
+    assert keys[:65].tolist() == [1000 + place for place in range(65)]
+    assert np.array_equal(np.array(own.keys), before)
+
+
 def test_constant_shapes_depend_on_the_class_alone() -> None:
     rows = Pool(SPECS, slab_tokens=256, max_rows=4, constant_shapes=True)
     allocate(rows, 20, 1.0)

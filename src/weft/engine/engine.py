@@ -462,9 +462,12 @@ class Engine:
         if sequence.max_tokens == 0 and not sequence.is_finished:
             self._finish(sequence, "length")
 
-    def _release_finished(self) -> None:
+    def _release_finished(self, *, is_intact: bool = True) -> None:
+        """Free what finished sequences hold; `is_intact`: the caches that they decoded in are good for the next turn."""
         for sequence in self.scheduler.drop_finished():
             self.mask_prices.forget(sequence)
+            if is_intact:
+                self.prefix.retain(sequence)
             self.runner.release(sequence)
             self._release_prefix(sequence)
 
@@ -508,7 +511,7 @@ class Engine:
             raise InternalError(f"{self.num_failed_turns} turns failed one after the other; the last: {error}") from error
         self.order.pending = None
         self.runner.drain()
-        self._release_finished()
+        self._release_finished(is_intact=False)
         for sequence in [one for one in reversed(self.scheduler.running) if one.is_prefilled or one in suspects]:
             self._preempt(sequence)
         self.runner.reset()

@@ -155,12 +155,19 @@ class PrefixSharing:
         fork.timings.reuse = PrefixReuse("whole", fork.num_computed)
 
     def release_allocated(self, sequence: Sequence) -> None:
-        """Unpin the prefix of a row that has copied its states; keep its prefill caches for the conversation's next turn."""
-        retained, node = self.runner.take_retained(sequence), sequence.prefix.node
-        if node is not None and sequence.is_prefilled:
-            if retained is not None and not sequence.prefix.is_private and node.length == retained[1]:
-                self.retained.keep(node, retained[0], self.runner.adapter.bytes_of(retained[0]))
+        """Unpin the prefix of a row that has its states in the pool; keep its prefill caches for the conversation's next turn."""
+        cursor = sequence.prefix
+        if cursor.node is not None and sequence.is_prefilled:
+            cursor.prompt_node = cursor.node
             self._unpin(sequence)
+        self.retain(sequence)
+
+    def retain(self, sequence: Sequence) -> None:
+        """Keep the caches a row was prefilled in for the conversation's next turn, once its own steps do without them."""
+        retained, cursor = self.runner.take_retained(sequence), sequence.prefix
+        node = cursor.prompt_node
+        if retained is not None and node is not None and not cursor.is_private and node.length == retained[1]:
+            self.retained.keep(node, retained[0], self.runner.adapter.bytes_of(retained[0]))
 
     def release(self, sequence: Sequence) -> None:
         """Unpin a sequence's prefix and drop its pending disk load; chunks of an unfinished prompt are queued to disk."""

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from weft.engine.sampler import Logprobs
 from weft.engine.scheduler import Row
-from weft.memory.slabs import RowState
+from weft.memory.slabs import RowState, Slab
 from weft.model.adapter import Chunk
 from weft.model.saved_state import LayerCaches
 
@@ -24,6 +24,7 @@ class RowMemory:
     own: LayerCaches | None = None
     state: RowState = field(default_factory=RowState)
     retained: tuple[LayerCaches, int] | None = None  # its own caches once it has a slot, and how many tokens they hold
+    handed_over: Slab | None = None  # what the arrays of its retained caches are now, until its steps do without them
     chunk: Chunk | None = None
     together: tuple[Row, ...] = ()  # the prompts' chunks that the chunk's forward computes, where it is not this one's alone
     shares_arrays: bool = False  # its own states are parts of arrays that hold those of other rows too

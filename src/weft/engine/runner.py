@@ -34,9 +34,12 @@ from weft.memory.spec import Recurrent, RowContents, mismatch
 from weft.memory.transfer import ON_CUDA, to_device
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
-from weft.model.saved_state import LayerCaches, SavedState, restore, save_block, save_checkpoint, unpack
+from weft.model.saved_state import LayerCaches, SavedState, let_go, restore, save_block, save_checkpoint, take_back, unpack
 
 log = logging.getLogger("weft.engine")
+
+HANDOVER_TOKENS = 512  # a row of so many hands over its arrays to the pool: on a CPU copying 1,100 tokens of smollm2 takes 20 ms
+HANDOVER_ROOM = 256  # tokens of an answer that such a row's arrays have room for from the start
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class Runner:
             max_rows=self.config.max_rows,
             coarse_tokens=self.config.coarse_tokens,
             constant_shapes=self.config.width is not None,
+            # Other steps compute slab by slab: the fewer of them, the better.
+            handover_tokens=HANDOVER_TOKENS if self.has_fused_steps else None,
         )
         self.guesses = Guesses(self.adapter, self.pool, self._batches, is_ragged=self.has_fused_steps)
 
@@ -421,9 +426,19 @@ class Runner:
         successor.memory, sequence.memory = sequence.memory, None
 
     def take_retained(self, sequence: Sequence) -> tuple[LayerCaches, int] | None:
-        """Take the caches a row was prefilled in before it got a pool slot, and their token count; None if there are none."""
-        memory = _memory(sequence)
-        retained, memory.retained = memory.retained, None
+        """Take the caches a row was prefilled in before it got a pool slot, and their token count; None if there are none.
+
+        Those whose arrays were handed over come when the row has moved to other ones, or has ended well.
+        """
+        memory = sequence.memory
+        if not isinstance(memory, RowMemory) or memory.retained is None:
+            return None
+        slab = memory.handed_over
+        if slab is not None:
+            if memory.state.slab is slab and sequence.finish in (None, "error"):
+                return None
+            take_back(memory.retained[0], slab.layers)
+        retained, memory.retained, memory.handed_over = memory.retained, None, None
         return retained
 
     def adopt(self, sequence: Sequence, caches: LayerCaches) -> None:
@@ -477,6 +492,10 @@ class Runner:
     def _retain(sequence: Sequence) -> None:
         """Keep the caches of a row that is in the pool now aside, for the conversation's next turn."""
         memory = _memory(sequence)
+        slab = memory.state.slab
+        if memory.own is not None and slab is not None and slab.is_handed_over:
+            let_go(memory.own)
+            memory.handed_over = slab
         if memory.own is not None and not memory.shares_arrays:  # else it would keep other rows' states too
             memory.retained = memory.own, sequence.num_computed
         memory.own = None
@@ -497,7 +516,9 @@ class Runner:
             log.warning("a row does not fit into the batch, so it decodes alone, which is slower: %s", refusal.reason)
 
     def _restored_caches(self, sequence: Sequence) -> LayerCaches:
-        node, caches = sequence.prefix.node, self.adapter.new_caches(len(sequence.prefill_ids))
+        is_long = self.has_fused_steps and len(sequence.prefill_ids) >= HANDOVER_TOKENS
+        answer = min(sequence.max_tokens, HANDOVER_ROOM) if is_long else 0
+        node, caches = sequence.prefix.node, self.adapter.new_caches(len(sequence.prefill_ids) + answer)
         if node is None:
             return caches
         self.faults.at("restore", sequence)

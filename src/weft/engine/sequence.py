@@ -36,6 +36,7 @@ class PrefixCursor:
 
     node: Node | None = None  # pinned: its prompt is computed up to here by whoever computed it first
     first_own_node: Node | None = None  # the first node that this sequence computed itself
+    prompt_node: Node | None = None  # not pinned: where its prompt ended when it began to decode
     is_private: bool = False  # what it computes is not entered into the tree
     is_loading: bool = False  # it waits for the disk tier
     has_asked_disk: bool = False

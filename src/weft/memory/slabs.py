@@ -1,12 +1,12 @@
 """Memory of decoding rows: KV slabs (arrays of slots, by capacity class) and tables of recurrent states.
 
 A slab is [slots, heads, capacity, dim] per layer. Joining takes a free slot, leaving frees it, outgrowing moves that one
-row up a class; nobody else's keys and values are touched.
+row up a class; nobody else's keys and values are touched. A long row may hand over its own arrays: a slab of one slot.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import mlx.core as mx
 
@@ -15,6 +15,7 @@ from weft.memory.spec import FullAttention, Geometry, KeyValues, LayerSpec, Plan
 
 SMALLEST_CAPACITY = 32
 GROWTH_ROOM = 32  # a row is allocated with room for one in so many of its tokens
+HANDOVER_SLACK = 512  # tokens of room beyond its capacity class that an array which is handed over may have
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,17 @@ class Slab:
             return mx.zeros((slots, plane.heads, spec.slots_needed(capacity), plane.dim), plane.dtype)
 
         self.capacity = capacity
+        self.is_handed_over = False  # made of the arrays that its only row was prefilled in
         self.rows: list[RowState | None] = [None] * slots
         kinds = {layer: spec for layer, spec in enumerate(specs) if isinstance(spec, FullAttention)}
         self.layers = {layer: KeyValues(zeros(spec, spec.keys), zeros(spec, spec.values)) for layer, spec in kinds.items()}
+
+    @classmethod
+    def of_row(cls, layers: Mapping[int, KeyValues], capacity: int, specs: Sequence[LayerSpec]) -> Self:
+        """Make a slab of one slot of a row's own keys and values, which have room for `capacity` tokens."""
+        slab = cls(capacity, 1, specs)
+        slab.layers, slab.is_handed_over = dict(layers), True
+        return slab
 
     @property
     def occupied(self) -> list[RowState]:
@@ -176,12 +185,14 @@ class Pool:
         max_rows: int,
         coarse_tokens: int | None = None,
         constant_shapes: bool = False,
+        handover_tokens: int | None = None,
     ) -> None:
         self.specs = list(specs)
         self.slab_tokens = slab_tokens
         self.coarse_tokens = slab_tokens // 4 if coarse_tokens is None else coarse_tokens  # up to here classes are wide
         self.max_rows = max_rows
         self.constant_shapes = constant_shapes  # a slab's slots depend on its class alone, not on who is there
+        self.handover_tokens = handover_tokens  # rows of so many tokens hand over their arrays; None: all rows are copied
         self.slabs: list[Slab] = []
         self.tables: dict[Slab | None, StateTable] = {}  # None: one table over all slabs, for steps through the seam
         self.has_positions = any(isinstance(spec, FullAttention) for spec in specs)
@@ -211,14 +222,36 @@ class Pool:
         return refusal_by(self.specs, contents, length)
 
     def allocate(self, row: RowState, contents: RowContents, length: int, upcoming: Sequence[int] = ()) -> None:
-        """Copy a row's keys and values into a free slot; its recurrent states are only referenced. Check `refusal` first."""
+        """Copy a row's keys and values into a free slot, or take them over if the row is long. Check `refusal` first.
+
+        Its recurrent states are only referenced.
+        """
         row.length, row.unread = length, 0
+        row.loose = [content if isinstance(content, tuple) else () for content in contents]
         capacity = self._first_capacity(length)
+        if (slab := self._handed_over(contents, length, capacity)) is not None:
+            self.slabs.append(slab)
+            row.slab, row.slot, slab.rows[0] = slab, 0, row
+            return
         slab = self._place(row, capacity, 1 + sum(self._first_capacity(other) == capacity for other in upcoming))
         for layer, content in enumerate(contents):
             if isinstance(content, KeyValues) and length:
                 slab.write(layer, row.slot, length - content.keys.shape[2], content)
-        row.loose = [content if isinstance(content, tuple) else () for content in contents]
+
+    def _handed_over(self, contents: RowContents, length: int, capacity: int) -> Slab | None:
+        """Return a slab made of a long row's own arrays; None if it is to be copied into one of this capacity.
+
+        Arrays that have much more room than that are copied, and those of a sliding window, which are no ring yet.
+        """
+        if self.handover_tokens is None or length < self.handover_tokens:
+            return None
+        planes = {layer: content.planes for layer, content in enumerate(contents) if isinstance(content, KeyValues)}
+        layers = {layer: KeyValues(*pair) for layer, pair in planes.items() if pair is not None}
+        rooms = {array.shape[2] for held in layers.values() for array in (held.keys, held.values)}
+        room = min(rooms, default=0)
+        if len(layers) < len(planes) or len(rooms) != 1 or not length < room <= capacity + HANDOVER_SLACK:
+            return None
+        return Slab.of_row(layers, room, self.specs)
 
     def allocate_all(self, new: Sequence[NewRow], upcoming: Sequence[int] = ()) -> None:
         """Copy the contents of several rows, as `allocate` does."""

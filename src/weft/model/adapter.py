@@ -248,6 +248,7 @@ class Adapter:
         max_rows: int,
         coarse_tokens: int | None = None,
         constant_shapes: bool = False,
+        handover_tokens: int | None = None,
         way: Way | None = None,
     ) -> AnyPool:
         """Make an empty pool for rows that decode together, of pages where the step is fused; `way`: the model's own if None."""
@@ -259,6 +260,7 @@ class Adapter:
             max_rows=max_rows,
             coarse_tokens=coarse_tokens,
             constant_shapes=constant_shapes,
+            handover_tokens=handover_tokens,
         )
 
     def new_caches(self, prompt_tokens: int) -> LayerCaches:

@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from weft.errors import UnsupportedModel
 from weft.memory.disk_files import Damaged, Packed, StoredArray
+from weft.memory.spec import KeyValues
 from weft.memory.transfer import ON_CUDA
 
 LayerCaches = list[Any]  # mlx-lm's own cache objects, one per layer, for one row
@@ -119,6 +120,20 @@ def _joined(planes: Sequence[mx.array], num_tokens: int) -> mx.array:
     batch, heads, _, width = planes[0].shape
     left = num_tokens - sum(plane.shape[2] for plane in planes)
     return mx.concatenate([*planes, mx.zeros((batch, heads, left, width), planes[0].dtype)], axis=2)
+
+
+def let_go(caches: LayerCaches) -> None:
+    """Leave a row's keys and values, as far as they are those of KVCache layers, to whoever has their arrays now."""
+    for cache in leaves(caches):
+        if type(cache) is KVCache:
+            cache.keys = cache.values = None
+
+
+def take_back(caches: LayerCaches, layers: Mapping[int, KeyValues]) -> None:
+    """Give caches that `let_go` of their arrays these, by layer, which hold the same tokens and maybe further ones."""
+    for layer, cache in enumerate(leaves(caches)):
+        if layer in layers:
+            cache.keys, cache.values = layers[layer].keys, layers[layer].values
 
 
 def pack(saved: SavedState) -> Packed:
