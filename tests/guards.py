@@ -378,6 +378,12 @@ GUARDS = [
         "every group of a long row has its own scale (AVX-512)", "R018",
     ),
     Guard(
+        "few-rows-go-on", "kernels/native/few.h",
+        "first > 0 && i < rows * columns ? kept[i] : SPREAD(0.0f)", "SPREAD(0.0f)",
+        "tests/kernels/test_packed.py::test_rows_of_very_many_groups_have_the_bits_of_a_float32_copy",
+        "sums of few long rows go on from part to part (AVX-512)", "R018",
+    ),
+    Guard(
         "sums-kept-between-stretches", "kernels/native/tiled.h",
         "sums[i][j] = is_begun ? ",
         "sums[i][j] = 0 ? ",

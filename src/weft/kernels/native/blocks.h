@@ -20,7 +20,7 @@ static void share_sized(work_function *work, const void *subject, size_t total, 
 
 enum {
     EXPANDED_FLOATS = 1 << 12,  /* weights that are expanded for a few rows at a time: they should stay in the nearest cache */
-    MAX_FEW_ROWS = 8,           /* up to here codes of 4 and 8 bits are expanded in registers (few.h), */
+    MAX_FEW_ROWS = FEW_ROWS,    /* up to here codes of 4 and 8 bits are expanded in registers (few.h), */
     MAX_WIDENED_ROWS = 24,      /* up to here numbers of 16 bits are widened each time they are used: by few tiles of rows */
     MANY_ROWS = 48,             /* from here on rows are packed and weights expanded once, for all pieces of the product: */
     PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */

@@ -55,20 +55,20 @@ INLINE void NAME(few_read)(struct NAME(few_scales) *s, const struct weft_weights
     }
 }
 
-/* One tile of c: rows from m on and columns from n on, whose place in c is `to`. The cache lines asked for at each group belong to the
- * codes that come next. */
+/* The groups [first, last) of one tile of c: rows from m on and columns from n on, whose place in c is `to`. `kept`: the tile's sums before, and behind,
+ * where these groups are not the first, or not the last. The cache lines asked for at each group belong to the codes that come next. */
 INLINE void NAME(few_tile)(const int rows, const int columns, const int bits, const struct product *p, const struct weft_weights *w, size_t m,
-                           size_t n, size_t to) {
+                           size_t n, size_t to, size_t first, size_t last, VECTOR *kept) {
     const size_t groups = w->k / w->group, row_bytes = w->k / 8 * bits, lines = (columns * (w->group / 8) * bits + 63) / 64;
-    const uint8_t *codes = (const uint8_t *)w->codes + n * row_bytes;
-    const char *ahead = (const char *)codes + FEW_BLOCK * row_bytes;
+    const uint8_t *codes = (const uint8_t *)w->codes + n * row_bytes + first * (w->group / 8) * bits;
+    const char *ahead = (const char *)codes + FEW_AHEAD * row_bytes;
     const VECTOR digits = _mm512_loadu_ps(w->kind == WEFT_AFFINE ? FOUR_BIT_WHOLES : FOUR_BIT_FLOATS);
-    const float *a = p->a + m * p->a_row;
+    const float *a = p->a + m * p->a_row + first * w->group;
     struct NAME(few_scales) read;
     VECTOR sums[FEW_SUMS];
-    UNROLL for (int i = 0; i < FEW_SUMS; i++) sums[i] = SPREAD(0.0f);
-    for (size_t begin = 0; begin < groups; begin += GROUPS_AT_ONCE) {
-        const size_t count = groups - begin < GROUPS_AT_ONCE ? groups - begin : GROUPS_AT_ONCE;
+    UNROLL for (int i = 0; i < FEW_SUMS; i++) sums[i] = first > 0 && i < rows * columns ? kept[i] : SPREAD(0.0f);
+    for (size_t begin = first; begin < last; begin += GROUPS_AT_ONCE) {
+        const size_t count = last - begin < GROUPS_AT_ONCE ? last - begin : GROUPS_AT_ONCE;
         NAME(few_read)(&read, w, columns, n, begin, count);
         for (size_t group = 0; group < count; group++) {
             VECTOR numbers[FEW_COLUMNS], biases[FEW_COLUMNS];
@@ -81,18 +81,32 @@ INLINE void NAME(few_tile)(const int rows, const int columns, const int bits, co
             if (m == 0)
                 for (size_t line = 0; line < lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
             for (size_t i = 0; i < w->group; i += LANES, a += LANES, codes += 2 * bits) {
-                VECTOR values[FEW_ROWS];
-                UNROLL for (int row = 0; row < rows; row++) {
-                    values[row] = LOAD(a + row * p->a_row);
-                    __asm__("" : "+v"(values[row])); /* read once: the compiler would read it for every column */
-                }
-                UNROLL for (int j = 0; j < columns; j++) {
-                    const VECTOR weights = NAME(few_weights)(bits, codes + j * row_bytes, numbers[j], biases[j]);
-                    UNROLL for (int row = 0; row < rows; row++)
-                        sums[row * columns + j] = FMA(values[row], weights, sums[row * columns + j]);
+                if (rows <= FEW_LOADED) {
+                    VECTOR values[FEW_LOADED];
+                    UNROLL for (int row = 0; row < rows; row++) {
+                        values[row] = LOAD(a + row * p->a_row);
+                        __asm__("" : "+v"(values[row])); /* read once: the compiler would read it for every column */
+                    }
+                    UNROLL for (int j = 0; j < columns; j++) {
+                        const VECTOR weights = NAME(few_weights)(bits, codes + j * row_bytes, numbers[j], biases[j]);
+                        UNROLL for (int row = 0; row < rows; row++)
+                            sums[row * columns + j] = FMA(values[row], weights, sums[row * columns + j]);
+                    }
+                } else { /* there are registers for the weights, but not for the rows */
+                    VECTOR weights[FEW_COLUMNS];
+                    UNROLL for (int j = 0; j < columns; j++) weights[j] = NAME(few_weights)(bits, codes + j * row_bytes, numbers[j], biases[j]);
+                    UNROLL for (int row = 0; row < rows; row++) {
+                        VECTOR value = LOAD(a + row * p->a_row);
+                        __asm__("" : "+v"(value));
+                        UNROLL for (int j = 0; j < columns; j++) sums[row * columns + j] = FMA(value, weights[j], sums[row * columns + j]);
+                    }
                 }
             }
         }
+    }
+    if (last < groups) {
+        UNROLL for (int i = 0; i < rows * columns; i++) kept[i] = sums[i];
+        return;
     }
     float totals[FEW_SUMS];
     if (bits == 4)
@@ -102,19 +116,35 @@ INLINE void NAME(few_tile)(const int rows, const int columns, const int bits, co
     UNROLL for (int row = 0; row < rows; row++) settle(p, m + row, to, totals + row * columns, columns);
 }
 
-/* Each height of a tile is its own function, with as many columns as there are registers for; `end` may leave fewer. */
+/* Each height of a tile is its own function, with as many columns as there are registers for; `end` may leave fewer. Where rows are too long for the
+ * nearest cache all columns add up the groups that fit into it, then the next ones; up to three rows do not wait for the second cache level. */
 #define FEW_HEIGHT(rows, columns, bits)                                                                                \
     static TARGET __attribute__((noinline)) void NAME(few_##bits##_##rows)(const struct product *p, const struct weft_weights *w, size_t m, \
                                                                            size_t n, size_t end, size_t to) {         \
-        for (; n + columns <= end; n += columns, to += columns) NAME(few_tile)(rows, columns, bits, p, w, m, n, to);    \
-        for (; n < end; n++, to++) NAME(few_tile)(rows, 1, bits, p, w, m, n, to);                                      \
+        VECTOR kept[FEW_BLOCK / columns][rows * columns];                                                              \
+        const size_t groups = w->k / w->group, step = few_step(groups, rows * w->group), whole = (end - n) / columns;   \
+        for (size_t first = 0; first < groups; first += step) {                                                        \
+            const size_t last = groups - first < step ? groups : first + step;                                         \
+            for (size_t i = 0; i < whole; i++)                                                                         \
+                NAME(few_tile)(rows, columns, bits, p, w, m, n + i * columns, to + i * columns, first, last, kept[i]);   \
+        }                                                                                                              \
+        for (size_t i = whole * columns; i < end - n; i++) NAME(few_tile)(rows, 1, bits, p, w, m, n + i, to + i, 0, groups, kept[0]); \
+    }
+#define FEW_SHORT(rows, columns, bits)                                                                                 \
+    static TARGET __attribute__((noinline)) void NAME(few_##bits##_##rows)(const struct product *p, const struct weft_weights *w, size_t m, \
+                                                                           size_t n, size_t end, size_t to) {         \
+        const size_t groups = w->k / w->group;                                                                         \
+        for (; n + columns <= end; n += columns, to += columns) NAME(few_tile)(rows, columns, bits, p, w, m, n, to, 0, groups, NULL); \
+        for (; n < end; n++, to++) NAME(few_tile)(rows, 1, bits, p, w, m, n, to, 0, groups, NULL);                     \
     }
 #define FEW_HEIGHTS(bits)                                                                                              \
-    FEW_HEIGHT(1, 8, bits) FEW_HEIGHT(2, 6, bits) FEW_HEIGHT(3, 4, bits) FEW_HEIGHT(4, 4, bits)                        \
-    FEW_HEIGHT(5, 3, bits) FEW_HEIGHT(6, 3, bits) FEW_HEIGHT(7, 2, bits) FEW_HEIGHT(8, 2, bits)
+    FEW_SHORT(1, 8, bits) FEW_SHORT(2, 6, bits) FEW_SHORT(3, 4, bits) FEW_HEIGHT(4, 4, bits)                           \
+    FEW_HEIGHT(5, 3, bits) FEW_HEIGHT(6, 3, bits) FEW_HEIGHT(7, 2, bits) FEW_HEIGHT(8, 2, bits)                        \
+    FEW_HEIGHT(9, 2, bits) FEW_HEIGHT(10, 2, bits) FEW_HEIGHT(11, 2, bits) FEW_HEIGHT(12, 2, bits)
 #define FEW_NAMES(bits)                                                                                                \
     {NULL, NAME(few_##bits##_1), NAME(few_##bits##_2), NAME(few_##bits##_3), NAME(few_##bits##_4),                      \
-     NAME(few_##bits##_5), NAME(few_##bits##_6), NAME(few_##bits##_7), NAME(few_##bits##_8)}
+     NAME(few_##bits##_5), NAME(few_##bits##_6), NAME(few_##bits##_7), NAME(few_##bits##_8),                           \
+     NAME(few_##bits##_9), NAME(few_##bits##_10), NAME(few_##bits##_11), NAME(few_##bits##_12)}
 FEW_HEIGHTS(4) FEW_HEIGHTS(8)
 
 /* Columns [begin, end) of rows * weights^T into p->c, whose first column is `begin`. With four bits the rows are woven. */
@@ -129,6 +159,7 @@ TARGET static void NAME(few)(const struct product *p, const struct weft_weights 
         }
 }
 #undef FEW_HEIGHT
+#undef FEW_SHORT
 #undef FEW_HEIGHTS
 #undef FEW_NAMES
 #endif

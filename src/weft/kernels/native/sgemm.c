@@ -11,6 +11,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "pool.h"
 #include "weft.h"
@@ -18,8 +19,9 @@
 #define EXPORT __attribute__((visibility("default")))
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 enum { LANES = WEFT_LANES, STATE_ROWS = WEFT_STATE_ROWS };
-/* Of a tile whose packed weights are expanded in registers; a block of columns stays in the nearest cache for all rows. */
-enum { FEW_ROWS = 8, FEW_COLUMNS = 8, FEW_SUMS = 20, FEW_BLOCK = 24 };
+/* Of a tile whose packed weights are expanded in registers, and up to how many of its rows there are registers for; a block of columns shares what the
+ * nearest cache has of the rows; codes are asked for so many columns ahead. */
+enum { FEW_ROWS = 12, FEW_LOADED = 8, FEW_COLUMNS = 8, FEW_SUMS = 24, FEW_BLOCK = 48, FEW_AHEAD = 24 };
 
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
@@ -67,6 +69,15 @@ enum { TILE_ROWS = 4, BLOCK_ROWS = 16, PASS_STEPS = 128, PASS_SUMS = 4 };
 
 /* Numbers from one tiled row to the next, `width` being whole lanes: a cache line more, or passes would push each other out of the cache. */
 static size_t tiled_row(size_t width) { return width + LANES; }
+
+/* Numbers that the nearest cache holds. */
+static size_t near_floats = 8192;
+
+/* How many groups of a few rows are added up at a time: all, or nearly equal parts that stay in the nearest cache; `size`: the rows' numbers in a group. */
+static size_t few_step(size_t groups, size_t size) {
+    const size_t near = near_floats / size, parts = near == 0 ? groups : (groups + near - 1) / near;
+    return (groups + parts - 1) / parts;
+}
 
 /* Memory of a thread that is kept from call to call; each use inside one call has its own. */
 enum scratch_use { ROWS_SCRATCH, GROUP_SCRATCH, WOVEN_SCRATCH, WEIGHTS_SCRATCH, UP_SCRATCH, BLOCK_SCRATCH, UP_BLOCK_SCRATCH, QUERY_SCRATCH, SCORE_SCRATCH, OUTPUT_SCRATCH, ITEM_SCRATCH, LAYER_SCRATCH, ROUGH_SCRATCH,
@@ -525,6 +536,8 @@ EXPORT int weft_blas_kernels(const char *name) {
         if (!can_run(all_kernels[i].name)) continue;
         if (name == NULL ? !is_fastest(all_kernels[i].name) : strcmp(name, all_kernels[i].name) != 0) continue;
         bound.kernels = &all_kernels[i];
+        const long near_bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE); /* 0 or less where it is not known */
+        if (near_bytes > 0) near_floats = (size_t)near_bytes / sizeof(float);
         return 1;
     }
     return 0;
