@@ -39,7 +39,7 @@ from weft.model.saved_state import LayerCaches, SavedState, let_go, restore, sav
 log = logging.getLogger("weft.engine")
 
 HANDOVER_TOKENS = 512  # a row of so many hands over its arrays to the pool: on a CPU copying 1,100 tokens of smollm2 takes 20 ms
-HANDOVER_ROOM = 256  # tokens of an answer that such a row's arrays have room for from the start
+HANDOVER_ROOM = 128  # tokens of an answer that such a row's arrays have room for from the start
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from weft.memory.spec import FullAttention, Geometry, KeyValues, LayerSpec, Plan
 
 SMALLEST_CAPACITY = 32
 GROWTH_ROOM = 32  # a row is allocated with room for one in so many of its tokens
-HANDOVER_SLACK = 512  # tokens of room beyond its capacity class that an array which is handed over may have
+HANDOVER_SLACK = 384  # tokens of room beyond its capacity class that an array which is handed over may have
 
 
 @dataclass(frozen=True)
