@@ -148,3 +148,16 @@ def random_prompts(vocab_size: int, lengths: Iterable[int], seed: int = 0) -> li
     """Prompts of these lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+def restored(run: Run) -> list[int]:
+    """Return a list that gets the tokens of a prefix each time one is copied out of the tree from now on."""
+    counts: list[int] = []
+    caches = run.engine.runner._restored_caches
+
+    def counting(sequence: Sequence) -> object:
+        counts.append(sequence.num_computed)
+        return caches(sequence)
+
+    run.engine.runner._restored_caches = counting  # type: ignore[method-assign,assignment]
+    return counts

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 import scripted
-from driver import SMALL, Run, answers, random_prompts
+from driver import SMALL, Run, answers, random_prompts, restored
 from weft.engine import runner
 from weft.engine.faults import Rule
 from weft.engine.row_memory import RowMemory
@@ -58,19 +58,6 @@ def decoding(run: Run, row: Sequence) -> None:
         run.turn()
 
 
-def copied_out(run: Run) -> list[int]:
-    """Tokens that are copied out of the prefix tree from now on, each time."""
-    counts: list[int] = []
-    caches = run.engine.runner._restored_caches
-
-    def counting(sequence: Sequence) -> object:
-        counts.append(sequence.num_computed)
-        return caches(sequence)
-
-    run.engine.runner._restored_caches = counting  # type: ignore[method-assign,assignment]
-    return counts
-
-
 def test_a_long_row_decodes_in_its_own_arrays_and_a_short_one_in_a_copy(
     adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +92,7 @@ def test_the_next_turn_goes_on_in_the_arrays_that_the_last_one_decoded_in(
     run = Run(adapter, CACHED)
     first = run.submit(LONG, 12)
     run.finish()
-    counts = copied_out(run)
+    counts = restored(run)
     second = run.submit([*LONG, *first.output, *TAIL], 12)
     run.finish()
 
@@ -124,7 +111,7 @@ def test_a_row_that_outgrows_its_arrays_leaves_them_to_the_next_turn_while_it_de
     while row.num_output < tokens - 5:
         run.turn()
     assert not slab_of(row).is_handed_over
-    counts = copied_out(run)
+    counts = restored(run)
     other = run.submit([*LONG, *TAIL], 12)
     run.finish()
 

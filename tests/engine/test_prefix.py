@@ -13,7 +13,7 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from driver import SMALL, Run, adapter_for, answers, random_prompts
+from driver import SMALL, Run, adapter_for, answers, random_prompts, restored
 from sequences import sequence_of
 from waiting import until
 from weft.engine.faults import Rule
@@ -462,19 +462,6 @@ class TestCanary:
         row = run.submit(TRUNK + TAIL, 3)
         run.finish()
         assert row.output == answers(adapter, [TRUNK + TAIL], 3)[0]
-
-
-def restored(run: Run) -> list[int]:
-    """How much is copied out of the tree from now on: tokens, each time."""
-    counts: list[int] = []
-    caches = run.engine.runner._restored_caches
-
-    def counting(sequence: Sequence) -> object:
-        counts.append(sequence.num_computed)
-        return caches(sequence)
-
-    run.engine.runner._restored_caches = counting  # type: ignore[method-assign,assignment]
-    return counts
 
 
 def test_the_next_turn_of_a_conversation_goes_on_with_the_caches_of_the_last_and_nothing_is_copied(adapter: Adapter) -> None:
