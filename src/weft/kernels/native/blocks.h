@@ -22,11 +22,11 @@ enum {
     EXPANDED_FLOATS = 1 << 12,  /* weights that are expanded for a few rows at a time: they should stay in the nearest cache */
     MAX_FEW_ROWS = FEW_ROWS,    /* up to here codes of 4 and 8 bits are expanded in registers (few.h), */
     MAX_WIDENED_ROWS = 24,      /* up to here numbers of 16 bits are widened each time they are used: by few tiles of rows */
-    MANY_ROWS = 48,             /* from here on rows are packed and weights expanded once, for all pieces of the product: */
+    MANY_ROWS = 48,             /* from here on rows are packed once, and weights too where several panels of rows use them: */
     PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */
     EXPANDED_BLOCK = 1 << 20,   /* and of the weights, at a time, */
     PIECE_COLUMNS = 96,         /* in pieces of a panel of rows and so many columns, a multiple of every tile */
-    GROUP_COLUMNS = 24,         /* that tiled rows are multiplied with at a time, or a multiple of them */
+    GROUP_COLUMNS = 48,         /* that tiled rows are multiplied with at a time, or a divisor of them */
     MAX_PARTS = 8               /* products of the same rows that are computed side by side */
 };
 
@@ -201,10 +201,12 @@ static void grid_pieces(const void *subject, size_t begin, size_t end) {
     }
 }
 
-/* Rows of a panel: few enough to stay in cache, and nearly as many as in the others. */
-static size_t panel_rows(size_t m, size_t width, int is_tiled) {
+/* Rows of a panel: few enough to stay in cache and to give every thread a piece of n columns, and nearly as many as in the others. */
+static size_t panel_rows(size_t m, size_t n, size_t width, int is_tiled) {
     const size_t whole = is_tiled ? BLOCK_ROWS : 12; /* a multiple of every tile */
-    return pieces_of(pieces_of(m, pieces_of(m, most_panel_rows(width, is_tiled))), whole) * whole;
+    const size_t across = pieces_of(n, PIECE_COLUMNS), wanted = pieces_of((size_t)pool_threads(), across), useful = m / MIN_PANEL_ROWS;
+    const size_t needed = pieces_of(m, most_panel_rows(width, is_tiled)), shared = wanted < useful ? wanted : useful;
+    return pieces_of(pieces_of(m, needed > shared ? needed : shared), whole) * whole;
 }
 
 /* Columns of a block whose weights are expanded together; all of them where there is nothing to expand. */
@@ -231,15 +233,17 @@ static void over_pieces(const struct shared_product *parts, size_t count, size_t
         rows.a = packing.to, rows.a_row = packed_row(width, rows.is_tiled);
     }
     for (const struct shared_product *s = parts; s < parts + count; s++) {
-        const size_t n = s->weights->n, columns = block_columns(s);
-        struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, width, rows.is_tiled)};
+        const size_t n = s->weights->n;
+        struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, n, width, rows.is_tiled)};
+        const int is_one_panel = grid.panel_rows >= m; /* then every weight is in one piece, which expands it where it is used */
+        const size_t columns = is_one_panel ? n : block_columns(s);
         grid.whole.first = first;
         grid.whole.rows = rows;
         for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {
             grid.end = n - grid.begin < columns ? n : grid.begin + columns;
             grid.whole.column = grid.begin;
-            grid.whole.expanded = expanded_block(s->weights, BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
-            grid.whole.expanded_up = expanded_block(s->up, UP_BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
+            grid.whole.expanded = is_one_panel ? NULL : expanded_block(s->weights, BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
+            grid.whole.expanded_up = is_one_panel ? NULL : expanded_block(s->up, UP_BLOCK_SCRATCH, grid.begin, grid.end - grid.begin);
             pool_run(grid_pieces, &grid, pieces_of(m, grid.panel_rows) * pieces_of(grid.end - grid.begin, PIECE_COLUMNS), 1, 1);
         }
     }

@@ -27,8 +27,8 @@ enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
     WAKING_WORK = 1 << 17,   /* and from here on a sleeping one, for which the system is asked to wake it */
     PANEL_FLOATS = 1 << 17,  /* rows of a that stay in the second cache level while the weights pass by */
-    TILED_PANEL_FLOATS = 1 << 19, /* the same of tiled rows, which are read in one sweep: the third level will do */
-    LONG_ROW = 1 << 10,      /* rows whose tiles are too long for the nearest cache */
+    TILED_PANEL_FLOATS = 1 << 20, /* the same of tiled rows, which are read in one sweep: the third level will do */
+    LONG_ROW = 1 << 10,      /* tiles of longer rows do not fit into the nearest cache */
     MIN_PANEL_ROWS = 48,     /* fewer, and the weights come from memory too often */
     SHORT_SUM = 256,         /* below, the folding of the lanes costs more than OpenBLAS's packing of many rows */
     SHORT_SUM_ROWS = 48,
@@ -305,7 +305,7 @@ struct kernels {
     const char *name;
     size_t columns; /* of a tile of dot products */
     size_t shift;   /* numbers before the first row of a, so that rows and weights lie in different halves of a cache line */
-    size_t tiled_rows; /* from so many long rows on they are tiled */
+    size_t tiled_rows, tiled_long_rows; /* from so many rows on they are tiled, or long ones */
     void (*tile)(const struct product *, float *tiles, size_t width);
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
@@ -330,22 +330,22 @@ struct kernels {
     size_t fast_rows; /* of dot products; with more, OpenBLAS is faster (EPYC of family 25, same instructions) */
 };
 
-#define KERNELS(name, set, columns, shift, tiled_rows, tile, few, weave, fast_rows)                                                                              \
-    {name, columns, shift, tiled_rows, tile, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
+#define KERNELS(name, set, columns, shift, tiled_rows, tiled_long_rows, tile, few, weave, fast_rows)                                                             \
+    {name, columns, shift, tiled_rows, tiled_long_rows, tile, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
      set##_soften, set##_silu_block, set##_gated_block, set##_add_block, set##_gate_block, set##_norm_row, set##_turn_row,    \
      set##_recur_block, set##_expand, few, weave, set##_convolve, set##_most, set##_weigh, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
 #if defined(__x86_64__)
-    KERNELS("avx512_tiled", avx512, 6, 0, 64, avx512_tile_rows, avx512_few, avx512_weave, SIZE_MAX),
-    KERNELS("avx512", avx512, 6, 0, 0, NULL, avx512_few, avx512_weave, SIZE_MAX),
-    KERNELS("avx2", avx2, 4, 8, 13, avx2_tile_rows, NULL, NULL, 12),
+    KERNELS("avx512_tiled", avx512, 6, 0, 128, 96, avx512_tile_rows, avx512_few, avx512_weave, SIZE_MAX),
+    KERNELS("avx512", avx512, 6, 0, 0, 0, NULL, avx512_few, avx512_weave, SIZE_MAX),
+    KERNELS("avx2", avx2, 4, 8, 48, 48, avx2_tile_rows, NULL, NULL, 12),
 #endif
 #if defined(__aarch64__)
-    KERNELS("plain", plain, 6, 0, 12, plain_tile_rows, NULL, NULL, 8),
+    KERNELS("plain", plain, 6, 0, 24, 12, plain_tile_rows, NULL, NULL, 8),
 #else
-    KERNELS("plain", plain, 4, 0, 0, NULL, NULL, NULL, 8),
-    KERNELS("plain_tiled", plain, 4, 0, 1, plain_tile_rows, NULL, NULL, 8), /* what aarch64 runs, for tests elsewhere */
+    KERNELS("plain", plain, 4, 0, 0, 0, NULL, NULL, NULL, 8),
+    KERNELS("plain_tiled", plain, 4, 0, 2, 1, plain_tile_rows, NULL, NULL, 8), /* what aarch64 runs, for tests elsewhere */
 #endif
 };
 enum { NUM_KERNELS = sizeof all_kernels / sizeof *all_kernels };
@@ -414,8 +414,10 @@ static void axpy_rows(const void *whole, size_t begin, size_t end) {
     bound.kernels->axpy(&part, 0, part.n);
 }
 
-/* Whether so many rows are tiled; short ones stay in the nearest cache as they are, and turning weights does not pay for few of them. */
-static int are_tiled(size_t m, size_t k) { return bound.kernels->tile != NULL && m >= bound.kernels->tiled_rows * (k < LONG_ROW ? 2 : 1); }
+/* Whether so many rows are tiled; turning weights does not pay for few of them. */
+static int are_tiled(size_t m, size_t k) {
+    return bound.kernels->tile != NULL && m >= (k <= LONG_ROW ? bound.kernels->tiled_rows : bound.kernels->tiled_long_rows);
+}
 
 /* Numbers from one packed row to the next. */
 static size_t packed_row(size_t width, int is_tiled) { return is_tiled ? tiled_row(width) : width; }
