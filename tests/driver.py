@@ -108,6 +108,16 @@ def answers(adapter: Adapter, prompts: Iterable[list[int]], tokens: int, config:
     return [sequence.output for sequence in sequences]
 
 
+def have_same_contents(adapter: Adapter, one: list[Any], other: list[Any]) -> bool:
+    """Whether two rows' caches hold the same, bit for bit."""
+    found, wanted = (
+        [arrays if isinstance(arrays, tuple) else (arrays.keys, arrays.values) for arrays in adapter.contents(row) if arrays]
+        for row in (one, other)
+    )
+    pairs = [pair for arrays in zip(found, wanted, strict=True) for pair in zip(*arrays, strict=True)]
+    return bool(pairs) and all(mx.array_equal(*pair) for pair in pairs)
+
+
 class FloatEmbedding(nn.QuantizedEmbedding):  # type: ignore[misc]
     """MLX's packed embedding with float32 numbers: of four-bit floats it gives these in bfloat16, and Gemma 4 scales them."""
 

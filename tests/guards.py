@@ -1953,6 +1953,20 @@ GUARDS = [
         "each prompt of a forward has its own mask", "R001",
     ),
     Guard(
+        "lines-of-one-row", "kernels/delta_blocks.py",
+        "self.states_of((row[0], row[1]), 1)",
+        "self.states_of((cache.rows[0][0], cache.rows[0][1]), 1)",
+        "tests/oracle/test_together_is_alone.py::test_where_all_layers_are_fused_prompts_of_any_lengths_share_a_forward[qwen3_5]",
+        "each prompt of a forward goes on from its own states", "R001",
+    ),
+    Guard(
+        "lines-tried", "model/probe.py",
+        """        if found != "exact" and not self.adapter.is_always_ragged:  # then only equally long ones\n""",
+        """        if False:  # then only equally long ones\n""",
+        "tests/oracle/test_together_is_alone.py::test_a_model_whose_lines_do_not_have_their_own_bits_computes_equally_long_prompts_together",
+        "prompts of different lengths share a forward only where it has each one's bits", "R001",
+    ),
+    Guard(
         "group-shared", "engine/scheduler.py",
         "        return self._find_cut(one, best_cut) is None",
         "        return True",

@@ -13,7 +13,7 @@ import pytest
 from plain_prompts import PlainOperations
 from test_cuda_layers import LLAMA, QWEN, PlainKernels, model_of
 
-from driver import SMALL, Run, random_prompts
+from driver import SMALL, Run, have_same_contents, random_prompts
 from weft.engine.faults import InjectedFault
 from weft.engine.prefix import RetainedCaches
 from weft.engine.runner import Runner
@@ -377,8 +377,4 @@ def test_an_mtp_head_reads_each_prompt_by_itself(monkeypatch: pytest.MonkeyPatch
     for prompt, row in zip(prompts, rows, strict=True):
         alone = adapter.new_caches(len(prompt))
         adapter.prefill(prompt, alone)[0].finish()
-        for found, right in zip(adapter.contents(row), adapter.contents(alone), strict=True):
-            pairs = zip(
-                *(one if isinstance(one, tuple) else (one.keys, one.values) for one in (found, right) if one), strict=True
-            )
-            assert all(mx.array_equal(*pair) for pair in pairs)
+        assert have_same_contents(adapter, row, alone)

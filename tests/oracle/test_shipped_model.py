@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from driver import SMALL, Run, adapter_for, random_prompts
+from driver import SMALL, Run, adapter_for, have_same_contents, random_prompts
 from weft.model.adapter import Adapter
 from weft.model.resolve import TINY_HYBRID
 
@@ -35,3 +35,15 @@ def test_no_bit_of_the_logits_depends_on_the_crowd(adapter: Adapter) -> None:
 
 def test_at_a_constant_width_no_bit_depends_on_the_crowd_whatever_the_blas(adapter: Adapter) -> None:
     assert np.array_equal(logits_beside(adapter, 0, 8), logits_beside(adapter, 7, 8))
+
+
+def test_prompts_of_any_lengths_in_one_forward_leave_what_each_leaves_alone_its_mtp_head_included(adapter: Adapter) -> None:
+    assert adapter.head is not None
+    begun, prompts = PROMPTS[3][:50], [PROMPTS[0], PROMPTS[1], PROMPTS[3][50:], PROMPTS[7]]
+    rows = [adapter.prefilled_caches(begun) if at == 2 else adapter.new_caches(len(prompt)) for at, prompt in enumerate(prompts)]
+    adapter.prefill_together(prompts, rows, [0, 0, len(begun), 0]).finish()
+
+    for at, row in enumerate(rows):
+        alone = adapter.prefilled_caches(begun) if at == 2 else adapter.new_caches(len(prompts[at]))
+        adapter.prefill(prompts[at], alone)[0].finish()
+        assert have_same_contents(adapter, row, alone)

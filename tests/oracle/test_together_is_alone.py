@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from weft.engine.faults import Rule
 from weft.engine.sequence import Sequence
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
+from weft.memory.grouped import PromptLines
 from weft.model.adapter import Adapter
+from weft.model.loader import load
 from zoo import EXAMINED, PROMISED, VOCABULARY
 
 Build = Callable[[str], Adapter]
@@ -53,15 +56,15 @@ def solo(build: Build) -> Callable[[str], list[Answer]]:
 Solo = Callable[[str], list[Answer]]
 
 
-def forwards_of(run: Run) -> list[tuple[int, int]]:
-    """Rows and tokens of each row in every forward of prompts together from now on."""
-    found: list[tuple[int, int]] = []
+def forwards_of(run: Run) -> list[list[int]]:
+    """The tokens of each row in every forward of prompts together from now on."""
+    found: list[list[int]] = []
     adapter = run.engine.runner.adapter
     together = adapter.prefill_together
 
     class Counting(type(adapter)):  # type: ignore[misc]
         def prefill_together(self, chunks: list[list[int]], *rest: Any) -> Any:
-            found.append((len(chunks), len(chunks[0])))
+            found.append([len(chunk) for chunk in chunks])
             return together(chunks, *rest)
 
     counting = object.__new__(Counting)
@@ -90,6 +93,37 @@ def test_prompts_that_come_together_have_their_own_bits(build: Build, solo: Solo
     assert forwards
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "qwen3_moe"])
+def test_where_all_layers_are_fused_prompts_of_any_lengths_share_a_forward(build: Build, solo: Solo, name: str) -> None:
+    run = Run(build(name), SERVED, keep_logits=True)
+    run.submit([*PROMPTS[2][:20], MARK, MARK], 1)  # the third prompt goes on from a part of it
+    run.finish()
+    forwards = forwards_of(run)
+    sequences = [run.submit(prompt, TOKENS) for prompt in PROMPTS]
+    run.finish()
+
+    check(run, sequences, solo(name))
+    assert sequences[2].timings.cached_tokens > 0
+    assert len({*forwards[0]}) > 1
+    assert max(map(sum, forwards)) <= SERVED.group_tokens
+
+
+def test_a_model_whose_lines_do_not_have_their_own_bits_computes_equally_long_prompts_together(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines_of = PromptLines.__init__
+
+    def misplaced(lines: PromptLines, *given: Any) -> None:
+        lines_of(lines, *given)
+        lines.positions = lines.positions[::-1]
+
+    monkeypatch.setattr(PromptLines, "__init__", misplaced)
+    adapter = Adapter(load(checkpoint("llama")), with_vision=False)
+
+    assert adapter.ragged is None
+    assert adapter.grouping == "exact"
+
+
 def test_promised_architectures_compute_prompts_together(build: Build) -> None:
     """All but those whose layers take one mask or one offset for all rows, or share keys between layers."""
     apart = {name for name in PROMISED if build(name).grouping != "exact"}
@@ -113,7 +147,7 @@ def test_chunks_computed_together_beside_a_row_that_decodes_are_interrupted_at_e
     run.finish()
 
     check(run, sequences, solo(name)[:2])
-    assert forwards == [(2, 19)]  # as many tokens as a chunk may have
+    assert forwards == [[19, 19]]  # as many tokens as a chunk may have
     assert steps >= 2  # it went on meanwhile
 
 
@@ -123,7 +157,7 @@ def test_beside_rows_that_decode_a_forward_has_no_more_tokens_than_a_chunk(build
     for prompt in PROMPTS[:2]:
         run.submit([*prompt, 1], 1)
     run.finish()
-    assert forwards == [(2, 20)]
+    assert forwards == [[20, 20]]
     forwards.clear()
     run.submit([5, 6, 7], 80)
     run.turn()
@@ -132,8 +166,8 @@ def test_beside_rows_that_decode_a_forward_has_no_more_tokens_than_a_chunk(build
     run.finish()
 
     assert forwards
-    assert all(rows * tokens <= (8 if tokens <= 8 else 48) for rows, tokens in forwards)
-    assert max(forwards) == (2, 19)
+    assert all(sum(counts) <= (8 if counts[0] <= 8 else 48) for counts in forwards)
+    assert any(len({*counts}) > 1 for counts in forwards)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
@@ -154,7 +188,7 @@ def test_one_that_leaves_amid_a_chunk_costs_the_others_nothing(build: Build, sol
     run.finish()
 
     check(run, [*staying, again], [*solo(name)[:2], solo(name)[5]])
-    assert (3, 19) in forwards
+    assert [19, 19, 19] in forwards
     assert len(neighbour.output) == 60
 
 
@@ -180,7 +214,7 @@ def test_of_prompts_computed_together_the_one_that_fails_fails_alone(
     assert guilty.finish == "error"
     check(run, [first, last], solo(name)[:2])
     assert neighbour is None or neighbour.output == solo(name)[3][0]
-    assert forwards[0] == (3, 19)
+    assert forwards[0] == [19, 19, 19]
     assert not run.engine.scheduler.apart
 
 
@@ -193,7 +227,7 @@ def test_a_prompt_that_fails_before_its_chunk_begins_is_left_out_of_the_forward(
 
     assert guilty.finish == "error"
     check(run, [first, last], solo("llama")[:2])
-    assert forwards[0][0] == 2
+    assert len(forwards[0]) == 2
 
 
 def test_what_prompts_share_is_computed_once_all_the_same(build: Build) -> None:
@@ -206,7 +240,7 @@ def test_what_prompts_share_is_computed_once_all_the_same(build: Build) -> None:
 
     assert [one.timings.cached_tokens for one in sequences].count(0) == 1
     assert sum(one.timings.cached_tokens >= len(trunk) for one in sequences) == 3
-    assert all(rows == 1 or tokens <= 12 for rows, tokens in forwards)  # the tails alone are computed together
+    assert forwards == [[24, 19], [11] * 4]  # what they share once, beside another prompt; then their tails
 
 
 def test_prompts_of_different_tenants_are_not_computed_together(build: Build) -> None:
@@ -217,7 +251,7 @@ def test_prompts_of_different_tenants_are_not_computed_together(build: Build) ->
         run.engine.submit_all(Submit((number,), prompt, choice, tenant="one" if number else "other"))
     run.finish()
 
-    assert forwards == [(2, 16), (2, 3)]
+    assert forwards == [[16, 16], [3, 3]]
 
 
 def test_log_probabilities_of_a_prompt_are_its_own_forward(build: Build) -> None:

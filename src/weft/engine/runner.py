@@ -381,9 +381,10 @@ class Runner:
     def _begin(self, rows: tuple[Row, ...]) -> None:
         """Build the forward of the rows' chunks, on caches of their own."""
         memories = [_memory(row.sequence) for row in rows]
+        shares_arrays = self.adapter.joins_states([row.count for row in rows], [row.start for row in rows])
         for row, memory in zip(rows, memories, strict=True):
             memory.own = memory.own or self._restored_caches(row.sequence)
-            memory.shares_arrays = len(rows) > 1 and not self.adapter.is_positional
+            memory.shares_arrays = shares_arrays
         if len(rows) == 1:
             memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
             return
@@ -566,7 +567,7 @@ class Runner:
     def _start_chunk(self, row: Row, memory: RowMemory) -> Chunk:
         assert memory.own is not None
         sequence = row.sequence
-        if self.adapter.ragged is not None and not sequence.request.images and sequence.sampling.prompt_logprobs is None:
+        if self.adapter.is_always_ragged and not sequence.request.images and sequence.sampling.prompt_logprobs is None:
             tokens = sequence.prefill_ids[row.start : row.start + row.count]
             return self.adapter.prefill_together([tokens], [memory.own], [row.start])
         chunk, logits = self._prefill(row, memory, memory.own)

@@ -5,8 +5,9 @@ take (other caches, other masks) go through the layer's own code. Gated delta la
 """
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,13 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import switch_layers
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from weft.kernels.cpu import FusedRMSNorm, FusedRotation, is_bound, norm_of
 from weft.kernels.delta_blocks import delta_mixer
 from weft.kernels.packed import KeptLinear, weights_of
 from weft.kernels.primitives import ops
-from weft.memory.grouped import GroupedKeyValues, RowMasks
+from weft.memory.grouped import GroupedKeyValues, LineKeyValues, LineStates, PromptLines, RowMasks
 from weft.memory.spec import FullAttention, KeyValues, LayerSpec
 from weft.memory.views import Batch, KeyValueView
 
@@ -84,8 +85,13 @@ class AttentionMixer:
         """Attend over the cache, or the slabs of a step's rows."""
         if (target := _target(x, mask, cache)) is None:
             return None
-        angles = self.rope.angles_for(cache.offset, x.shape[1])
-        return target.attend(ops.linear(x, self.joint, norm), angles, self)
+        return target.attend(ops.linear(x, self.joint, norm), self._angles(cache, x.shape[1]), self)
+
+    def _angles(self, cache: Any, tokens: int) -> mx.array:
+        """Return the angles (B or 1, 1, T, dims) of a forward's tokens."""
+        if isinstance(cache, LineKeyValues):  # every line is at a position of its own
+            return self.rope.angles_for(cache.lines.positions, 1).reshape(1, 1, tokens, -1)
+        return self.rope.angles_for(cache.offset, tokens)
 
 
 class KeptMLP:
@@ -175,19 +181,20 @@ class GroupTarget:
     """mlx-lm's caches of several prompts, whose chunks are computed together."""
 
     caches: tuple[Any, ...]
+    counts: tuple[int, ...]  # new tokens of each, which are lines one behind the other
 
     def attend(self, lines: mx.array, angles: mx.array, plan: AttentionMixer) -> mx.array:
         """Append keys and values to each prompt's cache, then attend over all of them in one operation."""
-        num_rows, tokens, _ = lines.shape
-        if angles.shape[0] != num_rows:
-            angles = mx.broadcast_to(angles, (num_rows, *angles.shape[1:]))
-        for cache in self.caches:
-            CacheTarget(cache).make_room((1, plan.num_kv_heads, tokens, plan.dim))
-        rows = ops.StepRows([(at, 0, cache.offset, tokens, at * tokens) for at, cache in enumerate(self.caches)])
-        for at, cache in enumerate(self.caches):
+        if angles.shape[0] != lines.shape[0]:
+            angles = mx.broadcast_to(angles, (lines.shape[0], *angles.shape[1:]))
+        chunks = list(zip(self.caches, self.counts, itertools.accumulate(self.counts), strict=True))
+        for cache, count, _ in chunks:
+            CacheTarget(cache).make_room((1, plan.num_kv_heads, count, plan.dim))
+        rows = ops.StepRows([(at, 0, cache.offset, count, end - count) for at, (cache, count, end) in enumerate(chunks)])
+        for at, (cache, count, _) in enumerate(chunks):
             cache.keys = ops.append(cache.keys, lines, angles, rows, plan.heads, at, False)
             cache.values = ops.append(cache.values, lines, None, rows, plan.heads, at, True)
-            cache.offset += tokens
+            cache.offset += count
         keys, values = [cache.keys for cache in self.caches], [cache.values for cache in self.caches]
         return ops.attend(lines, keys, values, angles, rows, plan.heads)
 
@@ -200,7 +207,9 @@ def _target(x: mx.array, mask: Any, cache: Any) -> CacheTarget | SlabTarget | Gr
         masks = mask.masks if isinstance(mask, RowMasks) else [mask] * len(cache.rows)
         rows = zip(masks, cache.rows, strict=True)
         is_plain = all(type(row) is KVCache and _is_plain_prompt(x, its_mask, row) for its_mask, row in rows)
-        return GroupTarget(tuple(cache.rows)) if is_plain else None
+        return GroupTarget(tuple(cache.rows), (x.shape[1],) * len(cache.rows)) if is_plain else None
+    if type(cache) is LineKeyValues:
+        return GroupTarget(tuple(cache.rows), cache.lines.counts)
     return None if mask is not None else slab_target(cache)
 
 
@@ -232,6 +241,35 @@ def _is_plain_prompt(x: mx.array, mask: Any, cache: KVCache) -> bool:
     """Whether a prompt's cache has numbers that weft's operations take, and its mask is nothing but causal."""
     is_causal = mask is None if x.shape[1] == 1 else isinstance(mask, str)
     return is_causal and (cache.keys is None or cache.keys.dtype == mx.float32)
+
+
+# ---- prompts of any lengths
+
+
+class BlockPrompts:
+    """A model's forward over several prompts' chunks of any lengths, where all its layers are fused blocks.
+
+    Its bits are those of the model's own forward of each chunk. Lines lie one behind the other, and nothing is filled up.
+    """
+
+    has_own_bits = True
+
+    @staticmethod
+    def forward_of(
+        rows: Sequence[Sequence[Any]], chunks: Sequence[Sequence[int]]
+    ) -> tuple[PromptLines, list[LineKeyValues | LineStates]]:
+        """Return the lines of a forward of each row's chunk, and its caches by layer over the rows' own."""
+        by_layer = list(zip(*rows, strict=True))
+        held = next((layer for layer in by_layer if type(layer[0]) is KVCache), None)  # all layers hold as much
+        lines = PromptLines(chunks, [0] * len(rows) if held is None else [cache.offset for cache in held])
+        return lines, [(LineKeyValues if type(layer[0]) is KVCache else LineStates)(lines, layer) for layer in by_layer]
+
+
+def block_prompts(model: nn.Module) -> BlockPrompts | None:
+    """Return the forward over prompts of any lengths of a model with these layers and caches; None for another model."""
+    caches = make_prompt_cache(model)
+    is_known = len(caches) == len(model.layers) and all(type(cache) in (KVCache, ArraysCache) for cache in caches)
+    return BlockPrompts() if is_known and all(isinstance(layer, FusedBlock) for layer in model.layers) else None
 
 
 # ---- which layers are replaced

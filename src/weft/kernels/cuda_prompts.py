@@ -41,6 +41,8 @@ class PromptOperations:
 class RaggedPrompts:
     """A model's forward over prompts' lines: its products, its other operations, and the caches that compute its layers."""
 
+    has_own_bits = False  # those of the model's own forward: a prompt alone is computed by this one too
+
     def __init__(
         self,
         products: BlockProducts,

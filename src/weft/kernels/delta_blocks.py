@@ -14,6 +14,7 @@ from weft.kernels.cpu import LANES, STATE_ROWS
 from weft.kernels.packed import KeptLinear, weights_of
 from weft.kernels.primitives import ops
 from weft.kernels.token_window import TokenWindow
+from weft.memory.grouped import LineStates
 from weft.memory.positions import current_notes
 from weft.memory.views import StateView
 
@@ -33,6 +34,8 @@ class DeltaMixer:
 
     def mix(self, x: mx.array, norm: "ops.Norm", mask: Any, cache: Any) -> mx.array | None:
         """Run the layer from the states in the cache, and leave there those after the last token; padded rows are refused."""
+        if isinstance(cache, LineStates):
+            return self._mix_lines(ops.linear(x, self.joint, norm), cache)
         if mask is not None or (cache is not None and cache.lengths is not None):
             return None
         (rows, tokens, _), notes = x.shape, current_notes()
@@ -53,6 +56,15 @@ class DeltaMixer:
         if cache is not None:
             cache.advance(tokens)
         return output
+
+    def _mix_lines(self, lines: mx.array, cache: LineStates) -> mx.array:
+        """Run each row from its own states over its own lines, which are (1, lines, …) of all rows."""
+        found = []
+        for row, first, end in zip(cache.rows, cache.lines.firsts, cache.lines.firsts[1:], strict=False):
+            output, row[0], row[1] = ops.delta(lines[:, first:end], *self.states_of((row[0], row[1]), 1), self.layer, False)
+            row.advance(end - first)
+            found.append(output)
+        return mx.concatenate(found, axis=1)
 
     def states_of(self, held: Sequence[mx.array | None], num_rows: int) -> tuple[mx.array, mx.array]:
         """Return the rows' channels and states: those that are held, or zeros where no token came before."""

@@ -2,9 +2,10 @@
 
 Matrix products take the lines of all rows together. Attention reads each row's own keys under that row's own mask, as it does
 alone, and recurrent layers take the rows' states side by side. So where a product's lines are independent of each other, a
-prompt has the numbers it has alone. All rows have as many new tokens, except those of `RaggedRows`.
+prompt has the numbers it has alone. All rows have as many new tokens, except those of `RaggedRows` and of `PromptLines`.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,39 @@ class RaggedRows(ABC):
     @abstractmethod
     def forward(self, layer: Any, x: mx.array) -> mx.array:
         """Compute a decoder layer over all rows' lines, and keep each row's states in its own cache."""
+
+
+class PromptLines:
+    """The lines of a forward on a CPU: the tokens of several rows' chunks, of any lengths, one chunk behind the other."""
+
+    def __init__(self, chunks: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        self.counts = tuple(map(len, chunks))
+        self.firsts = [0, *itertools.accumulate(self.counts)]
+        self.tokens = mx.array([[token for chunk in chunks for token in chunk]], mx.int32)  # (1, lines)
+        spans = zip(starts, self.counts, strict=True)
+        self.positions = mx.array([start + place for start, count in spans for place in range(count)], mx.int32)
+
+
+class LineKeyValues:
+    """The KV caches of one attention layer of rows whose lines lie one behind the other (`kernels/blocks.py`)."""
+
+    def __init__(self, lines: PromptLines, rows: Sequence[Any]) -> None:
+        self.lines = lines
+        self.rows = rows
+
+    def make_mask(self, *_: Any, **__: Any) -> None:
+        """Return None: attention knows which tokens each line may read."""
+
+
+class LineStates:
+    """The caches of one gated delta layer of rows whose lines lie one behind the other (`kernels/delta_blocks.py`)."""
+
+    def __init__(self, lines: PromptLines, rows: Sequence[Any]) -> None:
+        self.lines = lines
+        self.rows = rows
+
+    def make_mask(self, _: int) -> None:
+        """Return None: no row is padded."""
 
 
 class GroupedKeyValues:

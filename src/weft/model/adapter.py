@@ -16,6 +16,7 @@ from weft.errors import UnsupportedModel
 from weft.kernels import cpu, cuda_paged
 from weft.kernels.attention import seam_over
 from weft.kernels.block_product import BlockProducts
+from weft.kernels.blocks import BlockPrompts, block_prompts
 from weft.kernels.blocks import bind as bind_blocks
 from weft.kernels.cpu import bind as bind_layers
 from weft.kernels.cuda_model import bind as bind_cuda
@@ -157,7 +158,8 @@ class Adapter:
         _bind_seam(loaded.model)
         self.fused_layers = bind_blocks(loaded.model) if loaded.num_shards == 1 else []  # a block would not add up its slices
         self.head: MTPHead | None = None
-        self.ragged: RaggedPrompts | None = None  # its forward over prompts of any lengths; None: they must be equally long
+        # Its forward over prompts of any lengths; None: they must be equally long.
+        self.ragged: RaggedPrompts | BlockPrompts | None = block_prompts(loaded.model) if self.fused_layers else None
         if ON_CUDA and self.is_row_invariant:
             phases.begin("products")
             self.use_ragged(bind_prompts(loaded.model, products))
@@ -176,7 +178,7 @@ class Adapter:
         self.vision, self.no_vision = (
             load_vision(loaded, self.head) if with_vision else (None, None)
         )  # what it sees with, or why not
-        if self.vision is not None and self.ragged is not None:  # chunks with images are computed as in mlx-lm
+        if self.vision is not None and self.is_always_ragged:  # chunks with images are computed as in mlx-lm
             try_layers(loaded.model, products)
         phases.end()
         if self.vision is not None:
@@ -188,7 +190,12 @@ class Adapter:
     @property
     def cuts_freely(self) -> bool:
         """Whether no bit depends on where a prompt is cut; beside a forward over ragged rows chunks with images have another."""
-        return self._cuts_freely and (self.ragged is None or self.vision is None)
+        return self._cuts_freely and (not self.is_always_ragged or self.vision is None)
+
+    @property
+    def is_always_ragged(self) -> bool:
+        """Whether the forward over ragged rows computes every prompt, because its bits are not those of the model's own."""
+        return self.ragged is not None and not self.ragged.has_own_bits
 
     def use_ragged(self, ragged: RaggedPrompts | None) -> None:
         """Compute prompts by this forward, if it finds what the model's own finds."""
@@ -289,7 +296,7 @@ class Adapter:
     def prefill(self, tokens: list[int], caches: LayerCaches, seen: Seen | None = None) -> tuple[Chunk, mx.array]:
         """Return a prompt chunk's lazy forward for one row: a `Chunk` to evaluate layer by layer, and its logits (1, T, V)."""
         tokens = tokens if seen is None or seen.tokens is None else seen.tokens
-        if self.ragged is not None and seen is None:
+        if self.ragged is not None and self.is_always_ragged and seen is None:
             logits = self._forward_ragged(self.ragged, [tokens], [caches])[:, : len(tokens)]
         else:
             logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
@@ -301,14 +308,19 @@ class Adapter:
         `starts`: how many tokens each row has. If the model has no forward over ragged rows, the chunks must be equally long, and
         all rows new, or none.
         """
-        if self.ragged is not None and self.head is None and self.ragged.stack is not None:
+        if isinstance(self.ragged, RaggedPrompts) and self.head is None and self.ragged.stack is not None:
             return Chunk(self.ragged.layers_of(rows, chunks), len(rows[0]))
-        if self.ragged is not None:
+        if self.ragged is not None and (self.is_always_ragged or not is_even([*map(len, chunks)], starts)):
             self._forward_ragged(self.ragged, chunks, rows)
         else:
             offset = starts[0] if len({*starts}) == 1 else mx.array(starts, mx.int32)
             self._forward(mx.array(chunks, mx.int32), [_grouped(layer, offset) for layer in zip(*rows, strict=True)])
         return _built_chunk(rows)
+
+    def joins_states(self, counts: list[int], starts: list[int]) -> bool:
+        """Whether chunks of so many tokens, of rows that have so many, leave the rows' states as parts of common arrays."""
+        is_joint = self.is_always_ragged or is_even(counts, starts)
+        return len(counts) > 1 and not self.is_positional and is_joint
 
     def last_logits(self, prompts: list[list[int]]) -> list[mx.array]:
         """Return the logits (V,) behind each of several prompts, computed together by the forward over ragged rows."""
@@ -367,7 +379,7 @@ class Adapter:
         self._keep_hidden(self.head, hidden, last, (tokens, keys_and_values, embeddings) if reads else None)
         return logits
 
-    def _forward_ragged(self, ragged: RaggedPrompts, chunks: list[list[int]], rows: list[LayerCaches]) -> mx.array:
+    def _forward_ragged(self, ragged: RaggedPrompts | BlockPrompts, chunks: list[list[int]], rows: list[LayerCaches]) -> mx.array:
         """Build the model's forward over chunks of rows, one behind the other and filled up: logits (1, lines, V).
 
         An MTP head, if any, reads each row's tokens by themselves.
@@ -462,6 +474,11 @@ class Adapter:
                     self.unreadable = f"layer {index} keeps its memory in a {type(leaf).__name__}"
                 self.specs.append(spec or Recurrent(()))
             self.layout.append(tuple(range(first, len(self.specs))) if type(cache) is CacheList else first)
+
+
+def is_even(counts: list[int], starts: list[int]) -> bool:
+    """Whether chunks of so many tokens, of rows that have so many, are equally long, and all rows are new or none is."""
+    return len({*counts}) == 1 and len({start == 0 for start in starts}) == 1
 
 
 def _bind_seam(model: Any) -> None:

@@ -155,9 +155,16 @@ class Probe:
         """Return whether prompts computed in one forward have the logits that each has alone, and whether bit for bit."""
         if self.adapter.unreadable is not None:
             return "none"
-        groups = [self._equal_chunks(pair) for pair in PROBE_GROUPS]
-        if self.adapter.ragged is not None:
-            groups += [dict(chunks) for chunks in PROBE_RAGGED]
+        equal, ragged = [self._equal_chunks(pair) for pair in PROBE_GROUPS], [dict(chunks) for chunks in PROBE_RAGGED]
+        if self.adapter.ragged is None:
+            return self._grouping_of(equal)
+        found = self._grouping_of([*equal, *ragged])
+        if found != "exact" and not self.adapter.is_always_ragged:  # then only equally long ones
+            self.adapter.ragged = None
+            return self._grouping_of(equal)
+        return found
+
+    def _grouping_of(self, groups: list[dict[int, int]]) -> Grouping:
         try:
             found = [logits for chunks in groups for logits in self._prefill_together(chunks)]
         except PROBE_ERRORS:
