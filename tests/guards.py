@@ -1967,6 +1967,27 @@ GUARDS = [
         "prompts of different lengths share a forward only where it has each one's bits", "R001",
     ),
     Guard(
+        "end-of-another", "engine/runner.py",
+        "    return is_next and sequence.prefill_ids[-1] == end.token and sequence.wants_token",
+        "    return is_next and sequence.wants_token",
+        "tests/engine/test_first_tokens.py::test_whoever_takes_over_a_chunk_has_its_own_last_token[llama]",
+        "a first token follows from the prompt's own last token, whoever computed its chunk", "R001",
+    ),
+    Guard(
+        "end-not-retained", "engine/runner.py",
+        "            memory.drop_end()  # the next turn",
+        "            # the next turn",
+        "tests/engine/test_first_tokens.py::test_retained_caches_end_where_the_cached_prompt_ends",
+        "a conversation's next turn goes on in caches that end where its cached prompt does",
+    ),
+    Guard(
+        "no-proof-by-prompt", "engine/engine.py",
+        "        if self.bisection.groups:  # a row proves itself by steps\n",
+        "        if False:  # a row proves itself by steps\n",
+        "tests/engine/test_first_tokens.py::test_a_row_that_is_suspected_of_failing_steps_begins_its_answer_by_a_step",
+        "a row that is suspected of failing steps is not cleared by its prompt",
+    ),
+    Guard(
         "group-shared", "engine/scheduler.py",
         "        return self._find_cut(one, best_cut) is None",
         "        return True",

@@ -54,7 +54,7 @@ def address_of(array: mx.array) -> int:
 
 
 def decoding(run: Run, row: Sequence) -> None:
-    while not row.num_output:
+    while row.num_output < 2:  # the first token may come with the prompt
         run.turn()
 
 

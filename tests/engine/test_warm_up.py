@@ -30,9 +30,9 @@ def test_steps_of_one_and_of_all_rows_and_prompts_of_many_lengths_are_computed(
         step_tokens.add(plan.step_tokens)
         return forward(runner, plan, last)  # type: ignore[arg-type]
 
-    def counted_prefill(runner: Runner, row: Row, *given: Any) -> list[Row]:
+    def counted_prefill(runner: Runner, row: Row, *given: Any, **named: Any) -> list[Row]:
         lengths.add(row.count)
-        return prefill(runner, row, *given)
+        return prefill(runner, row, *given, **named)
 
     monkeypatch.setattr(Runner, "forward", counted_forward)
     monkeypatch.setattr(Runner, "prefill", counted_prefill)

@@ -155,7 +155,7 @@ def test_joining_after_any_number_of_steps_changes_nobody(build: Build, solo: So
         run.finish()
 
         assert [one.output for one in (first, second, third)] == [tokens for tokens, _ in solo(name)], turns
-    assert {*range(9)} <= joined_after
+    assert any({*range(least, least + 9)} <= joined_after for least in (0, 1))  # the first token may need no step
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def check(run: Run, sequences: list[Sequence], expected: list[Answer]) -> None:
 
 
 def computed(run: Run) -> list[int]:
-    """Tokens of every prompt chunk from now on."""
+    """Tokens of every prompt chunk from now on, but those that are computed for their logits."""
     counts: list[int] = []
     adapter = copy.copy(run.engine.runner.adapter)
     prefill = adapter.prefill
@@ -72,9 +72,9 @@ def computed(run: Run) -> list[int]:
 
     together = adapter.prefill_together
 
-    def counting_all(chunks: list[list[int]], *rest: Any) -> Chunk:
-        counts.extend(map(len, chunks))
-        return together(chunks, *rest)
+    def counting_all(chunks: list[list[int]], rows: Any, starts: list[int], whole: list[int]) -> Chunk:
+        counts.extend(len(chunk) - (at in whole) for at, chunk in enumerate(chunks))
+        return together(chunks, rows, starts, whole)
 
     adapter.prefill = counting  # type: ignore[method-assign,assignment]
     adapter.prefill_together = counting_all  # type: ignore[method-assign]

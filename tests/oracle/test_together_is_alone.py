@@ -57,15 +57,16 @@ Solo = Callable[[str], list[Answer]]
 
 
 def forwards_of(run: Run) -> list[list[int]]:
-    """The tokens of each row in every forward of prompts together from now on."""
+    """The tokens of each row in every forward of prompts together from now on, but those that are computed for their logits."""
     found: list[list[int]] = []
     adapter = run.engine.runner.adapter
     together = adapter.prefill_together
 
     class Counting(type(adapter)):  # type: ignore[misc]
-        def prefill_together(self, chunks: list[list[int]], *rest: Any) -> Any:
-            found.append([len(chunk) for chunk in chunks])
-            return together(chunks, *rest)
+        def prefill_together(self, chunks: list[list[int]], rows: Any, starts: list[int], whole: Any = ()) -> Any:
+            if len(chunks) > 1:
+                found.append([len(chunk) - (at in whole) for at, chunk in enumerate(chunks)])
+            return together(chunks, rows, starts, whole)
 
     counting = object.__new__(Counting)
     counting.__dict__ = adapter.__dict__

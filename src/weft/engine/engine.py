@@ -302,6 +302,21 @@ class Engine:
             return
         for one in done:
             self._end_chunk(one)
+        self._begin_answers([one.sequence for one in done])
+
+    def _begin_answers(self, sequences: list[Sequence]) -> None:
+        """Emit the first tokens of prompts whose last token was computed with their last chunk."""
+        if self.bisection.groups:  # a row proves itself by steps
+            self.runner.drop_ends(sequences)
+            return
+        try:
+            step = self.runner.first_step(sequences)
+            if step is not None:
+                self.sample(step)
+                self.settle(step)
+                self.on_events()
+        except Exception as error:  # a border: as of other steps
+            self._undo(sequences, error)
 
     def _begin_chunk(self, row: Row) -> bool:
         """Prepare a sequence for its next chunk; returns False if that failed and the sequence with it."""

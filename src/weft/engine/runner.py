@@ -7,7 +7,7 @@ row that can not join decodes alone on its own caches: slower, never wrong.
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -20,7 +20,7 @@ from weft.engine.faults import Faults
 from weft.engine.guesses import Guesses
 from weft.engine.image_features import ImageFeatures
 from weft.engine.prefill_rate import PrefillRate
-from weft.engine.row_memory import AloneCause, RowMemory
+from weft.engine.row_memory import AloneCause, PromptEnd, RowMemory
 from weft.engine.sampler import SampledTokens, logprobs_of, sample
 from weft.engine.scheduler import Plan, Row
 from weft.engine.sequence import Line, Sequence
@@ -343,7 +343,8 @@ class Runner:
 
         The chunk is one lazy graph. Evaluating its layers' states in order divides the time finely without dividing the
         tokens: the numbers do not depend on how often the work was interrupted. If it begins now, the chunks `beside` it are
-        computed in the same forward; whoever of them is still there is complete when it is.
+        computed in the same forward; whoever of them is still there is complete when it is. With a prompt's last chunk its last
+        token is computed too, where that has the bits of a step: see `first_step`.
         """
         memory, started = _memory(row.sequence), self.clock()
         if memory.chunk is None:
@@ -378,6 +379,36 @@ class Runner:
         """Whether a chunk is the one that a sequence is being computed in."""
         return sequence.memory is not None and _memory(sequence).chunk is chunk
 
+    def first_step(self, sequences: Iterable[Sequence]) -> Step | None:
+        """Return a step of those sequences whose logits came with their prompts' last chunks, and which can go on by it."""
+        memories = {one: _memory(one) for one in sequences if one.memory is not None and not one.is_finished}
+        ends = {one: memory.end for one, memory in memories.items() if memory.end is not None and _is_at(one, memory.end)}
+        for one, memory in memories.items():
+            if one not in ends:
+                memory.drop_end()
+        if not ends:
+            return None
+        self.faults.at("decode", *ends)
+        step = Step([], [], mx.concatenate([end.logits for end in ends.values()]), set())
+        for one in ends:
+            step.add(one, 1)
+        if lines := self.faults.struck("logits", step.sequences):
+            step.logits[mx.array(lines)] = mx.nan
+        return step
+
+    def drop_ends(self, sequences: Iterable[Sequence]) -> None:
+        """Forget the last tokens that were computed with prompts' last chunks: they are computed again by steps."""
+        for one in sequences:
+            if one.memory is not None:
+                _memory(one).drop_end()
+
+    def _takes_end(self, row: Row) -> bool:
+        """Whether a prompt's last token can be computed with this chunk, so that its answer begins without a step."""
+        one = row.sequence
+        is_last = row.start + row.count == len(one.prefill_ids) - 1 and one.num_tokens == len(one.prefill_ids)
+        is_plain = not (one.forks or one.request.images or one.must_read_prompt) and one.wants_token
+        return is_last and is_plain and self.has_fused_steps and self.adapter.trunk is not None
+
     def _begin(self, rows: tuple[Row, ...]) -> None:
         """Build the forward of the rows' chunks, on caches of their own."""
         memories = [_memory(row.sequence) for row in rows]
@@ -385,13 +416,18 @@ class Runner:
         for row, memory in zip(rows, memories, strict=True):
             memory.own = memory.own or self._restored_caches(row.sequence)
             memory.shares_arrays = shares_arrays
-        if len(rows) == 1:
+        whole = [at for at, row in enumerate(rows) if self._takes_end(row)]
+        if len(rows) == 1 and not whole:
             memories[0].chunk, memories[0].together = self._start_chunk(rows[0], memories[0]), ()
             return
-        tokens = [row.sequence.prefill_ids[row.start : row.start + row.count] for row in rows]
-        chunk = self.adapter.prefill_together(tokens, [memory.own or [] for memory in memories], [row.start for row in rows])
+        tokens = [row.sequence.prefill_ids[row.start : row.start + row.count + (at in whole)] for at, row in enumerate(rows)]
+        caches, starts = [memory.own or [] for memory in memories], [row.start for row in rows]
+        chunk = self.adapter.prefill_together(tokens, caches, starts, whole)
         for memory in memories:
-            memory.chunk, memory.together = chunk, rows
+            memory.chunk, memory.together = chunk, rows if len(rows) > 1 else ()
+        for line, at in enumerate(whole):
+            assert chunk.ends is not None
+            memories[at].end = PromptEnd(tokens[at][-1], rows[at].start + rows[at].count, chunk.ends[line : line + 1])
 
     def _measure(self, chunk: Chunk, memory: RowMemory, rows: list[Row]) -> None:
         """Learn from a computed chunk how long prompt tokens, or images, take."""
@@ -498,8 +534,10 @@ class Runner:
             let_go(memory.own)
             memory.handed_over = slab
         if memory.own is not None and not memory.shares_arrays:  # else it would keep other rows' states too
-            memory.retained = memory.own, sequence.num_computed
-        memory.own = None
+            has_end = memory.end is not None
+            memory.drop_end()  # the next turn goes on from where a node of the prefix tree ends
+            memory.retained = memory.own, sequence.num_computed - has_end
+        memory.own = memory.end = None
 
     def _shift(self, sequence: Sequence) -> int:
         """Return what is added to a token's number for its position behind the sequence's images."""
@@ -601,6 +639,12 @@ class Runner:
             if now - start + longest > seconds:
                 return
             last = now
+
+
+def _is_at(sequence: Sequence, end: PromptEnd) -> bool:
+    """Whether this is the end of a sequence's prompt, and all it has not computed by steps: it may have been another's."""
+    is_next = end.place == sequence.num_computed == len(sequence.prefill_ids) - 1 and sequence.num_known == 1
+    return is_next and sequence.prefill_ids[-1] == end.token and sequence.wants_token
 
 
 def _memory(sequence: Sequence) -> RowMemory:

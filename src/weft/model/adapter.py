@@ -84,6 +84,7 @@ class Chunk:
         self._started: deque[list[mx.array]] = deque()  # layers that the device may be computing
         self.num_waiting = count  # layers that were not started
         self.seconds = 0.0  # that were spent on it
+        self.ends: mx.array | None = None  # logits (rows, V) behind the prompts that end with it, where they were asked for
 
     def before(self, states: list[mx.array]) -> None:
         """Evaluate these states first, one after the other."""
@@ -158,6 +159,7 @@ class Adapter:
         _bind_seam(loaded.model)
         self.fused_layers = bind_blocks(loaded.model) if loaded.num_shards == 1 else []  # a block would not add up its slices
         self.head: MTPHead | None = None
+        self._trunk: Trunk | None = None
         # Its forward over prompts of any lengths; None: they must be equally long.
         self.ragged: RaggedPrompts | BlockPrompts | None = block_prompts(loaded.model) if self.fused_layers else None
         if ON_CUDA and self.is_row_invariant:
@@ -229,7 +231,7 @@ class Adapter:
         if not self.fused_layers:
             return None
         try:
-            trunk = Trunk(self.model)
+            trunk = self._trunk = Trunk(self.model)
         except UnsupportedModel:
             return None
         is_normed = self.head is None or self.head.after_norm
@@ -302,12 +304,16 @@ class Adapter:
             logits = self._forward(mx.array([tokens], mx.int32), caches, seen=seen)
         return _built_chunk([caches]), logits
 
-    def prefill_together(self, chunks: list[list[int]], rows: list[LayerCaches], starts: list[int]) -> Chunk:
-        """Return the lazy forward of chunks of prompts, each on its row's own caches; its logits are not asked for.
+    def prefill_together(
+        self, chunks: list[list[int]], rows: list[LayerCaches], starts: list[int], whole: Sequence[int] = ()
+    ) -> Chunk:
+        """Return the lazy forward of chunks of prompts, each on its row's own caches, with the logits behind those in `whole`.
 
         `starts`: how many tokens each row has. If the model has no forward over ragged rows, the chunks must be equally long, and
-        all rows new, or none.
+        all rows new, or none. `whole`: chunks that go to the end of their prompts, where there is a `trunk`.
         """
+        if whole:
+            return self._forward_to_ends(chunks, rows, whole)
         if isinstance(self.ragged, RaggedPrompts) and self.head is None and self.ragged.stack is not None:
             return Chunk(self.ragged.layers_of(rows, chunks), len(rows[0]))
         if self.ragged is not None and (self.is_always_ragged or not is_even([*map(len, chunks)], starts)):
@@ -316,6 +322,26 @@ class Adapter:
             offset = starts[0] if len({*starts}) == 1 else mx.array(starts, mx.int32)
             self._forward(mx.array(chunks, mx.int32), [_grouped(layer, offset) for layer in zip(*rows, strict=True)])
         return _built_chunk(rows)
+
+    @property
+    def trunk(self) -> Trunk | None:
+        """The model in two parts, where a prompt's last token may be computed with its other ones for its logits; else None.
+
+        These must be a step's, and who goes on from the last but one token must find there what it left: keys and values only.
+        """
+        is_like_steps = self.decodes_like_prefill and self.fused is not None and self.fused.is_current
+        is_possible = is_like_steps and self.is_positional and self.head is None and self.ragged is not None
+        return self._trunk if is_possible and not self.is_always_ragged else None
+
+    def _forward_to_ends(self, chunks: list[list[int]], rows: list[LayerCaches], whole: Sequence[int]) -> Chunk:
+        assert self.ragged is not None
+        assert self.trunk is not None
+        lines, caches = self.ragged.forward_of(rows, chunks)
+        states = self.trunk.states(lines.tokens, caches)
+        chunk = _built_chunk(rows)
+        chunk.ends = self.trunk.logits(states[:, mx.array([lines.firsts[at + 1] - 1 for at in whole])])[0]
+        chunk.also([chunk.ends])
+        return chunk
 
     def joins_states(self, counts: list[int], starts: list[int]) -> bool:
         """Whether chunks of so many tokens, of rows that have so many, leave the rows' states as parts of common arrays."""

@@ -136,6 +136,13 @@ def take_back(caches: LayerCaches, layers: Mapping[int, KeyValues]) -> None:
             cache.keys, cache.values = layers[layer].keys, layers[layer].values
 
 
+def shorten(caches: LayerCaches, count: int) -> None:
+    """Forget a row's last tokens; it must have no layers but KVCache ones that remember anything."""
+    for cache in leaves(caches):
+        if type(cache) is KVCache:
+            cache.offset -= count
+
+
 def pack(saved: SavedState) -> Packed:
     """Convert layer states to host data, bit for bit, without copying what the host can read; threads without mlx may read it."""
     arrays: list[StoredArray] = []
