@@ -43,6 +43,7 @@ def main() -> None:
     words.add_argument("--models", nargs="+", choices=MODELS, help="these models only")
     words.add_argument("--asked", nargs="+", choices=tuple(WORKLOADS), help="these workloads only")
     words.add_argument("--rounds", type=int, default=ROUNDS, help=f"how often everybody is heard ({ROUNDS})")
+    words.add_argument("--minutes", type=float, help=f"when later rounds end ({MINUTES:.0f}, with --quick {QUICK_MINUTES})")
     given = words.parse_args()
     console = Console()
     if console.width < table.WIDTH and not console.is_terminal:
@@ -58,11 +59,11 @@ def main() -> None:
 
 def run(given: argparse.Namespace, console: Console) -> None:
     """Install, then hear everybody in every round, each round beginning with another."""
-    deadline = time.monotonic() + 60 * (QUICK_MINUTES if given.quick else MINUTES)
-    results = Results(facts(given.quick))
+    deadline = time.monotonic() + 60 * (given.minutes or (QUICK_MINUTES if given.quick else MINUTES))
+    rounds = 1 if given.quick else given.rounds
+    results = Results(facts(given.quick, rounds))
     rivals = installed(chosen(given.quick, given.only), results, console)
     models = given.models or (MODELS[:1] if given.quick else MODELS)
-    rounds = 1 if given.quick else given.rounds
     plan = [(round_, model, rival) for round_ in range(rounds) for model in models for rival in order(rivals, round_)]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     took: dict[tuple[str, str], float] = {}
@@ -137,14 +138,13 @@ def order(rivals: list[Rival], round_: int) -> list[Rival]:
     return sorted(turned, key=lambda each: each.kind == "mlx" and each.blas == "stock") if round_ else turned
 
 
-def facts(quick: bool) -> dict[str, object]:
+def facts(quick: bool, rounds: int) -> dict[str, object]:
     """What the figures hold for."""
-    rounds = "one round" if quick else f"medians of up to {ROUNDS} rounds ± half their range"
     return {
         "command": "make compare-quick" if quick else "make compare",
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-        "rounds": rounds,
+        "rounds": "one round" if rounds == 1 else f"medians of up to {rounds} rounds ± half their range",
         "crowd": QUICK_CROWD if quick else CROWD,
     }
 

@@ -22,6 +22,8 @@ LEGEND = "ratio to weft behind each figure; + weft is better, − weft loses, = 
 WIDTH = 230  # columns, where no terminal says
 PICTURE = "![For each workload how many times better weft is than the best other of each kind](docs/pictures/compare.svg)"
 CLEARLY = 0.8  # "clearly ahead"
+# Times better than llama.cpp on the same file of four bits, and on its eight bits, whichever is better.
+OVER_PACKED = {"single": 0.8, "eight": 1.5, "sixteen": 1.5, "agent_total": 1.25, "schemas_rate": 1.5}
 README = re.compile(r"(<!-- compare -->\n).*?(<!-- /compare -->)", re.DOTALL)
 
 
@@ -76,14 +78,16 @@ def goals(results: Results) -> list[Goal]:
     found: list[Goal] = []
     mlx, stock, bound = (results.labels("mlx", blas) for blas in ("", "stock", "weft's"))
     f32 = [label for label in results.labels("llama.cpp") if "f32" in label]
+    packed = [label for label in results.labels("llama.cpp") if label not in f32]
     for model in results.models:
         for metric in ("eight", "sixteen"):
             found.append(_goal(results, model, metric, "best MLX rival with its own BLAS", stock, 2.0))
             found.append(_goal(results, model, metric, "best MLX rival with weft's BLAS", bound, 1.2))
-            found.append(_goal(results, model, metric, "llama.cpp f32", f32, 0.6))
         for metric, share in (("arrivals_max", 0.3), ("gap_p95", 0.5), ("agent_total", 0.5), ("schemas_rate", 1 / 1.5)):
             found.append(_goal(results, model, metric, "best MLX rival", mlx, 1 / share))
             found.append(_goal(results, model, metric, "llama.cpp f32", f32, 1 / CLEARLY))
+        for metric, wanted in OVER_PACKED.items():
+            found.append(_goal(results, model, metric, "llama.cpp with packed weights", packed, wanted))
         found += [_all_of(results, model, metric) for metric in ("schemas_right", "same")]
     return found
 
