@@ -65,6 +65,19 @@ def test_rows_of_very_many_groups_have_the_bits_of_a_float32_copy(bits: int, gro
 
 
 @pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [129, 133, 141, 180])
+def test_what_is_left_of_rows_too_long_to_be_packed_together_has_the_bits_of_a_float32_copy(rows: int, bits: int) -> None:
+    """Of rows of 32,768 numbers 128 are packed at a time, so some are left, and fewer of them take another way."""
+    layer = nn.Linear(1 << 15, 13, bias=True).to_quantized(group_size=128, bits=bits)
+    copy, bias = expanded(layer), layer.bias
+    packed.bind(layer)
+    x = mx.random.normal((rows, 1 << 15))
+
+    assert same(layer(x), mx.addmm(bias, x, copy.T))
+
+
+@pytest.mark.usefixtures("_instructions")
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_sixteen_bits_are_the_numbers_they_are(dtype: mx.Dtype) -> None:
     for k in (1, 5, 16, 40, 577):

@@ -26,13 +26,13 @@ enum {
     PACKED_FLOATS = 1 << 22,    /* so many numbers of the rows, */
     EXPANDED_BLOCK = 1 << 20,   /* and of the weights, at a time, */
     PIECE_COLUMNS = 96,         /* in pieces of a panel of rows and so many columns, a multiple of every tile */
-    GROUP_COLUMNS = 48,         /* that tiled rows are multiplied with at a time, or a divisor of them */
+    GROUP_COLUMNS = 48,         /* of the weights that are expanded at a time for tiled rows: a multiple of every tile's columns */
     MAX_PARTS = 8               /* products of the same rows that are computed side by side */
 };
 
 struct panel {
     struct product rows; /* packed as the dot kernels want them */
-    const float *woven;  /* the same as codes of four bits want them, or NULL: nobody asks for them */
+    const float *woven;  /* the same as codes of four bits want them, where these are expanded in registers (few.h) */
     const struct weft_linear *linear;
     const struct weft_gated *gated;
     size_t first;                        /* row of the whole */
@@ -222,11 +222,10 @@ static int is_taken_as_it_is(const struct product *rows) {
     return !rows->is_tiled && rows->k % LANES == 0 && (is_aligned || bound.kernels->tile == NULL);
 }
 
-/* Many rows, `m` of them from `first` on, packed once for all parts. */
-static void over_pieces(const struct shared_product *parts, size_t count, size_t first, size_t m) {
-    const size_t k = parts->weights->k, width = whole_lanes(k);
-    struct product rows = {.m = m, .k = k, .alpha = 1.0f, .a = parts->a + first * parts->lda, .a_row = parts->lda, .a_column = 1,
-                           .is_tiled = are_tiled(m, k)};
+/* Many rows, packed once for all parts. */
+static void over_pieces(const struct shared_product *parts, size_t count) {
+    const size_t m = parts->m, k = parts->weights->k, width = whole_lanes(k);
+    struct product rows = {.m = m, .k = k, .alpha = 1.0f, .a = parts->a, .a_row = parts->lda, .a_column = 1, .is_tiled = are_tiled(m, k)};
     if (!is_taken_as_it_is(&rows)) {
         const struct packing packing = {rows, rows_scratch(packed_floats(m, width, rows.is_tiled)), width};
         share_sized(pack_rows, &packing, m, BLOCK_ROWS, m * width);
@@ -237,7 +236,6 @@ static void over_pieces(const struct shared_product *parts, size_t count, size_t
         struct grid grid = {.product = s, .whole = s->panel, .panel_rows = panel_rows(m, n, width, rows.is_tiled)};
         const int is_one_panel = grid.panel_rows >= m; /* then every weight is in one piece, which expands it where it is used */
         const size_t columns = is_one_panel ? n : block_columns(s);
-        grid.whole.first = first;
         grid.whole.rows = rows;
         for (grid.begin = 0; grid.begin < n; grid.begin = grid.end) {
             grid.end = n - grid.begin < columns ? n : grid.begin + columns;
@@ -249,14 +247,19 @@ static void over_pieces(const struct shared_product *parts, size_t count, size_t
     }
 }
 
-/* Products of the same rows. */
-static void compute_products(const struct shared_product *s, size_t count) {
-    if (s->m < MANY_ROWS) {
-        over_columns(s, count);
-        return;
+/* Products of the same rows, as many at a time as are packed together; what is left may be few. */
+static void compute_products(const struct shared_product *whole, size_t count) {
+    const size_t fit = PACKED_FLOATS / whole_lanes(whole->weights->k), most = fit < MANY_ROWS ? MANY_ROWS : fit;
+    struct shared_product parts[MAX_PARTS];
+    for (size_t first = 0; first < whole->m; first += most) {
+        for (size_t i = 0; i < count; i++) {
+            parts[i] = whole[i];
+            parts[i].m = whole->m - first < most ? whole->m - first : most;
+            parts[i].a += first * whole[i].lda;
+            parts[i].panel.first = first;
+        }
+        (parts->m < MANY_ROWS ? over_columns : over_pieces)(parts, count);
     }
-    const size_t fit = PACKED_FLOATS / whole_lanes(s->weights->k), most = fit < MANY_ROWS ? MANY_ROWS : fit;
-    for (size_t first = 0; first < s->m; first += most) over_pieces(s, count, first, s->m - first < most ? s->m - first : most);
 }
 
 static struct shared_product product_of(const struct weft_linear *l) {
