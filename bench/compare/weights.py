@@ -1,7 +1,7 @@
 """The same weights for every MLX server: a folder in float32.
 
-smollm2 is served by weft as float32 from such a folder, tiny-hybrid is turned into float32 when weft loads it; the
-rivals that would compute in bfloat16, slow code on a CPU, get the folder turned already.
+weft itself serves the packed numbers of smollm2's file and the 16-bit numbers of tiny-hybrid, which are these; the rivals
+would compute in bfloat16, slow code on a CPU, or have a slow product of packed weights, so they get the folder turned already.
 """
 
 from __future__ import annotations

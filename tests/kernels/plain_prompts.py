@@ -48,7 +48,7 @@ class PlainOperations(PromptOperations):
         queries: mx.array, keys: mx.array, values: mx.array, held: list[Planes], lines: RaggedLines, scale: float
     ) -> mx.array:
         found, group = [], queries.shape[1] // keys.shape[1]
-        for row, (first, count, start) in enumerate(zip(lines.firsts, lines.counts, lines.starts, strict=False)):
+        for row, (first, count, start) in enumerate(zip(lines.bounds, lines.counts, lines.starts, strict=False)):
             for line in range(count):  # each over exactly the keys that it reads: its numbers are its own
                 old, new = (
                     [plane[0, :, :start] for plane in held[row]],
@@ -66,7 +66,7 @@ class PlainOperations(PromptOperations):
 
     @staticmethod
     def new_planes(keys: mx.array, values: mx.array, lines: RaggedLines, row: int, capacities: tuple[int, ...]) -> Planes:
-        first, end = lines.firsts[row], lines.firsts[row + 1]
+        first, end = lines.bounds[row], lines.bounds[row + 1]
         planes = []
         for one in (keys, values):
             plane = mx.zeros((1, one.shape[1], capacities[row], one.shape[2]), one.dtype)

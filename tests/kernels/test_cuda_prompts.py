@@ -39,7 +39,7 @@ def run(model: nn.Module, prompts: RaggedPrompts, chunks: list[list[int]], rows:
     """The logits of each chunk's tokens, all in one forward."""
     lines, caches = prompts.forward_of(rows, chunks)
     logits = model(lines.tokens, cache=caches)[0]
-    found = [logits[first:end] for first, end in zip(lines.firsts, lines.firsts[1:], strict=False)]
+    found = [logits[first:end] for first, end in zip(lines.bounds, lines.bounds[1:], strict=False)]
     mx.eval(found, [cache.state for row in rows for cache in row])
     return found
 
@@ -142,7 +142,7 @@ def test_lines_are_filled_up_to_blocks() -> None:
     lines, _ = prompts.forward_of([make_prompt_cache(model) for _ in range(3)], [[5] * 200, [6] * 56, [7]])
 
     assert lines.num_lines == 2 * BLOCK
-    assert lines.firsts == [0, 200, 256, 257]
+    assert lines.bounds == [0, 200, 256, 257]
     assert lines.tokens[0, 199:258].tolist() == [5, *[6] * 56, 7, 0]
     assert lines.positions.tolist()[198:258] == [198, 199, *range(56), 0, 0]
 

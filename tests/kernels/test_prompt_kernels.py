@@ -280,7 +280,7 @@ def test_a_model_computed_by_the_kernels_is_the_model_and_its_prompts_have_their
     def run(prompts: RaggedPrompts, chunks: list[list[int]], rows: list[list[Any]]) -> list[mx.array]:
         lines, caches = prompts.forward_of(rows, chunks)
         logits = model(lines.tokens, cache=caches)[0]
-        return [logits[first:end] for first, end in itertools.pairwise(lines.firsts)]
+        return [logits[first:end] for first, end in itertools.pairwise(lines.bounds)]
 
     right = run(plain, chunks, [make_prompt_cache(model) for _ in chunks])
     whole = run(own, chunks, [make_prompt_cache(model) for _ in chunks])

@@ -72,7 +72,7 @@ def computed(run: Run) -> list[int]:
 
     together = adapter.prefill_together
 
-    def counting_all(chunks: list[list[int]], rows: Any, starts: list[int], whole: list[int]) -> Chunk:
+    def counting_all(chunks: list[list[int]], rows: Any, starts: list[int], whole: Any = ()) -> Chunk:
         counts.extend(len(chunk) - (at in whole) for at, chunk in enumerate(chunks))
         return together(chunks, rows, starts, whole)
 

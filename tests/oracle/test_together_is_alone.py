@@ -19,9 +19,10 @@ from failing_layers import FAILURES, failing
 from weft.config import EngineConfig
 from weft.engine.faults import Rule
 from weft.engine.sequence import Sequence
+from weft.errors import InternalError
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import Submit
-from weft.memory.grouped import PromptLines
+from weft.memory.grouped import LineKeyValues, PromptLines
 from weft.model.adapter import Adapter
 from weft.model.loader import load
 from zoo import EXAMINED, PROMISED, VOCABULARY
@@ -123,6 +124,14 @@ def test_a_model_whose_lines_do_not_have_their_own_bits_computes_equally_long_pr
 
     assert adapter.ragged is None
     assert adapter.grouping == "exact"
+
+
+def test_lines_of_several_prompts_have_no_windows() -> None:
+    lines = PromptLines([[1, 2], [3]], [0, 0])
+
+    assert LineKeyValues(lines, [None, None]).make_mask(3) is None
+    with pytest.raises(InternalError, match="window"):
+        LineKeyValues(lines, [None, None]).make_mask(3, window_size=2)
 
 
 def test_promised_architectures_compute_prompts_together(build: Build) -> None:

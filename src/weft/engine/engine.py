@@ -306,17 +306,16 @@ class Engine:
 
     def _begin_answers(self, sequences: list[Sequence]) -> None:
         """Emit the first tokens of prompts whose last token was computed with their last chunk."""
-        if self.bisection.groups:  # a row proves itself by steps
-            self.runner.drop_ends(sequences)
+        ends = self.runner.take_ends(sequences)
+        if not ends or self.bisection.groups:  # a suspect of a failed step proves itself by a step
             return
         try:
-            step = self.runner.first_step(sequences)
-            if step is not None:
-                self.sample(step)
-                self.settle(step)
-                self.on_events()
+            step = self.runner.first_step(ends)
+            self.sample(step)
+            self.settle(step)
+            self.on_events()
         except Exception as error:  # a border: as of other steps
-            self._undo(sequences, error)
+            self._undo([*ends], error)
 
     def _begin_chunk(self, row: Row) -> bool:
         """Prepare a sequence for its next chunk; returns False if that failed and the sequence with it."""

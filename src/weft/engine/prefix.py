@@ -156,10 +156,8 @@ class PrefixSharing:
 
     def release_allocated(self, sequence: Sequence) -> None:
         """Unpin the prefix of a row that has its states in the pool; keep its prefill caches for the conversation's next turn."""
-        cursor = sequence.prefix
-        if cursor.node is not None and sequence.is_prefilled:
-            cursor.prompt_node = cursor.node
-            self._unpin(sequence)
+        if sequence.is_prefilled:
+            self._release_prompt(sequence)
         self.retain(sequence)
 
     def retain(self, sequence: Sequence) -> None:
@@ -173,9 +171,17 @@ class PrefixSharing:
         """Unpin a sequence's prefix and drop its pending disk load; chunks of an unfinished prompt are queued to disk."""
         sequence.prefix.is_loading = False
         self._loads.pop(sequence.id, None)
-        if sequence.prefix.node is not None:
-            if not sequence.is_prefilled:
-                self._store(sequence.prefix.node)
+        if sequence.is_prefilled:
+            self._release_prompt(sequence)
+        elif sequence.prefix.node is not None:
+            self._store(sequence.prefix.node)
+            self._unpin(sequence)
+
+    def _release_prompt(self, sequence: Sequence) -> None:
+        """Unpin the node at which a sequence's prompt ends, and remember it for the caches that the row was prefilled in."""
+        cursor = sequence.prefix
+        if cursor.node is not None:
+            cursor.prompt_node = cursor.node
             self._unpin(sequence)
 
     def reset(self, sequence: Sequence) -> None:

@@ -9,7 +9,7 @@ from weft.engine.sampler import Logprobs
 from weft.engine.scheduler import Row
 from weft.memory.slabs import RowState, Slab
 from weft.model.adapter import Chunk
-from weft.model.saved_state import LayerCaches, shorten
+from weft.model.saved_state import LayerCaches
 
 # Why a row decodes alone. model: no way to batch this model gives each row its own logits. short: the row is too young to have
 # the specs' geometry (after a prompt of one token nothing is computed yet; some states grow over the first tokens), so it joins
@@ -19,7 +19,7 @@ AloneCause = Literal["model", "short", "geometry"]
 
 @dataclass(frozen=True)
 class PromptEnd:
-    """The end of a prompt whose last token is computed with its last chunk: that token, its place, and the logits behind it."""
+    """A prompt's last token, computed with its last chunk: its keys and values lie behind the end of the row's own caches."""
 
     token: int
     place: int
@@ -39,18 +39,13 @@ class RowMemory:
     shares_arrays: bool = False  # its own states are parts of arrays that hold those of other rows too
     alone: AloneCause | None = None  # why it last decoded on its own caches, if it did
     logprobs: Logprobs | None = None  # of the chunk under way, where those of the prompt were requested
-    end: PromptEnd | None = None  # its own caches have, or will have with the chunk under way, the prompt's last token too
+    end: PromptEnd | None = None  # computed with the chunk under way
+    has_end: bool = False  # its own caches hold the prompt's last token, as they do after a first step without a forward
     encoding: dict[tuple[str, str, bytes], mx.array] = field(default_factory=dict)  # features that the chunk under way encodes
 
     @property
     def has_caches(self) -> bool:
         return self.own is not None
-
-    def drop_end(self) -> None:
-        """Let its own caches end before the prompt's last token again."""
-        if self.end is not None and self.own is not None:
-            shorten(self.own, 1)
-        self.end = None
 
     @property
     def is_amid_chunk(self) -> bool:

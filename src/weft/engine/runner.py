@@ -34,7 +34,17 @@ from weft.memory.spec import Recurrent, RowContents, mismatch
 from weft.memory.transfer import ON_CUDA, to_device
 from weft.memory.views import ONE_TOKEN, Batch, StepSpan
 from weft.model.adapter import SPEC_TOKENS, Adapter, Chunk
-from weft.model.saved_state import LayerCaches, SavedState, let_go, restore, save_block, save_checkpoint, take_back, unpack
+from weft.model.saved_state import (
+    LayerCaches,
+    SavedState,
+    let_go,
+    move_end,
+    restore,
+    save_block,
+    save_checkpoint,
+    take_back,
+    unpack,
+)
 
 log = logging.getLogger("weft.engine")
 
@@ -379,28 +389,30 @@ class Runner:
         """Whether a chunk is the one that a sequence is being computed in."""
         return sequence.memory is not None and _memory(sequence).chunk is chunk
 
-    def first_step(self, sequences: Iterable[Sequence]) -> Step | None:
-        """Return a step of those sequences whose logits came with their prompts' last chunks, and which can go on by it."""
-        memories = {one: _memory(one) for one in sequences if one.memory is not None and not one.is_finished}
-        ends = {one: memory.end for one, memory in memories.items() if memory.end is not None and _is_at(one, memory.end)}
-        for one, memory in memories.items():
-            if one not in ends:
-                memory.drop_end()
-        if not ends:
-            return None
+    def take_ends(self, sequences: Iterable[Sequence]) -> dict[Sequence, PromptEnd]:
+        """Return the ends of those prompts whose last token was computed with their last chunk, and forget all ends."""
+        ends: dict[Sequence, PromptEnd] = {}
+        for one in sequences:
+            if one.memory is not None:
+                memory = _memory(one)
+                end, memory.end = memory.end, None
+                if end is not None and not one.is_finished and _is_at(one, end):
+                    ends[one] = end
+        return ends
+
+    def first_step(self, ends: Mapping[Sequence, PromptEnd]) -> Step:
+        """Return the step that samples the first tokens of answers from the logits at their prompts' ends, without a forward."""
         self.faults.at("decode", *ends)
         step = Step([], [], mx.concatenate([end.logits for end in ends.values()]), set())
         for one in ends:
+            memory = _memory(one)
+            assert memory.own is not None
+            move_end(memory.own, 1)
+            memory.has_end = True
             step.add(one, 1)
         if lines := self.faults.struck("logits", step.sequences):
             step.logits[mx.array(lines)] = mx.nan
         return step
-
-    def drop_ends(self, sequences: Iterable[Sequence]) -> None:
-        """Forget the last tokens that were computed with prompts' last chunks: they are computed again by steps."""
-        for one in sequences:
-            if one.memory is not None:
-                _memory(one).drop_end()
 
     def _takes_end(self, row: Row) -> bool:
         """Whether a prompt's last token can be computed with this chunk, so that its answer begins without a step."""
@@ -427,11 +439,12 @@ class Runner:
             memory.chunk, memory.together = chunk, rows if len(rows) > 1 else ()
         for line, at in enumerate(whole):
             assert chunk.ends is not None
+            move_end(caches[at], -1)  # nobody sees the token, unless a first step takes it
             memories[at].end = PromptEnd(tokens[at][-1], rows[at].start + rows[at].count, chunk.ends[line : line + 1])
 
     def _measure(self, chunk: Chunk, memory: RowMemory, rows: list[Row]) -> None:
         """Learn from a computed chunk how long prompt tokens, or images, take."""
-        num_tokens = sum(row.count for row in rows)
+        num_tokens = sum(row.count + (_memory(row.sequence).end is not None) for row in rows)
         if memory.encoding and self.images is not None:
             self.images.keep(memory.encoding)
             self.images.encode_seconds += max(0.0, chunk.seconds - num_tokens * self.prefill_rate.seconds_per_token)
@@ -534,10 +547,9 @@ class Runner:
             let_go(memory.own)
             memory.handed_over = slab
         if memory.own is not None and not memory.shares_arrays:  # else it would keep other rows' states too
-            has_end = memory.end is not None
-            memory.drop_end()  # the next turn goes on from where a node of the prefix tree ends
-            memory.retained = memory.own, sequence.num_computed - has_end
-        memory.own = memory.end = None
+            move_end(memory.own, -memory.has_end)  # the next turn goes on from where a node of the prefix tree ends
+            memory.retained = memory.own, sequence.num_computed - memory.has_end
+        memory.own, memory.has_end = None, False
 
     def _shift(self, sequence: Sequence) -> int:
         """Return what is added to a token's number for its position behind the sequence's images."""

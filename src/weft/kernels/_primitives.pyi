@@ -1,4 +1,4 @@
-"""Types of the compiled operations (native/primitives.cpp): each function builds a lazy node of MLX's graph."""
+"""Types of the compiled operations (native/primitives.cpp): lazy nodes of MLX's graph, but decode steps compute at once."""
 
 from collections.abc import Sequence
 

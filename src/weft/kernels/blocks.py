@@ -1,7 +1,8 @@
 """Decoder layers for CPUs as a handful of operations: norms, products, RoPE, attention over slabs, residuals, MLPs, experts.
 
 A layer is replaced at load if it is built as the common ones are and gives the same bits when tried (`bind`); forwards it can not
-take (other caches, other masks) go through the layer's own code. Gated delta layers (`delta_blocks.py`) take every forward.
+take (other caches, other masks) go through the layer's own code. Gated delta layers (`delta_blocks.py`) take all
+but padded rows.
 """
 
 import functools

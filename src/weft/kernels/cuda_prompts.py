@@ -248,7 +248,7 @@ class RaggedKeyValues(RaggedRows):
 
     def _append(self, keys: mx.array, values: mx.array) -> list[Planes]:
         """Append each row's new keys and values to its cache; returns what all of them hold then."""
-        bounds = zip(self.rows, self.lines.firsts, self.lines.firsts[1:], strict=False)
+        bounds = zip(self.rows, self.lines.bounds, self.lines.bounds[1:], strict=False)
         for cache, first, end in bounds:
             if cache.keys is not None:
                 cache.update_and_fetch(*(one[first:end].swapaxes(0, 1)[None] for one in (keys, values)))

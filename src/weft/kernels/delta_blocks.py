@@ -1,9 +1,11 @@
 """Gated delta layers for CPUs: what lies between their two products is one operation, for any number of rows and tokens.
 
 Convolution, SiLU, norms of keys and queries, gates, the delta rule and the gated norm (native/delta.h). A bound layer takes every
-forward of its model, prompts and steps, so it need not have the bits of mlx-lm's code, which rounds differently here and there.
+forward that weft asks of its model, prompts and steps, so it need not have the bits of mlx-lm's code, which rounds differently in
+places; that code is left with padded rows, which weft never has.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,7 @@ class DeltaMixer:
     state_shape: tuple[int, int, int]
 
     def mix(self, x: mx.array, norm: "ops.Norm", mask: Any, cache: Any) -> mx.array | None:
-        """Run the layer from the states in the cache, and leave there those after the last token; padded rows are refused."""
+        """Run the layer from the states in the cache, and leave there those after the last token; None for padded rows."""
         if isinstance(cache, LineStates):
             return self._mix_lines(ops.linear(x, self.joint, norm), cache)
         if mask is not None or (cache is not None and cache.lengths is not None):
@@ -60,7 +62,7 @@ class DeltaMixer:
     def _mix_lines(self, lines: mx.array, cache: LineStates) -> mx.array:
         """Run each row from its own states over its own lines, which are (1, lines, …) of all rows."""
         found = []
-        for row, first, end in zip(cache.rows, cache.lines.firsts, cache.lines.firsts[1:], strict=False):
+        for row, (first, end) in zip(cache.rows, itertools.pairwise(cache.lines.bounds), strict=True):
             output, row[0], row[1] = ops.delta(lines[:, first:end], *self.states_of((row[0], row[1]), 1), self.layer, False)
             row.advance(end - first)
             found.append(output)

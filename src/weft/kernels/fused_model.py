@@ -1,4 +1,4 @@
-"""A model's decode step on CPUs as two operations: tokens to logits, and keeping what counts of them (native/fused_model.h).
+"""A model's decode step on CPUs as two direct calls: tokens to logits, and keeping what counts of them (native/fused_model.h).
 
 MLX takes some microseconds for each operation, and Python some for building it: for a small model that is half of a step. A model
 is computed so if it is embeddings, fused decoder layers, a norm and a vocabulary, and if that gives its logits bit for bit when
@@ -158,7 +158,7 @@ class FusedStep:
 
 
 def fused_model(model: nn.Module, stack: Any, embedding: nn.Module, vocabulary: Any, *, is_normed: bool) -> FusedModel | None:
-    """Return a model as two operations, if it is built as the common ones are; whether its logits are right is to be tried.
+    """Return a model whose steps are two calls, if it is built as the common ones are; its logits are still to be compared.
 
     `stack`: the module with its layers and last norm. `is_normed`: an MTP head takes hidden states behind that norm.
     """

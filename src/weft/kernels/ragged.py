@@ -49,13 +49,13 @@ class RaggedLines:
     ) -> None:
         self.counts = [len(chunk) for chunk in chunks]
         self.starts = list(starts)  # tokens that each row has before its chunk
-        self.firsts = [0, *itertools.accumulate(self.counts)]
-        self.num_lines = -(-self.firsts[-1] // BLOCK) * BLOCK
+        self.bounds = [0, *itertools.accumulate(self.counts)]
+        self.num_lines = -(-self.bounds[-1] // BLOCK) * BLOCK
         numbers: dict[tuple[Any, ...], NDArray[Any]] = {
             ("tokens",): self._filled(np.concatenate([np.asarray(chunk) for chunk in chunks])),
             ("positions",): self._filled(np.concatenate([start + np.arange(count) for start, count in self._spans()])),
             ("lines",): self._filled(np.repeat(np.arange(len(chunks)), self.counts), len(chunks) - 1),
-            ("firsts",): np.array(self.firsts),
+            ("bounds",): np.array(self.bounds),
         }
         if capacities is not None:
             numbers["rows", capacities] = self._rows_of(capacities)
@@ -63,7 +63,7 @@ class RaggedLines:
         self._made: dict[tuple[Any, ...], Any] = dict(zip(numbers, _to_device(*numbers.values()), strict=True))
         self.tokens = self._made["tokens",][None]  # (1, lines)
         self.positions = self._made["positions",]
-        self.spans = LineSpans(self._made["lines",], self._made["firsts",])
+        self.spans = LineSpans(self._made["lines",], self._made["bounds",])
 
     def _spans(self) -> Iterator[tuple[int, int]]:
         return zip(self.starts, self.counts, strict=True)
@@ -90,7 +90,7 @@ class RaggedLines:
     def _rows_of(self, capacities: tuple[int, ...]) -> NDArray[Any]:
         held = [capacity if start else 0 for capacity, start in zip(capacities, self.starts, strict=True)]
         places = [0, *itertools.accumulate(held)][:-1]
-        return np.array((self.firsts[:-1], self.counts, self.starts, places, capacities)).T.reshape(-1)
+        return np.array((self.bounds[:-1], self.counts, self.starts, places, capacities)).T.reshape(-1)
 
     def tiles_of(self, group: int) -> mx.array:
         """Return which row and first pair each block of attention has, flat, those with most keys first."""

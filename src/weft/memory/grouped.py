@@ -46,29 +46,31 @@ class PromptLines:
 
     def __init__(self, chunks: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         self.counts = tuple(map(len, chunks))
-        self.firsts = [0, *itertools.accumulate(self.counts)]
+        self.bounds = [0, *itertools.accumulate(self.counts)]  # chunk i has the lines from bounds[i] to bounds[i + 1]
         self.tokens = mx.array([[token for chunk in chunks for token in chunk]], mx.int32)  # (1, lines)
         spans = zip(starts, self.counts, strict=True)
         self.positions = mx.array([start + place for start, count in spans for place in range(count)], mx.int32)
 
 
-class LineKeyValues:
-    """The KV caches of one attention layer of rows whose lines lie one behind the other (`kernels/blocks.py`)."""
+class LineCaches:
+    """The caches of one layer of rows whose lines lie one behind the other."""
 
     def __init__(self, lines: PromptLines, rows: Sequence[Any]) -> None:
         self.lines = lines
         self.rows = rows
 
-    def make_mask(self, *_: Any, **__: Any) -> None:
-        """Return None: attention knows which tokens each line may read."""
+
+class LineKeyValues(LineCaches):
+    """The KV caches of one attention layer (`kernels/blocks.py`)."""
+
+    def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: ARG002
+        """Return None: attention knows which tokens each line may read, all those before it in its row."""
+        if window_size is not None:
+            raise InternalError("this layer reads a window of its tokens, and lines of several prompts read all of them")
 
 
-class LineStates:
-    """The caches of one gated delta layer of rows whose lines lie one behind the other (`kernels/delta_blocks.py`)."""
-
-    def __init__(self, lines: PromptLines, rows: Sequence[Any]) -> None:
-        self.lines = lines
-        self.rows = rows
+class LineStates(LineCaches):
+    """The caches of one gated delta layer (`kernels/delta_blocks.py`)."""
 
     def make_mask(self, _: int) -> None:
         """Return None: no row is padded."""

@@ -327,7 +327,7 @@ class Adapter:
     def trunk(self) -> Trunk | None:
         """The model in two parts, where a prompt's last token may be computed with its other ones for its logits; else None.
 
-        These must be a step's, and who goes on from the last but one token must find there what it left: keys and values only.
+        The logits must have the bits of a step's, and caches must be able to end one token earlier again: keys and values only.
         """
         is_like_steps = self.decodes_like_prefill and self.fused is not None and self.fused.is_current
         is_possible = is_like_steps and self.is_positional and self.head is None and self.ragged is not None
@@ -339,7 +339,7 @@ class Adapter:
         lines, caches = self.ragged.forward_of(rows, chunks)
         states = self.trunk.states(lines.tokens, caches)
         chunk = _built_chunk(rows)
-        chunk.ends = self.trunk.logits(states[:, mx.array([lines.firsts[at + 1] - 1 for at in whole])])[0]
+        chunk.ends = self.trunk.logits(states[:, mx.array([lines.bounds[at + 1] - 1 for at in whole])])[0]
         chunk.also([chunk.ends])
         return chunk
 
@@ -415,7 +415,7 @@ class Adapter:
         if self.head is None:
             return self.model(lines.tokens, cache=caches)
         hidden, logits = self.head.trunk(lines.tokens, caches)
-        for row, first, end in zip(rows, lines.firsts, lines.firsts[1:], strict=False):
+        for row, (first, end) in zip(rows, itertools.pairwise(lines.bounds), strict=True):
             self._keep_hidden(self.head, hidden[:, first:end], row[-1], (lines.tokens[:, first:end], row[-2], None))
         return logits
 

@@ -152,7 +152,10 @@ class Probe:
         return None
 
     def find_grouping(self) -> Grouping:
-        """Return whether prompts computed in one forward have the logits that each has alone, and whether bit for bit."""
+        """Return whether prompts computed in one forward have the logits that each has alone, and whether bit for bit.
+
+        Where only those of different lengths do not, the adapter loses its forward over them, unless it computes all prompts.
+        """
         if self.adapter.unreadable is not None:
             return "none"
         equal, ragged = [self._equal_chunks(pair) for pair in PROBE_GROUPS], [dict(chunks) for chunks in PROBE_RAGGED]

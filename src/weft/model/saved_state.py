@@ -136,11 +136,11 @@ def take_back(caches: LayerCaches, layers: Mapping[int, KeyValues]) -> None:
             cache.keys, cache.values = layers[layer].keys, layers[layer].values
 
 
-def shorten(caches: LayerCaches, count: int) -> None:
-    """Forget a row's last tokens; it must have no layers but KVCache ones that remember anything."""
+def move_end(caches: LayerCaches, by: int) -> None:
+    """Let a row's KVCache layers end so many tokens later, which their arrays must hold, or earlier; others must be empty."""
     for cache in leaves(caches):
         if type(cache) is KVCache:
-            cache.offset -= count
+            cache.offset += by
 
 
 def pack(saved: SavedState) -> Packed:

@@ -333,13 +333,13 @@ static void rotate_rows(const void *subject, size_t begin, size_t end) {
         const float *x = r->x + m / r->x_rows * r->x_stride + m % r->x_rows * r->n;
         float *y = r->y + m * r->n;
         if (x != y) memcpy(y + 2 * r->half, x + 2 * r->half, (r->n - 2 * r->half) * sizeof(float));
-        bound.kernels->turn(x, r->angles + place * 2 * r->half, y, r->half, r->of_neighbours);
+        bound.kernels->rotate(x, r->angles + place * 2 * r->half, y, r->half, r->of_neighbours);
     }
 }
 
 EXPORT void weft_rotate(const struct weft_rotation *r) { share_sized(rotate_rows, r, r->m, 1, 8 * r->m * r->n); }
 
-EXPORT void weft_turn(const struct weft_turns *t) {
+EXPORT void weft_angles(const struct weft_angles *t) {
     for (size_t m = 0; m < t->m; m++)
         for (size_t i = 0; i < t->half; i++) {
             const float turn = t->places[t->is_shared ? m : m * t->half + i] * t->scale * t->rates[i];
@@ -370,7 +370,7 @@ enum {
     MANY_QUERIES = 12           /* from here on queries fill vectors (scores.h), below their numbers do */
 };
 
-/* What a line's head is before attention: normed, turned, scaled. */
+/* What a line's head is before attention: normed, rotated, scaled. */
 struct preparation {
     const float *norm, *angles;
     float eps, scale;
@@ -383,7 +383,7 @@ static void prepare(const struct preparation *p, const float *from, size_t line,
         bound.kernels->norm(from, p->norm, p->eps, to, p->dim);
     else
         memcpy(to, from, p->dim * sizeof(float));
-    if (p->angles != NULL) bound.kernels->turn(to, p->angles + line * 2 * p->half, to, p->half, p->of_neighbours);
+    if (p->angles != NULL) bound.kernels->rotate(to, p->angles + line * 2 * p->half, to, p->half, p->of_neighbours);
     if (p->scale != 1.0f)
         for (size_t k = 0; k < p->dim; k++) to[k] *= p->scale;
 }
@@ -455,17 +455,17 @@ static void weigh_few(const struct weft_attention *a, const struct item *item, s
 /* Attention's weights of many queries: `scores` (span, many), where many is m in whole lanes. */
 static void weigh_many(const struct weft_attention *a, const struct item *item, size_t m, size_t span, float *scores) {
     const size_t dim = a->dim, many = whole_lanes(m);
-    float *turned = scratch(QUERY_SCRATCH, (dim + 1) * many * sizeof(float) + dim * sizeof(float));
-    float *seen = turned + dim * many, *one = seen + many;
+    float *transposed = scratch(QUERY_SCRATCH, (dim + 1) * many * sizeof(float) + dim * sizeof(float));
+    float *seen = transposed + dim * many, *one = seen + many;
     for (size_t i = 0; i < many; i++) {
         if (i < m)
             prepare_query(a, item, i, one);
         else
             memset(one, 0, dim * sizeof(float));
-        for (size_t k = 0; k < dim; k++) turned[k * many + i] = one[k];
+        for (size_t k = 0; k < dim; k++) transposed[k * many + i] = one[k];
         seen[i] = i < m ? (float)seen_by(a, item, i) : 1.0f; /* exact: nobody has 16 million keys */
     }
-    bound.kernels->score_keys(item->row->keys + item->head * item->row->places * dim, turned, dim, many, span, scores);
+    bound.kernels->score_keys(item->row->keys + item->head * item->row->places * dim, transposed, dim, many, span, scores);
     bound.kernels->soften(scores, many, span, seen);
 }
 

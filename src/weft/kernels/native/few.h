@@ -117,7 +117,7 @@ INLINE void NAME(few_tile)(const int rows, const int columns, const int bits, co
 }
 
 /* Each height of a tile is its own function, with as many columns as there are registers for; `end` may leave fewer. Where rows are too long for the
- * nearest cache all columns add up the groups that fit into it, then the next ones; up to three rows do not wait for the second cache level. */
+ * nearest cache all columns add up the groups that fit into it, then the next ones; with up to three rows that does not pay. */
 #define FEW_HEIGHT(rows, columns, bits)                                                                                \
     static TARGET __attribute__((noinline)) void NAME(few_##bits##_##rows)(const struct product *p, const struct weft_weights *w, size_t m, \
                                                                            size_t n, size_t end, size_t to) {         \

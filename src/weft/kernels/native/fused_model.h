@@ -1,4 +1,4 @@
-// A model's decode step as two operations of MLX's graph: one from tokens to logits, and one that keeps what counts of each row's
+// A model's decode step as two calls that compute at once: one from tokens to logits, and one that keeps what counts of each row's
 // tokens and lets the MTP head guess the next ones.
 //
 // Included by primitives.cpp, which has what the weights of layers are kept in. Rows have as many tokens as they need: nothing is
@@ -284,8 +284,8 @@ void compute_angles(const FusedModel& model, const FusedRows& rows, StepMemory& 
   for (size_t kind = 0; kind < model.turns.size(); kind++) {
     const auto& [rates, scale] = model.turns[kind];
     float* angles = StepMemory::at_least(memory.angles[kind], memory.places.size() * 2 * rates.size());
-    const struct weft_turns one{memory.places.size(), rates.size(), memory.places.data(), rates.data<float>(), scale, true, angles};
-    weft_turn(&one);
+    const struct weft_angles one{memory.places.size(), rates.size(), memory.places.data(), rates.data<float>(), scale, true, angles};
+    weft_angles(&one);
   }
 }
 

@@ -1,7 +1,6 @@
 /* The arithmetic of the row-exact products, written once and included once for each instruction set.
  *
- * The includer defines NAME(x), TARGET, WIDTH, VECTOR, LOAD, LOAD_SOME, the same of HALVES, STORE, SPREAD, FMA, SUM4 and the sizes of the
- * tiles. This file knows nothing of threads, of BLAS, or of why a caller has so many rows.
+ * The includer defines NAME(x), TARGET, WIDTH, VECTOR, its loads, stores and arithmetic, and the sizes of tiles: see the three sets in sgemm.c. This file knows nothing of threads, of BLAS, or of why a caller has so many rows.
  *
  * What must hold: the additions behind one element depend on k alone. An element of dot_block is sixteen running sums
  * (lane i takes k = i, i + 16, ...) folded 8, 4, 2, 1; an element of axpy_block is one running sum in the order of k.
@@ -486,8 +485,8 @@ TARGET static void NAME(norm_row)(const float *x, const float *weight, float eps
     for (size_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
 }
 
-/* y: a row turned by its angles, `half` cosines and then as many sines: of neighbours, or of halves; y may be x. */
-TARGET static void NAME(turn_row)(const float *x, const float *cosines, float *y, size_t half, int of_neighbours) {
+/* y: a row rotated by its angles, `half` cosines and then as many sines: of neighbours, or of halves; y may be x. */
+TARGET static void NAME(rotate_row)(const float *x, const float *cosines, float *y, size_t half, int of_neighbours) {
     const float *sines = cosines + half;
     const size_t step = of_neighbours ? 2 : 1, apart = of_neighbours ? 1 : half;
     if (!of_neighbours)
@@ -616,7 +615,7 @@ TARGET static void NAME(softmax_one)(float *row, size_t count) { NAME(softmax_ro
 #undef SPREAD
 #undef FMA
 #undef SUM4
-#undef TURN4
+#undef TRANSPOSE4
 #undef LOAD_QUADS
 #undef LOAD_QUADS_HALVES
 #undef STORE_QUAD

@@ -75,8 +75,8 @@ void read_tokens(const MTPHead& head, const std::vector<HeadToken>& tokens, floa
   multiply_roughly(*head.projection, both.data(), count, states, size);
   normalise(*head.input_norm, states, count, normed.data());
   multiply_roughly(head.joint, normed.data(), count, lines, line_width(*head.heads));
-  const struct weft_turns turns{count, head.rates.size(), places.data(), head.rates.data<float>(), head.scale, true, angles};
-  weft_turn(&turns);
+  const struct weft_angles turns{count, head.rates.size(), places.data(), head.rates.data<float>(), head.scale, true, angles};
+  weft_angles(&turns);
 }
 
 // Of each row the state (rows, H) and the logits (rows, V) of the guess behind its one token, whose line, state and angles are given, and whose

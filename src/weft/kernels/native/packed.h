@@ -57,7 +57,7 @@ static inline uint32_t code_at(const uint8_t *row, size_t bits, size_t i) {
 }
 #endif
 
-/* Codes `from` to `to` of one group. */
+/* The first `count` codes of one group of a row. */
 static inline TARGET void NAME(expand_codes)(const struct weft_weights *w, const uint8_t *row, size_t group, size_t count, float *to) {
     const size_t first = group * w->group, at = first * w->bits / 8;
     const enum weft_kind kind = w->kind == WEFT_AFFINE ? w->scale_kind : w->kind;

@@ -1,6 +1,7 @@
 // weft.kernels._primitives: the functions of weft.h as operations of MLX's graph, for Python.
 //
-// Every function here builds a graph node and computes nothing; shapes are checked here, because the kernels trust them.
+// Functions build lazy nodes of the graph, except those that end in `compute_now`, which compute in the calling thread. Shapes are
+// checked here, because the kernels trust them.
 // Weights are handed over once, evaluated, and are not nodes of the graph: a step would otherwise visit them all.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -363,7 +364,7 @@ std::vector<mx::array> logprobs(const mx::array& logits, const mx::array& tokens
   return at_once_or_later("weft.logprobs", {each, all, all}, {mx::float32, mx::int32, mx::float32}, std::move(work), {logits, tokens});
 }
 
-// x (B, heads, T, dim) turned by angles (B or 1, 1, T, 2 * half).
+// x (B, heads, T, dim) rotated by angles (B or 1, 1, T, 2 * half).
 mx::array rotate(const mx::array& x, const mx::array& angles, bool of_neighbours) {
   require(x.ndim() == 4 && angles.ndim() == 4 && x.dtype() == mx::float32 && angles.dtype() == mx::float32, "four axes of float32");
   require(angles.shape(2) == x.shape(2) && angles.shape(1) == 1 && angles.shape(3) <= x.shape(3) && angles.shape(3) % 2 == 0 &&
@@ -384,9 +385,9 @@ mx::array angles(const mx::array& places, const mx::array& rates, float scale) {
   require(places.ndim() > 0 && (places.shape(-1) == half || places.shape(-1) == 1), "a position belongs to each rate or to all");
   auto work = [scale](const Arrays& in, Arrays& out) {
     const size_t half = in[1].size();
-    const struct weft_turns one{out[0].size() / (2 * half), half, in[0].data<float>(), in[1].data<float>(), scale, in[0].shape(-1) == 1 && half != 1,
+    const struct weft_angles one{out[0].size() / (2 * half), half, in[0].data<float>(), in[1].data<float>(), scale, in[0].shape(-1) == 1 && half != 1,
                                 out[0].data<float>()};
-    weft_turn(&one);
+    weft_angles(&one);
   };
   return operation("weft.angles", with_last(places.shape(), 2 * half), {mx::astype(places, mx::float32), mx::astype(rates, mx::float32)}, std::move(work));
 }
@@ -399,8 +400,8 @@ mx::array angles_from(const mx::array& offsets, int tokens, const mx::array& rat
     std::vector<float> places;
     for (size_t row = 0; row < in[0].size(); row++)
       for (int token = 0; token < tokens; token++) places.push_back(static_cast<float>(in[0].data<int32_t>()[row] + token));
-    const struct weft_turns one{places.size(), size_t(half), places.data(), in[1].data<float>(), scale, true, out[0].data<float>()};
-    weft_turn(&one);
+    const struct weft_angles one{places.size(), size_t(half), places.data(), in[1].data<float>(), scale, true, out[0].data<float>()};
+    weft_angles(&one);
   };
   return operation("weft.angles", {rows, 1, tokens, 2 * half}, {offsets, rates}, std::move(work));
 }

@@ -19,9 +19,14 @@
 #define EXPORT __attribute__((visibility("default")))
 enum { ROW_MAJOR = 101, NO_TRANS = 111, TRANS = 112 };
 enum { LANES = WEFT_LANES, STATE_ROWS = WEFT_STATE_ROWS };
-/* Of a tile whose packed weights are expanded in registers, and up to how many of its rows there are registers for; a block of columns shares what the
- * nearest cache has of the rows; codes are asked for so many columns ahead. */
-enum { FEW_ROWS = 12, FEW_LOADED = 8, FEW_COLUMNS = 8, FEW_SUMS = 24, FEW_BLOCK = 48, FEW_AHEAD = 24 };
+enum { /* of tiles whose packed weights are expanded in registers (few.h): */
+    FEW_ROWS = 12,   /* most rows, */
+    FEW_LOADED = 8,  /* and up to how many of them there are registers for; */
+    FEW_COLUMNS = 8, /* most columns, */
+    FEW_SUMS = 24,   /* and sums; */
+    FEW_BLOCK = 48,  /* columns that share what the nearest cache has of the rows; */
+    FEW_AHEAD = 24   /* how many columns ahead codes are asked for */
+};
 
 enum {
     SHARED_WORK = 1 << 16,   /* about 6 microseconds alone: from here on a watching thread is worth a word, */
@@ -125,8 +130,8 @@ AVX512 static inline __attribute__((always_inline)) __m512 avx512_widen(__m256i 
     return _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, places, _mm512_castsi256_si512(halves)));
 }
 
-/* In each quarter four vectors of four, turned. */
-AVX512 static inline __attribute__((always_inline)) void avx512_turn4(__m512 four[4]) {
+/* In each quarter four vectors of four, transposed. */
+AVX512 static inline __attribute__((always_inline)) void avx512_transpose4(__m512 four[4]) {
     const __m512 a = _mm512_unpacklo_ps(four[0], four[1]), b = _mm512_unpackhi_ps(four[0], four[1]);
     const __m512 c = _mm512_unpacklo_ps(four[2], four[3]), d = _mm512_unpackhi_ps(four[2], four[3]);
     four[0] = _mm512_shuffle_ps(a, c, 0x44), four[1] = _mm512_shuffle_ps(a, c, 0xEE);
@@ -157,7 +162,7 @@ AVX512 static inline __attribute__((always_inline)) __m512 avx512_load_quads_hal
 #define SPREAD(x) _mm512_set1_ps(x)
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define SUM4(totals, parts, i) avx512_sum4(totals, parts[0] + (i))
-#define TURN4(four) avx512_turn4(four)
+#define TRANSPOSE4(four) avx512_transpose4(four)
 #define LOAD_QUADS(p, apart) avx512_load_quads(p, apart)
 #define LOAD_QUADS_HALVES(p, apart) avx512_load_quads_halves(p, apart)
 #define STORE_QUAD(p, v, part) _mm_storeu_ps(p, (part) == 0 ? _mm512_castps512_ps128(v) : _mm512_extractf32x4_ps(v, part))
@@ -181,8 +186,8 @@ AVX2 static inline __attribute__((always_inline)) void avx2_sum4(float *totals, 
     _mm_storeu_ps(totals, _mm_blend_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1), 0xA));
 }
 
-/* In each half four vectors of four, turned. */
-AVX2 static inline __attribute__((always_inline)) void avx2_turn4(__m256 four[4]) {
+/* In each half four vectors of four, transposed. */
+AVX2 static inline __attribute__((always_inline)) void avx2_transpose4(__m256 four[4]) {
     const __m256 a = _mm256_unpacklo_ps(four[0], four[1]), b = _mm256_unpackhi_ps(four[0], four[1]);
     const __m256 c = _mm256_unpacklo_ps(four[2], four[3]), d = _mm256_unpackhi_ps(four[2], four[3]);
     four[0] = _mm256_shuffle_ps(a, c, 0x44), four[1] = _mm256_shuffle_ps(a, c, 0xEE);
@@ -216,7 +221,7 @@ AVX2 static inline __attribute__((always_inline)) __m256 avx2_load_some_halves(c
 #define SPREAD(x) _mm256_set1_ps(x)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define SUM4(totals, parts, i) avx2_sum4(totals, parts[0] + (i), parts[1] + (i))
-#define TURN4(four) avx2_turn4(four)
+#define TRANSPOSE4(four) avx2_transpose4(four)
 #define LOAD_QUADS(p, apart) _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(p)), _mm_loadu_ps((p) + (apart)), 1)
 #define LOAD_QUADS_HALVES(p, apart) avx2_widen(_mm_unpacklo_epi64(_mm_loadl_epi64((const __m128i *)(p)), _mm_loadl_epi64((const __m128i *)((p) + (apart)))))
 #define STORE_QUAD(p, v, part) _mm_storeu_ps(p, (part) == 0 ? _mm256_castps256_ps128(v) : _mm256_extractf128_ps(v, 1))
@@ -257,8 +262,8 @@ static inline __attribute__((always_inline)) float plain_sum(four a, four b, fou
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-/* Four vectors of four, turned. */
-static inline __attribute__((always_inline)) void plain_turn4(four rows[4]) {
+/* Four vectors of four, transposed. */
+static inline __attribute__((always_inline)) void plain_transpose4(four rows[4]) {
     const four a = rows[0], b = rows[1], c = rows[2], d = rows[3];
     for (int i = 0; i < 4; i++) rows[i] = (four){a[i], b[i], c[i], d[i]};
 }
@@ -282,7 +287,7 @@ static inline __attribute__((always_inline)) void plain_turn4(four rows[4]) {
 #endif
 #define SUM4(totals, parts, i) \
     for (int each = 0; each < 4; each++) (totals)[each] = PLAIN_SUM(parts, (i) + each)
-#define TURN4(rows) plain_turn4(rows)
+#define TRANSPOSE4(rows) plain_transpose4(rows)
 #define LOAD_QUADS(p, apart) plain_load(p)
 #define LOAD_QUADS_HALVES(p, apart) plain_load_some_halves(p, 4)
 #define STORE_QUAD(p, v, part) memcpy(p, &(v), sizeof(four))
@@ -305,7 +310,7 @@ struct kernels {
     const char *name;
     size_t columns; /* of a tile of dot products */
     size_t shift;   /* numbers before the first row of a, so that rows and weights lie in different halves of a cache line */
-    size_t tiled_rows, tiled_long_rows; /* from so many rows on they are tiled, or long ones */
+    size_t tiled_rows, tiled_long_rows; /* the least number of rows that are tiled, and of those longer than LONG_ROW */
     void (*tile)(const struct product *, float *tiles, size_t width);
     void (*dot)(const struct product *, size_t begin, size_t end);
     void (*axpy)(const struct product *, size_t begin, size_t end);
@@ -318,7 +323,7 @@ struct kernels {
     void (*add)(const float *, float *, size_t count);
     void (*gate)(const float *gates, float *, size_t count);
     void (*norm)(const float *, const float *weight, float eps, float *, size_t n);
-    void (*turn)(const float *, const float *angles, float *, size_t half, int of_neighbours);
+    void (*rotate)(const float *, const float *angles, float *, size_t half, int of_neighbours);
     void (*recur)(const struct weft_recurrence *, size_t begin, size_t end);
     void (*expand)(const struct weft_weights *, size_t row, float *);
     void (*few)(const struct product *, const struct weft_weights *, size_t begin, size_t end); /* NULL: there is none */
@@ -332,7 +337,7 @@ struct kernels {
 
 #define KERNELS(name, set, columns, shift, tiled_rows, tiled_long_rows, tile, few, weave, fast_rows)                                                             \
     {name, columns, shift, tiled_rows, tiled_long_rows, tile, set##_dot_block, set##_axpy_block, set##_softmax_block, set##_softmax_one, set##_score_keys,      \
-     set##_soften, set##_silu_block, set##_gated_block, set##_add_block, set##_gate_block, set##_norm_row, set##_turn_row,    \
+     set##_soften, set##_silu_block, set##_gated_block, set##_add_block, set##_gate_block, set##_norm_row, set##_rotate_row,    \
      set##_recur_block, set##_expand, few, weave, set##_convolve, set##_most, set##_weigh, set##_choose, fast_rows}
 
 static const struct kernels all_kernels[] = {
@@ -414,7 +419,7 @@ static void axpy_rows(const void *whole, size_t begin, size_t end) {
     bound.kernels->axpy(&part, 0, part.n);
 }
 
-/* Whether so many rows are tiled; turning weights does not pay for few of them. */
+/* Whether so many rows are tiled; transposing weights does not pay for few of them. */
 static int are_tiled(size_t m, size_t k) {
     return bound.kernels->tile != NULL && m >= (k <= LONG_ROW ? bound.kernels->tiled_rows : bound.kernels->tiled_long_rows);
 }
@@ -481,18 +486,18 @@ static int is_faster_elsewhere(const struct product *p) {
     return p->m > bound.kernels->fast_rows || (p->k < SHORT_SUM && p->m > SHORT_SUM_ROWS);
 }
 
-/* Computes c = a b, or c = a b^T if b is turned; 0 if that is left to the library behind. */
-static int computed_here(struct product p, int is_b_turned) {
-    if (!bound.is_exact && is_b_turned && is_faster_elsewhere(&p)) return 0;
-    if (p.n == 1 && !is_b_turned && p.ldb == 1) { /* a column is also a row */
-        is_b_turned = 1;
+/* Computes c = a b, or c = a b^T if b is transposed; 0 if that is left to the library behind. */
+static int computed_here(struct product p, int is_b_transposed) {
+    if (!bound.is_exact && is_b_transposed && is_faster_elsewhere(&p)) return 0;
+    if (p.n == 1 && !is_b_transposed && p.ldb == 1) { /* a column is also a row */
+        is_b_transposed = 1;
         p.ldb = p.k;
     }
-    if (p.n == 1 && is_b_turned && p.ldc == 1 && p.a_column == 1) { /* weights by a vector: seen from the other side */
-        struct product turned = {1, p.m, p.k, p.alpha, p.beta, p.b, p.a, p.c, p.k, 1, p.a_row, p.m};
-        return dot_product(&turned);
+    if (p.n == 1 && is_b_transposed && p.ldc == 1 && p.a_column == 1) { /* weights by a vector: seen from the other side */
+        struct product swapped = {1, p.m, p.k, p.alpha, p.beta, p.b, p.a, p.c, p.k, 1, p.a_row, p.m};
+        return dot_product(&swapped);
     }
-    return is_b_turned ? dot_product(&p) : axpy_product(&p);
+    return is_b_transposed ? dot_product(&p) : axpy_product(&p);
 }
 
 static int is_plain(int order, int trans_a, int trans_b, int m, int n, int k) {

@@ -2,7 +2,7 @@
  *
  * Included by kernels.h. dot_tile keeps the sixteen running sums of a number in lanes and folds them at the end. With vectors of fewer lanes that takes
  * many registers and much shuffling; where 512 bits are multiplied twice a cycle, rows come too slowly for it: it reads 160 numbers for 384
- * multiplications, a tile here 52 for 192. So rows and weights are turned first: pass by pass, one for
+ * multiplications, a tile here 52 for 192. So rows and weights are transposed first: pass by pass, one for
  * each remainder of k by sixteen, a tile of c adds up that running sum of all its numbers, as any matrix product adds. Passes come in the order
  * in which dot_tile folds (0 8 4 12 2 10 ...): the sums of a pass whose place ends in t ones, in binary, are added to t others that
  * wait. The additions behind one number are those of dot_tile in their order, and so are the bits.
@@ -13,17 +13,17 @@
 #define PASS_OF(r) (((r) & 1) << 3 | ((r) & 2) << 1 | ((r) & 4) >> 1 | ((r) & 8) >> 3)
 
 /* One step of a tile: sixteen numbers of TILE_ROWS rows, each to its pass. */
-INLINE void NAME(turn_rows)(const float *const from[TILE_ROWS], float *to, size_t pass) {
+INLINE void NAME(transpose_rows)(const float *const from[TILE_ROWS], float *to, size_t pass) {
     UNROLL for (int at = 0; at < LANES; at += WIDTH) {
         VECTOR quads[4];
         UNROLL for (int i = 0; i < 4; i++) quads[i] = LOAD(from[i] + at);
-        TURN4(quads);
+        TRANSPOSE4(quads);
         UNROLL for (int i = 0; i < 4; i++)
             UNROLL for (int part = 0; part < WIDTH / 4; part++) STORE_QUAD(to + PASS_OF(at + 4 * part + i) * pass, quads[i], part);
     }
 }
 
-/* Rows of a in blocks of BLOCK_ROWS: its passes, each with its tiles one after the other, each with its steps. Zeros are added to whole lanes. */
+/* Packs rows of a as [block][pass][tile][step][row of the tile], in blocks of BLOCK_ROWS; zeros are added to whole lanes. */
 TARGET static void NAME(tile_rows)(const struct product *p, float *blocks, size_t width) {
     const size_t steps = width / LANES, pass = BLOCK_ROWS * steps + LANES;
     for (size_t m = 0; m < p->m; m += TILE_ROWS) {
@@ -40,18 +40,18 @@ TARGET static void NAME(tile_rows)(const struct product *p, float *blocks, size_
                 else
                     for (size_t k = 0; k < LANES; k++) lines[i][k] = m + i < p->m && k < count ? row[k * p->a_column] : 0.0f;
             }
-            NAME(turn_rows)(from, tile + step * TILE_ROWS, pass);
+            NAME(transpose_rows)(from, tile + step * TILE_ROWS, pass);
         }
     }
 }
 
 /* One step of a vector of columns: sixteen numbers of each column's weights, each to its pass. */
-INLINE void NAME(turn_columns)(const void *b, size_t ldb, const int is_half, float *to, size_t pass) {
+INLINE void NAME(transpose_columns)(const void *b, size_t ldb, const int is_half, float *to, size_t pass) {
     UNROLL for (int at = 0; at < LANES; at += 4) {
         VECTOR quads[4];
         UNROLL for (int j = 0; j < 4; j++)
             quads[j] = is_half ? LOAD_QUADS_HALVES((const uint16_t *)b + j * ldb + at, 4 * ldb) : LOAD_QUADS((const float *)b + j * ldb + at, 4 * ldb);
-        TURN4(quads);
+        TRANSPOSE4(quads);
         UNROLL for (int i = 0; i < 4; i++) STORE(to + PASS_OF(at + i) * pass, quads[i]);
     }
 }
@@ -65,7 +65,7 @@ INLINE void NAME(tile_columns)(const struct product *p, const int is_half, size_
             const uint16_t *halves = (const uint16_t *)(const void *)p->b + at;
             float *to = group + step * across + column;
             if (column + WIDTH <= columns && begin + LANES <= p->k) {
-                NAME(turn_columns)(is_half ? (const void *)halves : p->b + at, p->ldb, is_half, to, pass);
+                NAME(transpose_columns)(is_half ? (const void *)halves : p->b + at, p->ldb, is_half, to, pass);
                 continue;
             }
             float lines[WIDTH * LANES] = {0};
@@ -74,7 +74,7 @@ INLINE void NAME(tile_columns)(const struct product *p, const int is_half, size_
                     const uint32_t wide = is_half ? (uint32_t)halves[j * p->ldb + k] << 16 : 0;
                     memcpy(lines + j * LANES + k, is_half ? (const void *)&wide : p->b + at + j * p->ldb + k, sizeof(float));
                 }
-            NAME(turn_columns)(lines, LANES, 0, to, pass);
+            NAME(transpose_columns)(lines, LANES, 0, to, pass);
         }
 }
 

@@ -19,7 +19,7 @@
 extern "C" {
 #endif
 
-enum { WEFT_API = 4 };  /* raise it with every change here: the two libraries are built apart */
+enum { WEFT_API = 5 };  /* raise it with every change here: the two libraries are built apart */
 enum { WEFT_LANES = 16, WEFT_STATE_ROWS = 4 }; /* numbers read together; rows of a recurrent state taken together */
 enum { WEFT_MAX_TAPS = 16 };                   /* of a layer's convolution */
 
@@ -103,7 +103,7 @@ struct weft_logprobs {
 };
 void weft_logprobs(const struct weft_logprobs *);
 
-/* Rotary positions: y = x, m rows of n numbers, of which the first 2 * half are turned: neighbours, or numbers `half` apart.
+/* Rotary positions: y = x, m rows of n numbers, of which the first 2 * half are rotated: neighbours, or numbers `half` apart.
  * Rows of x lie `x_rows` together, `x_stride` numbers from the next ones; those of y follow each other. Row m has the angles
  * (`half` cosines, then as many sines) of place m / batch_rows * batch_angles + (m % batch_rows) / repeat % tokens. */
 struct weft_rotation {
@@ -116,14 +116,14 @@ void weft_rotate(const struct weft_rotation *);
 
 /* Cosines, then sines, of m lines: of place * scale * rate for each of `half` rates. places (m, half), or with `is_shared` (m): one for
  * all rates of a line. angles (m, 2 * half). */
-struct weft_turns {
+struct weft_angles {
     size_t m, half;
     const float *places, *rates;
     float scale;
     int is_shared;
     float *angles;
 };
-void weft_turn(const struct weft_turns *);
+void weft_angles(const struct weft_angles *);
 
 /* Attention's weights: c (m, span) = softmax(q (m, k) * keys^T (span, k) + bias). With `tokens` the rows are those of as many
  * last tokens, head after head, each of which sees up to itself. */
@@ -144,7 +144,7 @@ struct weft_row {
 };
 
 /* Attention of all new tokens of all rows, each over its own row up to itself. q has lines of `q_stride` numbers, which begin
- * with the heads' dim numbers each: brought to a mean square of one and times `norm` (dim) where that is not NULL, then turned
+ * with the heads' dim numbers each: brought to a mean square of one and times `norm` (dim) where that is not NULL, then rotated
  * by the line's angles where these are not NULL (as in weft_rotation). With `is_gated` each head's numbers are followed by dim
  * gates, whose sigmoids its output is multiplied by. The output has lines of heads * dim. */
 struct weft_attention {
@@ -157,7 +157,7 @@ struct weft_attention {
 };
 void weft_attend(const struct weft_attention *);
 
-/* Writes new tokens behind those a row has: of line l the numbers at l * stride, kv_heads * dim of them, normed and turned as
+/* Writes new tokens behind those a row has: of line l the numbers at l * stride, kv_heads * dim of them, normed and rotated as
  * above, into the row's `keys`. */
 struct weft_append {
     const struct weft_row *rows;
