@@ -956,6 +956,13 @@ GUARDS = [
         "a lost rank is no row's fault: the engine ends, so that another one goes on", "R022",
     ),
     Guard(
+        "rank-left-behind", "engine/ranks.py",
+        "                    follower.kill()\n                os._exit(1)",
+        "                    pass\n                os._exit(1)",
+        "tests/engine/test_lockstep.py::test_a_silent_rank_does_not_outlive_its_engine",
+        "a rank that hangs is ended with its engine", "R022",
+    ),
+    Guard(
         "last-words-of-a-gate", "serving/engine_keeper.py",
         "if status > 0 and self._listener.is_alive() and",
         "if False and",

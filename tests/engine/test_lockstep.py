@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from collections import deque
 
 import pytest
 
+from waiting import HANG_SECONDS
 from weft.engine.lockstep import (
     AgreedChannel,
     AgreedMasks,
@@ -125,3 +130,34 @@ def test_a_rank_that_still_loads_is_not_taken_for_silent() -> None:
     watch = RankWatch([Process()])  # type: ignore[list-item]
 
     assert {watch.reason_to_end(set()) for _ in range(1000)} == {None}
+
+
+WATCH_A_STOPPED_RANK = """
+import os, signal, subprocess, sys
+from weft.engine.ranks import RankWatch
+
+class HeardOnce:
+    polls = 0
+    def poll(self, wait):
+        self.polls += 1
+        return self.polls <= 2  # the first beat is read, then there are no others
+    def recv(self):
+        return bytes([1])
+
+rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+os.kill(rank.pid, signal.SIGSTOP)
+print(rank.pid, flush=True)
+RankWatch([rank]).run(HeardOnce())
+"""
+
+
+def test_a_silent_rank_does_not_outlive_its_engine() -> None:
+    """One that is stopped does not see that the engine is gone. It has the engine's output too, which is read to its end."""
+    command = [sys.executable, "-c", WATCH_A_STOPPED_RANK]
+    try:
+        engine = subprocess.run(command, stdout=subprocess.PIPE, timeout=HANG_SECONDS, check=False)
+    except subprocess.TimeoutExpired as late:
+        os.kill(int(late.output), signal.SIGKILL)
+        raise
+
+    assert engine.returncode == 1

@@ -118,6 +118,8 @@ class RankWatch:
             heard = {beats.recv()[0] for _ in range(100) if beats.poll(0)} if beats.poll(int(BEAT_SECONDS * 1000)) else set()
             if not self.is_over and (why := self.reason_to_end(heard)) is not None:
                 log.error("%s: the engine ends, and is started again with all ranks", why)
+                for follower in self._followers:  # one that is stopped would not notice, and keep its part of the model
+                    follower.kill()
                 os._exit(1)
 
     def reason_to_end(self, heard: set[int]) -> str | None:
