@@ -956,6 +956,13 @@ GUARDS = [
         "a lost rank is no row's fault: the engine ends, so that another one goes on", "R022",
     ),
     Guard(
+        "states-stay", "kernels/fused_model.py",
+        "states = sorted(tokens, key=lambda row: known.get(row, len(known)))",
+        "states = [row for slab in pool.slabs for row in slab.occupied if row in tokens]",
+        "tests/engine/test_fused_steps.py::test_a_row_that_moves_to_a_larger_slab_moves_no_recurrent_states",
+        "a row that outgrows its slab costs nobody's states a copy",
+    ),
+    Guard(
         "rank-left-behind", "engine/ranks.py",
         "                    follower.kill()\n                os._exit(1)",
         "                    pass\n                os._exit(1)",

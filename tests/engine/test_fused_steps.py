@@ -22,6 +22,7 @@ from weft.engine.faults import InjectedFault
 from weft.engine.order import OverlappedOrder, PlainOrder, SettleFirstOrder
 from weft.engine.runner import Step
 from weft.kernels.fused_model import FusedModel, FusedStep, StepRows
+from weft.memory.slabs import RowState, StateTable
 from weft.model.adapter import Adapter
 from weft.model.probe import Probe
 
@@ -89,6 +90,26 @@ def test_rows_without_a_draft_have_one_line_beside_rows_with_one(adapter: Adapte
     assert len(lines) > 2
     assert all(found == wanted for found, wanted in lines)
     assert any(found > 8 for found, _ in lines)
+
+
+def test_a_row_that_moves_to_a_larger_slab_moves_no_recurrent_states(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(build("qwen3_5"))
+    if run.adapter.fused is None:
+        pytest.skip("needs weft's own operations")
+    rows = [run.submit(prompt, 60) for prompt in PROMPTS[:2]]
+    while not all(row.output for row in rows):
+        run.turn()
+    laid: list[list[RowState | None]] = []
+    lay = StateTable._sources
+    monkeypatch.setattr(StateTable, "_sources", lambda table, wanted: (laid.append(wanted), lay(table, wanted))[1])
+    states = [row.memory.state for row in rows]
+    capacities = set()
+    while not any(row.is_finished for row in rows):
+        capacities.add(tuple(run.engine.runner.pool.capacity_of(state) for state in states))
+        run.turn()
+
+    assert len(capacities) > 2  # both moved, one after the other
+    assert laid == []
 
 
 def test_a_model_is_asked_itself_as_soon_as_one_of_its_modules_is_changed(adapter: Adapter) -> None:

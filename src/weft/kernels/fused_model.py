@@ -52,11 +52,13 @@ class FusedModel:
         """Make room for so many more tokens of each row, and return the rows in the order in which a step computes them."""
         for row, count in tokens.items():
             make_room(pool, row, count, seam=True)
-        slabs = [slab for slab in pool.slabs if any(row in tokens for row in slab.occupied)]
-        rows = [(place, row) for place, slab in enumerate(slabs) for row in slab.occupied if row in tokens]
         table = pool.table_for(None)
-        table.arrange([row for _, row in rows])
-        return StepRows(slabs, rows, table)
+        known = {row: place for place, row in enumerate(table.rows)}
+        states = sorted(tokens, key=lambda row: known.get(row, len(known)))  # a row that moves to another slab moves no states
+        table.arrange([*states])
+        slabs = [slab for slab in pool.slabs if any(row in tokens for row in slab.occupied)]
+        places = {id(slab): place for place, slab in enumerate(slabs)}
+        return StepRows(slabs, [(places[id(row.slab)], row) for row in states], table)
 
     def skip(self, states: list[RowState]) -> None:
         """Let the MTP head not read what it has not read yet of these rows: their keys and values there become zeros."""
