@@ -16,7 +16,7 @@ PYTEST := $(BIN)/pytest --dist loadgroup -n
 # Compiled Python files are kept: tests start a hundred processes, and setting up compiles nothing in advance.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam test-ray tools race exact-gpu bench-gpu serve-gpu profile-gpu clean
+.PHONY: serve test browser pictures conformance newest oldest mutants check bench compare compare-quick soak redteam test-ray tools race arm exact-gpu bench-gpu serve-gpu profile-gpu clean
 
 serve: $(READY)  ## set up and serve the default model, or MODEL=…
 	$(BIN)/weft serve $(MODEL)
@@ -101,6 +101,19 @@ race:  ## the kernels' thread pool under a thread sanitizer (needs gcc or clang 
 	mkdir -p build
 	$(CC) -O1 -g -std=gnu11 -ffp-contract=off -fsanitize=thread tests/native/race.c -o build/race -ldl -lm -lpthread
 	TSAN_OPTIONS=halt_on_error=1 build/race
+
+arm:  ## on x86: the kernels that ARM runs, emulated, have the bits of AVX2 and AVX-512 (needs Debian's gcc-aarch64-linux-gnu and qemu-user)
+	@command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null || { echo "make arm needs a compiler for ARM and an emulator: apt-get install gcc-aarch64-linux-gnu qemu-user"; exit 1; }
+	mkdir -p build
+	$(CC) $(BITS) -o build/bits -ldl -lm -lpthread
+	aarch64-linux-gnu-gcc $(BITS) -o build/bits-arm -ldl -lm -lpthread
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/bits-arm > build/bits-arm.txt
+	@for name in avx2 avx512 avx512_tiled; do \
+	  build/bits $$name > build/bits-here.txt; \
+	  case $$? in 0) diff build/bits-here.txt build/bits-arm.txt && echo "$$name: $$(wc -l < build/bits-arm.txt) results, all with ARM's bits" || exit 1;; \
+	    2) echo "$$name: not on this machine";; *) exit 1;; esac; done
+
+BITS := -O3 -std=gnu11 -ffp-contract=off -fno-fast-math tests/native/bits.c
 
 # With what is set up in .venv, or else with a Python that has a GPU build of MLX.
 GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
