@@ -136,12 +136,18 @@ def test_a_layer_whose_weights_are_replaced_computes_with_the_new_ones() -> None
 
 
 def test_products_of_every_size_are_what_numpy_says() -> None:
-    rng = np.random.default_rng(3)
-    for size in range(1, 71):
-        for m, n, k in ((size, 6, 33), (4, size, 20), (3, 13, size)):
-            x, w = rng.standard_normal((m, k), np.float32), rng.standard_normal((n, k), np.float32)
-            found = primitives.ops.linear(mx.array(x), [primitives.ops.Weights(mx.array(w))])
-            np.testing.assert_allclose(np.array(found), x.astype(np.float64) @ w.T, atol=1e-4)
+    """All 343,000 of up to 70 rows, columns and numbers in a row."""
+    rng, sizes = np.random.default_rng(3), range(1, 71)
+    rows, weights = rng.standard_normal((70, 70), np.float32), rng.standard_normal((70, 70), np.float32)
+    for k in sizes:
+        right = rows[:, :k].astype(np.float64) @ weights[:, :k].T
+        x = [mx.array(rows[:m, :k]) for m in sizes]
+        for n in sizes:
+            w = primitives.ops.Weights(mx.array(weights[:n, :k]))
+            found = [primitives.ops.linear(some, [w]) for some in x]
+            mx.eval(found)
+            worst = max(np.abs(np.array(some) - right[: len(some), :n]).max() for some in found)
+            assert worst < 1e-5, (n, k)
 
 
 def test_what_does_not_fit_is_refused_when_the_graph_is_built() -> None:
