@@ -957,7 +957,7 @@ GUARDS = [
     ),
     Guard(
         "states-stay", "kernels/fused_model.py",
-        "states = sorted(tokens, key=lambda row: known.get(row, len(known)))",
+        "states = sorted(tokens, key=lambda row: place_of.get(row, len(place_of)))",
         "states = [row for slab in pool.slabs for row in slab.occupied if row in tokens]",
         "tests/engine/test_fused_steps.py::test_a_row_that_moves_to_a_larger_slab_moves_no_recurrent_states",
         "a row that outgrows its slab costs nobody's states a copy",

@@ -53,8 +53,8 @@ class FusedModel:
         for row, count in tokens.items():
             make_room(pool, row, count, seam=True)
         table = pool.table_for(None)
-        known = {row: place for place, row in enumerate(table.rows)}
-        states = sorted(tokens, key=lambda row: known.get(row, len(known)))  # a row that moves to another slab moves no states
+        place_of = {row: place for place, row in enumerate(table.rows)}
+        states = sorted(tokens, key=lambda row: place_of.get(row, len(place_of)))  # whoever changes its slab moves no states
         table.arrange([*states])
         slabs = [slab for slab in pool.slabs if any(row in tokens for row in slab.occupied)]
         places = {id(slab): place for place, slab in enumerate(slabs)}
