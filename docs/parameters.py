@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 
+from weft.api import ollama
 from weft.api.anthropic import request as anthropic
+from weft.api.fields import FieldRules, is_constraint
 from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
 from weft.api.openapi import document
@@ -30,13 +32,17 @@ Every request parameter of OpenAI's Chat Completions, Completions and Responses 
 
 | mark | meaning |
 |---|---|
-| ● | supported: the parameter is honoured, or the request is a 400 that names it |
-| ○ | accepted, without effect on the answer |
-| ✗ | refused: a 400 with the code `unsupported_parameter`, unless the value is one that would have no effect |
-| – | unknown: listed in the reply's header `x-ignored-params` |
+| ● | it acts, or the request is a 400 that names it |
+| ○ | accepted; it changes no answer, for the reason given |
+| ✗ | a 400 that names it, unless the value is one that would change nothing |
+| – | accepted, and listed in the reply's header `x-ignored-params` as every unknown field is; `--strict-params` refuses it |
 
+On OpenAI's wires a refused parameter has the code `unsupported_parameter`.
+A field that nobody knows and whose name speaks of a constraint, such as `max_new_tokens`, is refused with the nearest known name.
 In all dialects null is the same as omitting a parameter.
 """
+
+NESTED = "`[]` stands for any entry of a list. What is not listed and not read is in `x-ignored-params` with its path.\n"
 
 WORDS = {
     # Input
@@ -70,6 +76,7 @@ WORDS = {
     "in Responses: `max_output_tokens`.",
     "max_completion_tokens": "Maximum length of the answer; overrides `max_tokens`. In Responses: `max_output_tokens`.",
     "max_output_tokens": "Maximum length of the answer, in tokens. Default: the rest of the context.",
+    "n_predict": "llama.cpp's name of `max_tokens`; -1: no limit.",
     "min_tokens": "Minimum length of the answer, in tokens.",
     "stop": "Texts that end the answer and are not part of it. Not matched inside reasoning and calls.",
     "stop_sequences": "Texts that end the answer and are not part of it.",
@@ -83,6 +90,7 @@ WORDS = {
     "top_k": "Sample from this many most likely tokens; 0: all.",
     "min_p": "Sample from tokens at least this fraction as likely as the most likely one.",
     "repetition_penalty": "Above 1: tokens of prompt and answer become less likely.",
+    "repeat_penalty": "llama.cpp's and LM Studio's name of `repetition_penalty`.",
     "presence_penalty": "Subtracted from the logit of each token that the answer contains.",
     "frequency_penalty": "Subtracted from a token's logit once for each of its occurrences in the answer.",
     "logit_bias": "Added to the logits of these token ids.",
@@ -94,11 +102,6 @@ WORDS = {
     "guided_json": "A schema for the answer (vLLM's older name).",
     "guided_regex": "A pattern that the whole answer matches.",
     "regex": "SGLang's name of `guided_regex`.",
-    "ebnf": "SGLang's grammars; send `guided_grammar` in Lark.",
-    "include_stop_str_in_output": "A stop string is never part of the answer.",
-    "no_stop_trim": "SGLang's name of that.",
-    "reasoning_format": "Where reasoning is shown: always in `reasoning_content`.",
-    "min_keep": "Tokens that a sampler must leave.",
     "guided_choice": "The answer is one of these texts.",
     "guided_grammar": "A grammar for the answer, in Lark or GBNF notation.",
     "json_schema": "A schema for the answer (llama.cpp's name).",
@@ -110,6 +113,8 @@ WORDS = {
     "reasoning": "`effort`: how much to reason. `summary`: the reasoning is returned as a summary too.",
     "thinking": "enabled with `budget_tokens`, adaptive, between_tools or disabled; `display: omitted` hides the reasoning.",
     "thinking_token_budget": "Maximum number of reasoning tokens, -1: no limit. It has [other names](api.md#reasoning) too.",
+    "enable_thinking": "false: no reasoning. true leaves it to the model.",
+    "think": "Ollama's word: false is `reasoning_effort` none, a level is that effort, true leaves it to the model.",
     # Tools
     "tools": "What the model may call: functions; in Responses also custom tools and namespaces. Not in Completions.",
     "tool_choice": "auto, none, required (Messages: any), one tool, or some of them.",
@@ -118,99 +123,79 @@ WORDS = {
     "cache_salt": "The prompt's cache is shared only with requests that have the same salt.",
     "prompt_cache_key": "Identifies a returning client: its prompts stay cached longer, and it is scheduled as its own client.",
     "session_id": "Another name of `prompt_cache_key`.",
-    "cache_control": "On the whole request without effect, because prompts are cached anyway; on a block it acts (see HTTP API).",
     "priority": "Higher values are scheduled first. Default 0.",
     "service_tier": "`priority` means priority 10, `flex` means −10, others nothing. In Messages without effect.",
     # Speed
     "speculate": "false: no draft tokens are verified for this request. The answer is the same in any case.",
     "prediction": "A text that much of the answer is expected to repeat: drafts are looked up there too.",
-    # Refused
-    "functions": "OpenAI's older form of `tools`: send that.",
-    "function_call": "OpenAI's older form of `tool_choice`: send that.",
-    "guided_whitespace_pattern": "The white space of a constrained answer is fixed.",
-    "include_reasoning": "Reasoning is always returned, in a field of its own.",
-    "modalities": "Answers are text.",
-    "audio": "Answers are text.",
-    "web_search_options": "The server does not search; give the model a tool of yours.",
-    "suffix": "No fill-in-the-middle yet.",
-    "best_of": "Every generated answer is returned: use `n`.",
-    "xtc_probability": "This sampler is not available.",
-    "dry_multiplier": "This sampler is not available.",
-    "repetition_detection": "Answers that repeat themselves are not ended; use a penalty.",
-    "draft_model": "Drafts come from grammar, prompt and answer, and the model's own MTP head: see `speculate`.",
-    "logprobs_mode": "Log-probabilities are always those before penalties and temperature.",
-    "return_progress": "The progress of the prefill is not reported in the stream.",
-    "timings_per_token": "Timings are sent once, at the end.",
-    "background": "Responses are generated while the client waits.",
-    "conversation": "Conversations are not stored; `previous_response_id` refers to a response.",
-    "context_management": "Nothing is removed from a prompt; one that is too long is a 400.",
-    "moderation": "There is no moderation.",
-    "mcp_servers": "The server calls no other servers; give the model a tool of yours.",
-    # Without effect
-    "verbosity": "A hint that weft does not use.",
-    "prompt_cache_options": "Prompts are cached anyway.",
-    "prompt_cache_retention": "The server's settings determine it.",
-    "ttl": "Models stay loaded.",
-    "request_id": "A label; the reply's id is in `x-request-id`.",
-    "guided_decoding_backend": "There is only one.",
-    "xtc_threshold": "Belongs to `xtc_probability`.",
-    "dry_base": "Belongs to `dry_multiplier`.",
-    "dry_allowed_length": "Belongs to `dry_multiplier`.",
-    "dry_penalty_last_n": "Belongs to `dry_multiplier`.",
-    "dry_sequence_breakers": "Belongs to `dry_multiplier`.",
-    "client_metadata": "A label.",
-    "access_programs": "A label.",
-    "image": "A setting of a tool that weft does not have.",
-    "speed": "There is only one.",
-    "inference_geo": "Requests are computed on the machine of the server.",
-    "user_profile_id": "A label.",
-    "workspace_id": "A label.",
 }
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API dialect: the struct of its requests, the parameters it refuses, and those without effect."""
+    """An API dialect: the struct of its requests, and its rules for fields that the struct lacks."""
 
     name: str
     kind: type[msgspec.Struct]
-    refused: dict[str, tuple[Any, ...]]
-    harmless: frozenset[str]
+    rules: FieldRules
 
-    def mark(self, name: str) -> str:
-        """The mark of a parameter in this dialect."""
-        if name in self.kind.__struct_fields__:
+    def mark(self, path: str) -> str:
+        """Return the mark of a parameter in this dialect."""
+        fate = self.rules.fates.get(path)
+        if path in self.kind.__struct_fields__ or path in self.rules.aliases:
             return "●"
-        if name in self.refused:
-            values = ", ".join(f"`{json.dumps(value)}`" for value in self.refused[name])
-            return f"✗ unless {values}" if values else "✗"
-        return "○" if name in self.harmless else "–"
+        if fate is None:
+            return "✗" if is_constraint(path) else "–"
+        if fate.idle is None:
+            return "–" if fate.is_reported else "○"
+        values = ", ".join(f"`{json.dumps(value)}`" for value in fate.idle)
+        return f"✗ unless {values}" if values else "✗"
 
 
 DIALECTS = (
-    Dialect("Chat", chat.ChatRequest, openai.RULES.refused, openai.RULES.harmless),
-    Dialect("Completions", completions.CompletionRequest, openai.RULES.refused, openai.RULES.harmless),
-    Dialect("Responses", responses.ResponseRequest, responses.RULES.refused, responses.RULES.harmless),
-    Dialect("Messages", anthropic.MessagesRequest, anthropic.RULES.refused, anthropic.RULES.harmless),
+    Dialect("Chat", chat.ChatRequest, openai.RULES),
+    Dialect("Completions", completions.CompletionRequest, completions.RULES),
+    Dialect("Responses", responses.ResponseRequest, responses.RULES),
+    Dialect("Messages", anthropic.MessagesRequest, anthropic.RULES),
 )
+OLLAMA = Dialect("Ollama", ollama.OllamaChatRequest, ollama.RULES)
 
 
 def page() -> str:
-    """The page's text. Raises ValueError if WORDS lacks a parameter or has one too many."""
-    known = {name for dialect in DIALECTS for name in (*dialect.kind.__struct_fields__, *dialect.refused, *dialect.harmless)}
-    if known != WORDS.keys():
-        raise ValueError(f"WORDS lacks {sorted(known - WORDS.keys())} and has without need {sorted(WORDS.keys() - known)}")
-    acting = [name for name in WORDS if any(name in dialect.kind.__struct_fields__ for dialect in DIALECTS)]
-    others = [name for name in WORDS if name not in acting]
-    lines = [HEAD, "## Supported in at least one dialect\n", *_table(acting), "\n## Refused or without effect\n", *_table(others)]
+    """Return the page's text. Raises ValueError if WORDS lacks a parameter that acts or has one too many."""
+    acting = {name for dialect in DIALECTS for name in (*dialect.kind.__struct_fields__, *dialect.rules.aliases)}
+    if acting != WORDS.keys():
+        raise ValueError(f"WORDS lacks {sorted(acting - WORDS.keys())} and has without need {sorted(WORDS.keys() - acting)}")
+    others: dict[str, str] = {}
+    for dialect in (*DIALECTS, OLLAMA):
+        others |= {path: fate.why for path, fate in dialect.rules.fates.items() if path not in acting | others.keys()}
+    whole = [path for path in others if path.isidentifier()]
+    nested = [path for path in others if not path.isidentifier()]
+    lines = [HEAD, "## Supported in at least one dialect\n", *_table([*WORDS])]
+    lines += [
+        "\n## Refused or without effect\n",
+        *_reasons(whole, others),
+        "\n## Further down in a body\n",
+        NESTED,
+        *_reasons(nested, others),
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _reasons(paths: list[str], why: dict[str, str]) -> list[str]:
+    dialects = (*DIALECTS, OLLAMA)
+    heads = ["parameter", "why", *(dialect.name for dialect in dialects)]
+    rows = [[f"`{path}`", _sentence(why[path]), *(dialect.mark(path) for dialect in dialects)] for path in sorted(paths)]
+    return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
+
+
+def _sentence(clause: str) -> str:
+    return f"{clause[0].upper()}{clause[1:]}."
 
 
 def _table(names: list[str]) -> list[str]:
     heads = ["parameter", "takes", "meaning, or why not", *(dialect.name for dialect in DIALECTS)]
     rows = [[f"`{name}`", _takes(name), WORDS[name], *(dialect.mark(name) for dialect in DIALECTS)] for name in names]
-    if not any(row[1] for row in rows):
-        heads, rows = [head for head in heads if head != "takes"], [[row[0], *row[2:]] for row in rows]
     return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
 
 
@@ -222,7 +207,9 @@ def _takes(name: str) -> str:
     """The accepted values, by dialect if they differ."""
     found: dict[str, list[str]] = {}
     for dialect in DIALECTS:
-        if name in dialect.kind.__struct_fields__:
+        if name in dialect.rules.aliases:
+            found.setdefault(f"as `{dialect.rules.aliases[name]}`", []).append(dialect.name)
+        elif name in dialect.kind.__struct_fields__:
             found.setdefault(_values(SCHEMAS[dialect.kind.__name__]["properties"][name]), []).append(dialect.name)
     if len(found) == 1:
         return next(iter(found))

@@ -187,6 +187,8 @@ class ServerConfig:
     """The certificate's private key, a PEM file."""
     request_timeout: float | None = None
     """Seconds after which a request that is not finished ends with an error."""
+    strict_params: bool = False
+    """Refuse request fields that nobody knows, instead of listing them in the header x-ignored-params."""
     heartbeat_seconds: float = 10.0
     """How long a stream may be silent before it shows that it lives."""
     hang_seconds: float = 120.0

@@ -18,7 +18,8 @@ from dialect_kit import events_of as frames
 from dialect_kit import streamed as stream_of
 from dialect_kit import whole as body_of
 from weft.api.anthropic.request import translate, translate_count
-from weft.api.dialect import BUDGET_NAMES, ParsedRequest, request_ids
+from weft.api.dialect import ParsedRequest, request_ids
+from weft.api.fields import BUDGET_NAMES
 from weft.errors import ContextTooLong, EngineDied, QueueFull, UnsupportedParameter
 from weft.ipc.limits import MAX_STOP_CHARACTERS, MAX_STOPS
 from weft.text.types import (

@@ -638,11 +638,11 @@ def test_a_namespace_is_flattened_and_says_what_it_is_for() -> None:
 
 
 def test_tools_that_are_not_to_be_had_are_left_out_and_told() -> None:
-    kinds = ["web_search", "file_search", "code_interpreter", "image_generation", "mcp", "local_shell", "computer_use", "shell"]
+    kinds = ["web_search", "file_search", "code_interpreter", "image_generation", "local_shell", "computer_use", "shell"]
     request = asked(tools=[*({"type": kind} for kind in kinds), NOW])
 
     assert set(request.ignored) == {f"tools.{kind}" for kind in kinds}
-    assert [tool["function"]["name"] for tool in conversation(tools=[{"type": "mcp"}, NOW]).tools] == ["now"]
+    assert [tool["function"]["name"] for tool in conversation(tools=[{"type": "shell"}, NOW]).tools] == ["now"]
     assert asked(tools=[{"type": "web_search"}], tool_choice="auto").generation.tool_choice is None
 
 
@@ -697,9 +697,11 @@ def test_one_call_at_a_time_is_one_call_at_a_time() -> None:
         ({"tools": [{**FILES, "tools": [FILES]}]}, "tools[0].tools[0]"),
         ({"tools": [{"type": "namespace"}]}, "tools[0]"),
         ({"tools": [5]}, "tools[0]"),
+        ({"tools": [NOW, {"type": "mcp"}]}, "tools[1]"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "name": "now", "namespace": 5}}, "tool_choice.namespace"),
         ({"tools": [NOW], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"tools": [{"type": "mcp"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "shell"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice"),
         ({"tools": [NOW], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [5]}}, "tool_choice"),
     ],

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.api.access import note_action, require_admin, tenant_of
-from weft.api.dialect import Body, Label, SomeLabel, convert, pick_fields, request_ids, reused_fields
+from weft.api.dialect import Label, SomeLabel, pick_fields, request_ids, reused_fields
+from weft.api.fields import Body, convert
 from weft.api.http import json_response, read_json
 from weft.api.openai.chat import ChatMessage, read_messages
 from weft.api.openai.request import TokenId

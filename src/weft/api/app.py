@@ -29,9 +29,9 @@ from weft.api.live import LiveEvents
 from weft.api.openai import chat, completions, responses
 from weft.api.openai.response_store import StoredResponses
 from weft.config import ServerConfig
-from weft.errors import ContextTooLong, RequestTimedOut, WeftError
+from weft.errors import ContextTooLong, RequestTimedOut, UnsupportedParameter, WeftError
 from weft.ipc.limits import Sampling
-from weft.log import RequestRecord, log_request
+from weft.log import RequestRecord, escape_unprintable, log_request
 from weft.serving.active_request import ActiveRequest, Parts
 from weft.serving.rate_limit import RateLimiter
 from weft.serving.registry import ModelRegistry
@@ -41,6 +41,7 @@ from weft.serving.tenants import Keyring, Tenant
 log = logging.getLogger("weft.api")
 
 LARGE_BODY_BYTES = 1 << 16  # larger ones are translated in a thread: a large schema takes its time, and streams must not wait
+MAX_LOGGED_FIELDS = 1000  # names of ignored fields; clients may make up any number
 SILENCE_SECONDS = 60.0  # between two wake-ups of a reply that is not streamed
 MEASURED = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
 # Clients that send one of these come again with more of the same conversation.
@@ -61,14 +62,14 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
         )
     registry = ModelRegistry(service, config.memory and config.memory * 2**20, config.drain_seconds)
     admin, models, page = Admin(service, config, registry), ollama.OllamaModels(service, config), Page()
-    stored, limiter = StoredResponses(service, config), RateLimiter()
+    stored, limiter, unknown = StoredResponses(service, config), RateLimiter(), UnknownFields(config.strict_params)
 
     async def count_message_tokens(request: Request) -> Response:
         generation = await asyncio.to_thread(anthropic.translate_count, await read_json(request, config))
         return json_response({"input_tokens": await service.count_tokens(generation)})
 
     def generate(path: str, dialect: str, translate: Translate, recall: Recall | None = None) -> Route:
-        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall, limiter).handle)
+        return post(path, GeneratingEndpoint(service, config, dialect, translate, recall, limiter, unknown).handle)
 
     def post(path: str, endpoint: Callable[[Request], Any]) -> Route:
         return Route(path, endpoint, methods=["POST"])
@@ -115,6 +116,27 @@ def make_app(service: Service, config: ServerConfig) -> Starlette:
     return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: problems.handle})
 
 
+class UnknownFields:
+    """Tells of request fields that nobody knows: in a header of the reply, and once a name in the log; or refuses them."""
+
+    def __init__(self, is_strict: bool) -> None:
+        self._is_strict = is_strict
+        self._logged: set[str] = set()
+
+    def headers(self, ignored: tuple[str, ...]) -> dict[str, str]:
+        """Return the reply's header that lists the ignored fields. Raises UnsupportedParameter under --strict-params."""
+        if not ignored:
+            return {}
+        if self._is_strict:
+            message = f"{ignored[0]} is not known here, and this server was started with --strict-params; leave it out"
+            raise UnsupportedParameter(message, ignored[0])
+        for name in ignored:
+            if name not in self._logged and len(self._logged) < MAX_LOGGED_FIELDS:
+                self._logged.add(name)
+                log.info("requests have the field %s, which is ignored; this is said once", escape_unprintable(name[:100]))
+        return {"x-ignored-params": quote(", ".join(ignored), safe=", []")[:1000]}
+
+
 @dataclass(frozen=True)
 class GeneratingEndpoint:
     """Handler of one generating endpoint; the steps are shared, the dialect's `translate` parses the body."""
@@ -125,6 +147,7 @@ class GeneratingEndpoint:
     translate: Translate
     recall: Recall | None
     limiter: RateLimiter
+    unknown: "UnknownFields"
 
     async def handle(self, request: Request) -> Any:
         """Parse the body, start generation, and return a stream or a whole reply; errors are logged, then raised to `Guard`."""
@@ -137,7 +160,7 @@ class GeneratingEndpoint:
             parsed = await self._parse(request)
             model = self.service.find(parsed.generation.model)
             account.model = model.name
-            headers = {"x-ignored-params": quote(", ".join(parsed.ignored), safe=", ")[:1000]} if parsed.ignored else {}
+            headers = self.unknown.headers(parsed.ignored)
 
             def make_reply(sampling: Sampling | None = None) -> Reply:
                 ready = next((one.ready for one in self.service.models), None)

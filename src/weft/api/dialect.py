@@ -1,31 +1,24 @@
 """Shared code of the API dialects (OpenAI, Anthropic, Ollama); each has a `translate` function and a subclass of `Reply`."""
 
 import base64
-import difflib
 import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS, Sampling
 from weft.ipc.messages import GrammarSpec
-from weft.text.types import CallArguments, Delta, Effort, Finish, GenerationRequest, Reasoning, Role, Text, Usage
+from weft.text.types import CallArguments, Delta, Finish, GenerationRequest, Reasoning, Text, Usage
 
 EVENTS = "text/event-stream; charset=utf-8"
 SEAL = "weft"  # prefix of the strings that `seal` makes
-BUDGET = "thinking_token_budget"
-BUDGET_NAMES = (BUDGET, "thinking_budget", "reasoning_budget", "reasoning_budget_tokens", "max_thinking_tokens")
-BUDGET_PLACES = (*BUDGET_NAMES, *(f"{outer}.{name}" for outer in ("chat_template_kwargs", "options") for name in BUDGET_NAMES))
-BUDGET_PLACES += ("thinking.budget_tokens", "reasoning.max_tokens")
-CONSTRAINING = frozenset("budget schema grammar guided regex choice format stop max min".split())  # noqa: SIM905 - words
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 
 SomeText = Annotated[str, Meta(min_length=1)]
@@ -34,8 +27,6 @@ SomeLabel = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARACTERS)]
 Entries = Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
-FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
-Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
@@ -108,91 +99,6 @@ class ParsedRequest:
     reply: Callable[[ReplyHeader], Reply]
     media_type: str = EVENTS  # of a stream
     streams_overflow: bool = False  # a prompt that is too long is reported within the stream: Codex looks for it there
-
-
-@dataclass(frozen=True)
-class FieldRules:
-    """Rules for body fields that the request's struct lacks: refused, harmless, or (in neither list) reported as unknown.
-
-    An unknown field whose name speaks of a constraint is refused too: an answer that ignores it would be wrong without a word.
-    """
-
-    refused: dict[str, tuple[Any, ...]]  # known but not supported; null and the listed values are accepted
-    harmless: frozenset[str]  # known, and without effect on the answer
-    wrappers: tuple[str, ...] = ()  # objects whose fields count as fields of the body
-    reasons: Mapping[str, str] = field(default_factory=dict)  # why some of the refused are not supported
-
-    def read(self, body: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
-        """Validate a body; return its struct and the unknown fields' names. Raises InvalidRequest or UnsupportedParameter."""
-        for wrapper in self.wrappers:
-            body = _unwrapped(body, wrapper)
-        known = kind.__struct_fields__
-        if BUDGET in known:
-            body = _with_one_budget(body)
-        rest = {name: value for name, value in body.items() if value is not None and name not in known}
-        for name, idle in self.refused.items():
-            given = rest.get(name)
-            # JSON's true is not 1, though Python's is.
-            if name in rest and not any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in idle):
-                values = "".join(f" or set it to {msgspec.json.encode(value).decode()}" for value in idle)
-                why = f": {self.reasons[name]}" if name in self.reasons else ""
-                raise UnsupportedParameter(f"{name} is not supported here{why}; leave it out{values}", name)
-        unknown = sorted(rest.keys() - self.refused.keys() - self.harmless)
-        for name in unknown:
-            words = re.split("[^a-z]+", re.sub("([A-Z])", r"_\1", name).lower())
-            if CONSTRAINING & {word.removesuffix("s") for word in words}:
-                near = difflib.get_close_matches(name, known, 1, 0)[0]
-                message = f"{name} is not known here, and without it the answer could be wrong; the nearest known name is {near}"
-                raise UnsupportedParameter(message, name)
-        return convert(body, kind), tuple(unknown)
-
-
-def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:
-    """Return a body with the fields of its object `wrapper` beside its own. Raises InvalidRequest if two differ."""
-    inner = body.get(wrapper)
-    if not isinstance(inner, dict):
-        return body
-    for name in inner.keys() & body.keys():
-        if inner[name] != body[name]:
-            raise InvalidRequest(f"{wrapper}.{name} and {name} differ; send one of them", f"{wrapper}.{name}")
-    return {**inner, **{name: value for name, value in body.items() if name != wrapper}}
-
-
-def _with_one_budget(body: dict[str, Any]) -> dict[str, Any]:
-    """Return a body whose reasoning budget, by whatever names it is given, is in `thinking_token_budget`; -1 is no limit."""
-    given: dict[str, int] = {}
-    for place in BUDGET_PLACES:
-        outer, _, name = place.rpartition(".")
-        holder = body if not outer or place in body else body.get(outer)
-        value = holder.get(place if holder is body else name) if isinstance(holder, dict) else None
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-            raise InvalidRequest(f"{place} must be a number of tokens, or -1 for no limit", place)
-        given[place] = value
-    first, budget = next(iter(given.items()), (BUDGET, -1))
-    if other := next((place for place in given if given[place] != budget), None):
-        raise InvalidRequest(f"{first} and {other} mean the same and differ; send one of them", other)
-    rest = {name: value for name, value in body.items() if name not in BUDGET_PLACES}
-    return rest if budget < 0 else {**rest, BUDGET: budget}
-
-
-def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
-    """Convert a JSON body to a struct. Raises InvalidRequest with the path of the first mismatch, as `messages[0].content`."""
-    try:
-        return msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:  # it says: Expected `int`, got `str` - at `$.prompt[0]`
-        found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", str(error), re.DOTALL)
-        words, param = found.groups() if found else (str(error), "")
-        param = f"{place}.{param.replace('[...]', '')}".strip(".")
-        if missing := re.fullmatch("Object missing required field `(.*)`", words):
-            param = f"{param}.{missing[1]}".removeprefix(".")
-            raise InvalidRequest(f"{param} is required", param) from None
-        efforts = dict.fromkeys(("effort", "reasoning_effort"), get_args(Effort))
-        choices = {"role": get_args(Role), "response_format.type": get_args(FormatType), **efforts}
-        known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
-        hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
-        raise InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param) from None
 
 
 def decode_arguments(text: str) -> Any:

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from weft import __version__
-from weft.api import dialect
-from weft.api.dialect import FieldRules, ParsedRequest, Reply, ReplyHeader, decode_arguments, encode_json, join_texts, pick_fields
+from weft.api import dialect, field_table
+from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, decode_arguments, encode_json, join_texts, pick_fields
+from weft.api.fields import FieldRules, Shape, convert
 from weft.api.http import json_response, read_json
 from weft.api.problems import message_of
 from weft.config import ServerConfig
@@ -32,13 +33,7 @@ NDJSON = "application/x-ndjson"
 DIALECT_VERSION = "0.13.4"  # of Ollama: programs that also want /v1/responses require this one or a later one
 NEVER = "9999-12-31T00:00:00Z"
 
-# Nothing is ever cut off a prompt, whatever `truncate` and `shift` say.
-RULES = FieldRules(
-    refused={"template": ("",), "suffix": ("",), "context": ([],), "logprobs": (False,), "top_logprobs": (0,)},
-    harmless=frozenset({"keep_alive", "truncate", "shift"}),
-)
-# Penalties look at all of prompt and answer, which is what repeat_last_n -1 asks for.
-OPTION_RULES = FieldRules({"mirostat": (0,), "typical_p": (1,), "tfs_z": (1,), "repeat_last_n": (-1,)}, frozenset())
+RULES = FieldRules(field_table.OLLAMA)
 
 
 class Options(msgspec.Struct, kw_only=True):
@@ -86,7 +81,7 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
 class OllamaTool(msgspec.Struct, kw_only=True):
     """A function that the model may call; `function` holds its name, description and parameters."""
 
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], Meta(extra={"shape": Shape.of("name", "description", "parameters", "strict")})]
     type: Literal["function"] = "function"
 
 
@@ -126,7 +121,7 @@ class ShowRequest(msgspec.Struct, kw_only=True):
 
 def translate_chat(body: dict[str, Any]) -> ParsedRequest:
     """Parse a body of POST /api/chat into a generation request and its reply type. Raises InvalidRequest."""
-    request, ignored = _read(body, OllamaChatRequest)
+    request, ignored = RULES.read(body, OllamaChatRequest)
     given = tuple({"type": tool.type, "function": tool.function} for tool in request.tools or ())
     tools = read_tools(given)
     messages = _messages(request.messages or [])
@@ -137,8 +132,9 @@ def translate_chat(body: dict[str, Any]) -> ParsedRequest:
 
 def translate_generate(body: dict[str, Any]) -> ParsedRequest:
     """Parse a body of POST /api/generate into a generation request and its reply type. Raises InvalidRequest."""
-    request, ignored = _read(body, OllamaGenerateRequest)
+    request, ignored = RULES.read(body, OllamaGenerateRequest)
     prompts: tuple[types.Prompt, ...] = ()
+    _check_raw(request)
     if request.prompt and request.raw:
         prompts = (request.prompt,)
     elif request.prompt:
@@ -147,12 +143,11 @@ def translate_generate(body: dict[str, Any]) -> ParsedRequest:
     return _parsed(request, ignored, prompts, is_chat=False, split_thinking=not request.raw)
 
 
-def _read(body: dict[str, Any], kind: type[dialect.Body]) -> tuple[dialect.Body, tuple[str, ...]]:
-    options = body.get("options")
-    given = options if isinstance(options, dict) else {}
-    inner = {f"options.{name}": value for name, value in given.items() if name not in Options.__struct_fields__}
-    refused = {f"options.{name}": values for name, values in OPTION_RULES.refused.items()}
-    return FieldRules(RULES.refused | refused, RULES.harmless).read({**body, **inner}, kind)
+def _check_raw(request: OllamaGenerateRequest) -> None:
+    given = [name for name in ("system", "images", "think") if getattr(request, name) not in (None, "", [])]
+    if request.raw and given:
+        message = f"{given[0]} is not supported with raw, whose prompt is taken as it is; leave one of them out"
+        raise UnsupportedParameter(message, given[0])
 
 
 def _parsed(
@@ -311,7 +306,7 @@ class OllamaModels:
         return json_response({"models": rows})
 
     async def show(self, request: Request) -> Response:
-        given = dialect.convert(await read_json(request, self.config), ShowRequest)
+        given = convert(await read_json(request, self.config), ShowRequest)
         model = self.service.find(plain_name(given.model or given.name))
         codec, ready = model.require()
         found = {"completion": codec, "tools": codec.calls, "thinking": codec.markers, "vision": model.image_writer}
@@ -332,7 +327,7 @@ class OllamaModels:
         )
 
     async def embed(self, request: Request) -> Response:
-        model = self.service.find(plain_name(dialect.convert(await read_json(request, self.config), ShowRequest).model))
+        model = self.service.find(plain_name(convert(await read_json(request, self.config), ShowRequest).model))
         raise UnsupportedParameter(f"{model.name} writes text and has no embeddings; weft serves no model that has any", "model")
 
     def _row(self, model: ServedModel) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from weft import __version__
 from weft.api import admin, ollama
 from weft.api.anthropic import request as anthropic
-from weft.api.dialect import BUDGET, BUDGET_NAMES, FieldRules
+from weft.api.fields import BUDGET, BUDGET_NAMES, FieldRules
 from weft.api.http import json_response
 from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
@@ -81,7 +81,8 @@ def _request_schemas(additions: Schema) -> Schema:
         fields = schemas[name]["properties"]
         aliases = dict.fromkeys(BUDGET_NAMES, fields[BUDGET]) if BUDGET in fields else {}
         schemas[name]["properties"] = _inert_fields(inert) | aliases | fields
-    schemas["Options"]["properties"] |= _inert_fields(ollama.OPTION_RULES)
+    options = {path.removeprefix("options."): fate for path, fate in ollama.RULES.fates.items() if path.startswith("options.")}
+    schemas["Options"]["properties"] |= _inert_fields(FieldRules(options))
     for name, addition in additions.items():  # what a struct can not say
         schemas[name] |= addition
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "maxItems": MAX_TOKEN_IDS}

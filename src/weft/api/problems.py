@@ -100,7 +100,10 @@ def anthropic_body(error: Exception, request_id: str) -> dict[str, Any]:
     if isinstance(error, ContextTooLong):
         message = f"prompt is too long: {error.got} tokens > {error.limit} maximum"
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    # By this code Anthropic's clients know that they must send the whole conversation instead.
+    is_thread = isinstance(error, RequestError) and error.param == "thread"
+    details = {"details": {"error_code": "thread_unsupported_request"}} if is_thread else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}, "request_id": request_id}
 
 
 def problem(error: Exception, request_id: str, path: str = "") -> Response:

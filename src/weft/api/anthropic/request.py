@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from weft.api import field_table
 from weft.api.anthropic.reply import MessagesReply
-from weft.api.dialect import Entries, FieldRules, Label, ParsedRequest, StopTexts, unseal
+from weft.api.dialect import Entries, Label, ParsedRequest, StopTexts, unseal
+from weft.api.fields import FieldRules, Shape
 from weft.errors import InvalidRequest, UnsupportedParameter
-from weft.ipc.limits import MAX_LABEL_CHARACTERS, MAX_MESSAGES, MAX_TOOLS
+from weft.ipc.limits import MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_MESSAGES, MAX_TOOLS
 from weft.ipc.messages import GrammarSpec
 from weft.text.reasoning import BUDGETS
 from weft.text.schema import json_schema_grammar
@@ -31,14 +33,29 @@ SKIPPED_KINDS = tuple(
     mcp_tool_use mcp_tool_result container_upload
     """.split()  # noqa: SIM905 - a list literal would fill a page
 )
-RULES = FieldRules(
-    refused={"mcp_servers": ([],)},
-    # Prompts are cached anyway, so a cache mark on the whole request changes nothing.
-    harmless=frozenset({"cache_control", "service_tier", "speed", "inference_geo", "user_profile_id", "workspace_id"}),
-)
+RULES = FieldRules(field_table.MESSAGES)
 
 BlockFields = {"type": {"type": "string"}, "cache_control": {"type": ["object", "null"]}}
-Block = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": BlockFields})]
+# The citations of a text are an earlier answer's; those of a document ask for new ones, which `_read_part` refuses.
+READ_BLOCKS = {
+    "text": Shape.of("type", "text", "cache_control", "citations"),
+    "image": Shape.of("type", "cache_control", source=Shape.of("type", "media_type", "data", "url")),
+    "document": Shape.of("type", "title", "context", "cache_control", "source", "citations"),
+    "search_result": Shape.of("type", "title", "source", "content", "cache_control", "citations"),
+}
+READ_RESULT = Shape.of("type", "tool_use_id", "is_error", "cache_control", content=Shape(entries=Shape(kinds=dict(READ_BLOCKS))))
+READ_BLOCKS |= {
+    "tool_result": READ_RESULT,
+    "tool_use": Shape.of("type", "name", "input", "id", "cache_control"),
+    "thinking": Shape.of("type", "thinking", "signature", "cache_control"),
+}
+Block = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={"required": ["type"], "properties": BlockFields},
+        extra={"shape": Shape(kinds=READ_BLOCKS)},
+    ),
+]
 Blocks = Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
 RoleName = Annotated[
     str, Meta(max_length=MAX_LABEL_CHARACTERS, extra_json_schema={"enum": [*ROLES]})
@@ -98,13 +115,16 @@ class ToolParam(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: Entries | None = None  # tools stand before the first message, where a prompt is cached anyway
+    input_examples: Annotated[list[Entries], Meta(max_length=MAX_ENTRIES)] | None = None  # shown behind the description
 
     @property
     def is_complete(self) -> bool:
         return self.type in (None, "custom") or self.input_schema is not None
 
     def as_function(self, **more: Any) -> dict[str, Any]:
-        described = {} if self.description is None else {"description": self.description}
+        examples = "\n".join(msgspec.json.encode(one).decode() for one in self.input_examples or ())
+        words = "\n\n".join(filter(None, (self.description, examples and f"Examples of its input:\n{examples}")))
+        described = {"description": words} if words or self.description is not None else {}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema, **more}}
 
 
@@ -120,6 +140,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None  # as `thinking.budget_tokens`; -1: no limit
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format
+    chat_template_kwargs: Entries | None = None  # Anthropic has none; variables for the model's chat template
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -168,10 +189,11 @@ def _read_generation(request: CountRequest) -> GenerationRequest:
     if continues and messages[-1].tool_calls:
         place = f"messages[{len(request.messages) - 1}]"
         raise InvalidRequest(f"{place} has a tool_use whose tool_result is missing; send it in a user message", place)
+    variables = (request.chat_template_kwargs or {}) | template_kwargs
     shown = tuple(tool.as_function() for tool in request.tools or () if tool.is_complete)
     return GenerationRequest(
         model=request.model,
-        prompts=(Conversation(messages, shown, template_kwargs, not continues, continues),),
+        prompts=(Conversation(messages, shown, variables, not continues, continues),),
         sampling={},
         grammar=_read_grammar(request),
         tool_choice=_select_tools(request.tool_choice, tools),
@@ -313,6 +335,9 @@ def _read_parts(blocks: Sequence[Placed]) -> tuple[list[dict[str, Any]], tuple[i
 def _read_part(block: dict[str, Any], place: str) -> dict[str, Any]:
     """Convert a text, document or similar block to a text part; blocks of other types, such as images, are unchanged."""
     match block:
+        case {"type": "document" | "search_result", "citations": {"enabled": True}}:
+            place = f"{place}.citations"
+            raise UnsupportedParameter(f"{place} is not supported here: answers do not cite; leave it out", place)
         case {"type": "text", "text": text}:
             return _text(_check(text, str, f"{place}.text"))
         case {

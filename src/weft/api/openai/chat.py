@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from weft.api.dialect import Entries, Label, ParsedRequest, ReplyHeader, join_texts
+from weft.api.fields import Shape
 from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
 from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, Off, read_grammar
 from weft.errors import InvalidRequest, UnsupportedParameter
@@ -28,10 +29,24 @@ from weft.text.types import (
 )
 
 PartFields = {"type": {"type": "string"}, "prompt_cache_breakpoint": {"type": ["boolean", "object", "null"]}}
-Part = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": PartFields})]
+READ_PART = Shape.of("type", "text", "prompt_cache_breakpoint")
+READ_IMAGE = Shape.of("type", "detail", "prompt_cache_breakpoint", image_url=Shape.of("url", "detail"))
+READ_PARTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), READ_PART),
+    **dict.fromkeys(("image_url", "input_image"), READ_IMAGE),
+    "refusal": Shape.of("type", "refusal"),
+}
+Part = Annotated[
+    dict[str, Any],
+    Meta(extra_json_schema={"required": ["type"], "properties": PartFields}, extra={"shape": Shape(kinds=READ_PARTS)}),
+]
 Named = {"type": "object", "required": ["name"], "properties": {"name": {"type": "string", "maxLength": 128}}}
 Kinds = [{"required": ["type", kind], "properties": {"type": {"const": kind}, kind: Named}} for kind in ("function", "custom")]
-SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds})]
+READ_TOOLS = {
+    "function": Shape.of("type", "strict", function=Shape.of("name", "description", "parameters", "strict")),
+    "custom": Shape.of("type", custom=Shape.of("name", "description", "format")),
+}
+SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"anyOf": Kinds}, extra={"shape": Shape(kinds=READ_TOOLS)})]
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -115,6 +130,8 @@ class ChatRequest(ConversationRequest, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: ReasoningSwitch | None = None
     thinking: ThinkingSwitch | None = None
+    enable_thinking: bool | None = None  # Qwen's word; true leaves it to the model
+    think: bool | Effort | None = None  # Ollama's
     tools: Annotated[list[SentTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -128,6 +145,8 @@ class ChatRequest(ConversationRequest, kw_only=True):
         given: dict[str, Effort | None] = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": reasoning.effort}
         given |= {"reasoning.enabled": "none" if reasoning.enabled is False else None}
         given |= {"thinking.type": "none" if thinking.type == "disabled" else None}
+        given |= {"enable_thinking": "none" if self.enable_thinking is False else None}
+        given |= {"think": "none" if self.think is False else None if self.think is True else self.think}
         first = next((name for name in given if given[name] is not None), "reasoning_effort")
         if other := next((name for name in given if given[name] not in (None, given[first])), None):
             raise InvalidRequest(f"{first} and {other} differ; send one of them", other)
@@ -140,14 +159,15 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    tools = read_tools(request.tools)
+    sent = lift_strict(request.tools or ())
+    tools = read_tools(sent)
     choice = read_tool_selection(request.tool_choice, tools, request.parallel_tool_calls)
     continues = bool(request.continue_final_message)
     if continues and request.add_generation_prompt:
         raise InvalidRequest("continue_final_message and add_generation_prompt can not both be true", "continue_final_message")
     conversation = Conversation(
         read_messages(request.messages),
-        template_tools(request.tools or ()),  # also those that may not be called: the prompt stays the same
+        template_tools(sent),  # also those that may not be called: the prompt stays the same
         request.chat_template_kwargs or {},
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
         continue_final_message=continues,
@@ -165,6 +185,20 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     custom = frozenset(tool.name for tool in tools if tool.is_custom)
     reply = partial(ChatReply, request=request, has_logprobs=logprobs is not None, custom=custom)
     return ParsedRequest(generation, bool(request.stream), ignored, reply)
+
+
+def lift_strict(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move `strict` of each tool, where some clients send it, into its function. Raises InvalidRequest if two differ."""
+    return [_with_strict(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _with_strict(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    strict, function = tool.get("strict"), tool.get("function")
+    if strict is None or not isinstance(function, dict):
+        return tool
+    if function.get("strict", strict) != strict:
+        raise InvalidRequest(f"{place}.strict and {place}.function.strict differ; send one of them", f"{place}.strict")
+    return {**{name: value for name, value in tool.items() if name != "strict"}, "function": {**function, "strict": strict}}
 
 
 def read_messages(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:

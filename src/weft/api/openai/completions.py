@@ -1,13 +1,14 @@
 """POST /v1/completions: parses a body into a `GenerationRequest`, and encodes deltas as a completion or its chunks."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from weft.api.dialect import BUDGET_NAMES, ParsedRequest, ReplyHeader, join_texts
+from weft.api import field_table
+from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
+from weft.api.fields import BUDGET_NAMES, FieldRules, refused
 from weft.api.openai import request as openai
 from weft.api.openai.reply import OpenAIReply, logprob_of, tokens_of
 from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, CommonRequest, TokenId, read_grammar
@@ -16,7 +17,8 @@ from weft.ipc.limits import MAX_TOKEN_IDS
 from weft.text.types import Delta, Prompt, Token
 
 # Reasoning is not split off here, so it can not be limited.
-RULES = replace(openai.RULES, refused={**openai.RULES.refused, **dict.fromkeys(BUDGET_NAMES, (-1,))})
+BUDGETS = dict.fromkeys(BUDGET_NAMES, refused("reasoning is not told from the answer in Completions", -1))
+RULES = FieldRules({**field_table.OPENAI, **field_table.COMPLETIONS, **BUDGETS}, openai.WRAPPERS, openai.ALIASES)
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKEN_IDS)]

@@ -6,7 +6,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import ANY_OBJECT, Entries, FieldRules, FormatType, Label, SomeLabel, SomeText, StopText, StopTexts
+from weft.api import field_table
+from weft.api.dialect import ANY_OBJECT, Entries, Label, SomeLabel, SomeText, StopText, StopTexts
+from weft.api.fields import FieldRules, FormatType
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_BIASES, MAX_CHOICE_TEXTS, MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_TOKENS, Sampling
 from weft.ipc.messages import GrammarSpec
@@ -30,35 +32,9 @@ ToolMode = Annotated[
 ]  # `read_tool_selection` checks it
 MakeGrammar = Callable[[Any, str], GrammarSpec | None]  # takes a field's value and its place
 
-RULES = FieldRules(
-    refused={
-        **dict.fromkeys(("tools", "functions"), ([],)),
-        **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
-        **dict.fromkeys(("guided_whitespace_pattern", "audio", "prediction", "web_search_options"), ()),
-        **dict.fromkeys(("repetition_detection", "draft_model", "logprobs_mode", "ebnf"), ()),
-        **dict.fromkeys(("xtc_probability", "dry_multiplier"), (0,)),
-        **dict.fromkeys(("return_progress", "timings_per_token", "include_stop_str_in_output", "no_stop_trim"), (False,)),
-        "reasoning_format": ("auto", "deepseek"),  # of llama.cpp: as it is done here
-        "min_keep": (0,),
-        "include_reasoning": (True,),
-        "modalities": (["text"],),
-        "suffix": ("",),
-        "best_of": (1,),
-    },
-    # Labels, hints, and shades of what is refused above.
-    harmless=frozenset(
-        """
-        user metadata store safety_identifier verbosity parallel_tool_calls
-        prompt_cache_options prompt_cache_retention ttl request_id guided_decoding_backend
-        xtc_threshold dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-        """.split()  # noqa: SIM905 - a list literal would fill a page
-    ),
-    wrappers=("nvext", "extra_body"),  # NIM's, and what clients mean to unpack and some send as it is
-    reasons={
-        "draft_model": "weft drafts without a second model: from grammar, prompt and answer, and the model's own MTP head",
-        "prediction": "OpenAI has it in Chat Completions only",
-    },
-)
+WRAPPERS = ("nvext", "extra_body")  # NIM's, and what clients mean to unpack and some send as it is
+ALIASES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}  # llama.cpp's and LM Studio's
+RULES = FieldRules({**field_table.OPENAI, **field_table.CHAT}, WRAPPERS, ALIASES)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -203,7 +179,9 @@ def read_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
         case ResponseFormat(type="structural_tag"):
             raise InvalidRequest(f"{place} needs structures and triggers", place)
         case ResponseFormat(json_schema=NamedSchema(schema=schema, strict=strict)):
-            return json_schema_grammar(schema, bool(strict), f"{place}.json_schema.schema")
+            if None not in (strict, form.strict) and strict != form.strict:
+                raise InvalidRequest(f"{place}.strict and {place}.json_schema.strict differ; send one of them", f"{place}.strict")
+            return json_schema_grammar(schema, bool(strict or form.strict), f"{place}.json_schema.schema")
         case ResponseFormat(schema=None, type="json_object"):
             return ANY_OBJECT
         case ResponseFormat(schema=None):

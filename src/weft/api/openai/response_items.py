@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.api.dialect import convert, unseal
+from weft.api.dialect import unseal
+from weft.api.fields import Shape, convert, shape_of
 from weft.api.openai.chat import ChatMessage, Part, read_message
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.text.tools import ToolSelection, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import Message, ToolCall
 
@@ -96,6 +97,12 @@ OWN_ITEMS: dict[str, tuple[str, str | None, str | None]] = {
 }
 
 
+def item_shapes() -> dict[str, Shape]:
+    """Return the fields that are read of input items, by their type; of an item without one, those of a message."""
+    shapes = {kind: Shape({**(shape_of(struct).fields or {}), "type": Shape()}) for kind, struct in ITEMS.items()}
+    return {**shapes, "": shapes["message"]}
+
+
 def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
     """Convert (path, item) pairs to messages; reasoning, text and calls of an answer are merged. Raises InvalidRequest."""
     messages: list[Message] = []
@@ -138,6 +145,8 @@ def find_references(given: Any) -> set[str]:
 def complete_item(item: Item, item_id: str) -> Item:
     """Return an item as it is stored and listed: type, status and id are added if absent, and a text becomes a part."""
     given = {name: value for name, value in item.items() if value is not None}
+    if not isinstance(given.get("id", ""), str):  # nothing could refer to it
+        del given["id"]
     if isinstance(text := given.get("content"), str):
         kind = "output_text" if given.get("role") == "assistant" else "input_text"
         given["content"] = [{"type": kind, "text": text}]
@@ -238,7 +247,7 @@ class OutputTools:
         """Return the tool selection for a tool_choice; None if there are no tools. Raises InvalidRequest."""
         match given:
             case {"type": "function" | "custom", "name": str(name)}:
-                given = {"type": "function", "name": self._find_flat(name, given.get("namespace"))}
+                given = {"type": "function", "name": self._find_flat(name, _namespace(given, "tool_choice"))}
             case {"type": "allowed_tools", "tools": list(tools)}:
                 given = {**given, "tools": [{"name": name} for tool in tools for name in self._allowed(tool)]}
             case {"type": str(kind)} if kind != "allowed_tools":
@@ -251,15 +260,22 @@ class OutputTools:
             case {"type": "namespace", "name": str(name)}:
                 return [flat for flat, one in self._sent.items() if one.namespace == name]
             case {"type": "function" | "custom", "name": str(name)}:
-                return [self._find_flat(name, tool.get("namespace"))]
+                return [self._find_flat(name, _namespace(tool, "tool_choice.tools"))]
             case {"type": str()}:
                 return []  # a tool of a kind that is not done here
         raise InvalidRequest("tool_choice.tools must be tools with a type and a name", "tool_choice")
 
-    def _find_flat(self, name: str, namespace: Any) -> str:
-        if isinstance(namespace, str) or name in self._sent:
+    def _find_flat(self, name: str, namespace: str | None) -> str:
+        if namespace is not None or name in self._sent:
             return flat_name(name, namespace)
         return next((flat for flat, one in self._sent.items() if one.name == name), name)
+
+
+def _namespace(chosen: Item, place: str) -> str | None:
+    namespace = chosen.get("namespace")
+    if not isinstance(namespace, str | None):
+        raise InvalidRequest(f"{place}.namespace must be a string", f"{place}.namespace")
+    return namespace
 
 
 def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[SentTool]:
@@ -269,9 +285,12 @@ def _read_tool(tool: Any, place: str, namespace: str | None = None) -> Iterator[
                 yield from _read_tool(inner, f"{place}.tools[{index}]", name)
         case {"type": "namespace"}:
             raise InvalidRequest(f"{place} must have a name and tools, none of which is a namespace itself", place)
+        case {"type": "mcp"}:
+            why = "the server calls no other servers, and a model without its tools invents their results"
+            raise UnsupportedParameter(f"{place} is a tool of type mcp: {why}; leave it out", place)
         case {"type": "function" | "custom" as kind}:
             inner = tool[kind] if isinstance(tool.get(kind), dict) else tool  # some send it as Chat Completions has it
-            shape = {key: inner[key] for key in ACTING_FIELDS if inner.get(key) is not None}
+            shape = {key: value for key in ACTING_FIELDS if (value := inner.get(key, tool.get(key))) is not None}
             if isinstance(own := shape.get("name"), str):
                 shape["name"] = flat_name(own, namespace)
             yield SentTool(kind, str(own), namespace, place, {"type": kind, kind: shape})

@@ -8,10 +8,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from weft.api.dialect import Entries, FieldRules, Label, ParsedRequest, pick_fields
+from weft.api import field_table
+from weft.api.dialect import Entries, Label, ParsedRequest, pick_fields
+from weft.api.fields import FieldRules, Shape
 from weft.api.openai import request as openai
 from weft.api.openai.request import TIERS, ConversationRequest, Count, ResponseFormat, Schema, read_format, read_grammar
-from weft.api.openai.response_items import Item, OutputTools, read_items, resolve_items, unknown_kinds
+from weft.api.openai.response_items import (
+    ACTING_FIELDS,
+    Item,
+    OutputTools,
+    item_shapes,
+    read_items,
+    resolve_items,
+    unknown_kinds,
+)
 from weft.api.openai.response_reply import Keep, ResponseReply, ResponseShape
 from weft.errors import InvalidRequest
 from weft.ipc.limits import MAX_ENTRIES, MAX_MESSAGES, MAX_TOOLS
@@ -27,22 +37,25 @@ INCLUDABLE = {LOGPROBS, SEALED}.union(
     message.input_image.image_url computer_call_output.output.image_url
     """.split()  # noqa: SIM905 - a list literal would fill a page
 )
-RULES = FieldRules(
-    refused={
-        **openai.RULES.refused,
-        "background": (False,),
-        "conversation": (),
-        "context_management": ([],),
-        **dict.fromkeys(("moderation", "prompt", "max_tokens", "max_completion_tokens", "reasoning_effort"), ()),
-    },
-    harmless=openai.RULES.harmless | {"client_metadata", "access_programs", "image"},
-    wrappers=openai.RULES.wrappers,
-    reasons=openai.RULES.reasons,
-)
+ALIASES = {**openai.ALIASES, "n_predict": "max_output_tokens"}
+RULES = FieldRules({**field_table.OPENAI, **field_table.RESPONSES}, openai.WRAPPERS, ALIASES)
 
 Summary = Literal["auto", "concise", "detailed", "none"]
-InputItem = Annotated[dict[str, Any], Meta(extra_json_schema={"properties": {"type": {"type": "string"}}})]
-SentTool = Annotated[dict[str, Any], Meta(extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}})]
+READ_FUNCTION = Shape.of("type", "defer_loading", *ACTING_FIELDS, function=Shape.of(*ACTING_FIELDS))
+READ_CUSTOM = Shape.of("type", "defer_loading", *ACTING_FIELDS, custom=Shape.of(*ACTING_FIELDS))
+READ_TOOLS = {"function": READ_FUNCTION, "custom": READ_CUSTOM}
+READ_TOOLS |= {"namespace": Shape.of("type", "name", "description", tools=Shape(entries=Shape(kinds=dict(READ_TOOLS))))}
+InputItem = Annotated[
+    dict[str, Any],
+    Meta(extra_json_schema={"properties": {"type": {"type": "string"}}}, extra={"shape": Shape(kinds=item_shapes())}),
+]
+SentTool = Annotated[
+    dict[str, Any],
+    Meta(
+        extra_json_schema={"required": ["type"], "properties": {"type": {"type": "string"}}},
+        extra={"shape": Shape(kinds=READ_TOOLS)},
+    ),
+]
 
 
 class ThinkingAsked(msgspec.Struct, kw_only=True):

@@ -1,0 +1,243 @@
+"""What a request's fields do, at every level of its body: it acts, is refused, is harmless, or is reported."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Literal, Self, TypeVar, get_args
+
+import msgspec
+from msgspec import inspect
+
+from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.text.types import Effort, Role
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+BUDGET = "thinking_token_budget"
+BUDGET_NAMES: tuple[str, ...] = (BUDGET, "thinking_budget", "reasoning_budget", "reasoning_budget_tokens")
+BUDGET_NAMES += ("max_thinking_tokens", "thinking_budget_tokens", "thinking_tokens")
+BUDGET_PLACES = (*BUDGET_NAMES, *(f"{outer}.{name}" for outer in ("chat_template_kwargs", "options") for name in BUDGET_NAMES))
+BUDGET_PLACES += ("thinking.budget_tokens", "reasoning.max_tokens")
+FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
+
+# Words of a top-level name that speak of a constraint: an answer that ignores it would be wrong without a word.
+CONSTRAINING = frozenset("budget schema grammar guided regex choice format stop max min".split())  # noqa: SIM905 - words
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of a known field that does not act: refused unless its value is idle, or, without `idle`, harmless."""
+
+    why: str  # a clause for the error message and the documentation
+    idle: tuple[Any, ...] | None = None  # values that would change nothing; null always is one
+    is_reported: bool = False  # listed in a header of the reply, as fields are that nobody knows
+
+    def accepts(self, value: Any) -> bool:
+        # JSON's true is not 1, though Python's is.
+        return self.idle is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.idle)
+
+
+def refused(why: str, *idle: Any) -> Fate:
+    """The fate of a field that would change the answer, or what is told of it, if its value is not one of `idle`."""
+    return Fate(why, idle)
+
+
+def harmless(why: str) -> Fate:
+    """The fate of a field that changes no answer."""
+    return Fate(why)
+
+
+def reported(why: str) -> Fate:
+    """The fate of a field that clients send with every request and that would act: accepted, and listed as ignored."""
+    return Fate(why, is_reported=True)
+
+
+def is_constraint(name: str) -> bool:
+    """Whether a top-level name has a word that speaks of a constraint."""
+    words = re.split("[^a-z]+", re.sub("([A-Z])", r"_\1", name).lower())
+    return name.isidentifier() and not CONSTRAINING.isdisjoint(word.removesuffix("s") for word in words)
+
+
+Fates = Mapping[str, Fate]  # by path: `tools[].strict` is the field strict of each entry of the list tools
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The fields that are read of a JSON value: of an object, of one by its `type`, or of a list's entries; {} reads any."""
+
+    fields: Mapping[str, "Shape"] | None = None
+    kinds: Mapping[str, "Shape"] | None = None
+    entries: "Shape | None" = None
+
+    @classmethod
+    def of(cls, *names: str, **inner: Self) -> Self:
+        return cls({**dict.fromkeys(names, cls()), **inner})
+
+    @cached_property
+    def inner(self) -> tuple[tuple[str, "Shape"], ...]:
+        """The fields that have a shape of their own."""
+        return tuple((name, shape) for name, shape in (self.fields or {}).items() if shape != Shape())
+
+    def unknown(self, value: Any, path: str, pattern: str) -> Iterator[tuple[str, str, Any]]:
+        """Yield (path, pattern, value) for each field within `value` that is not null and that nothing reads."""
+        if isinstance(value, list) and self.entries is not None:
+            for index, entry in enumerate(value):
+                yield from self.entries.unknown(entry, f"{path}[{index}]", f"{pattern}[]")
+        elif isinstance(value, dict) and self.kinds is not None:
+            kind = value.get("type", "")
+            if isinstance(kind, str) and kind in self.kinds:
+                yield from self.kinds[kind].unknown(value, path, pattern)
+        elif isinstance(value, dict) and self.fields is not None:
+            dot = "." if path else ""
+            for name in value.keys() - self.fields.keys():
+                if value[name] is not None:
+                    yield f"{path}{dot}{name}", f"{pattern}{dot}{name}", value[name]
+            for name, shape in self.inner:
+                if name in value:
+                    yield from shape.unknown(value[name], f"{path}{dot}{name}", f"{pattern}{dot}{name}")
+
+
+@cache
+def shape_of(kind: type[msgspec.Struct]) -> Shape:
+    """Read off a struct which fields are read at each level; a dict's shape is in its annotation's `extra`."""
+    return _shape(inspect.type_info(kind))
+
+
+def _shape(given: inspect.Type) -> Shape:
+    match given:
+        case inspect.Metadata(type=inner, extra={"shape": Shape() as shape}):
+            return shape
+        case inspect.Metadata(type=inner):
+            return _shape(inner)
+        case inspect.StructType(fields=fields):
+            return Shape({one.encode_name: _shape(one.type) for one in fields})
+        case inspect.ListType(item_type=inner):
+            entries = _shape(inner)
+            return Shape() if entries == Shape() else Shape(entries=entries)
+        case inspect.UnionType(types=types):
+            found = [shape for shape in map(_shape, types) if shape != Shape()]
+            return _merged(found)
+    return Shape()
+
+
+def _merged(shapes: list[Shape]) -> Shape:
+    """Merge the shapes of a union's members: at most one is of an object and one of a list."""
+    whole = Shape()
+    for one in shapes:
+        whole = Shape(one.fields or whole.fields, one.kinds or whole.kinds, one.entries or whole.entries)
+    return whole
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """Rules of one dialect for fields that its structs do not read: refused, harmless, or (in no table) reported as unknown."""
+
+    fates: Fates
+    wrappers: tuple[str, ...] = ()  # objects whose fields count as fields of the body
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other servers' names of fields that act
+
+    @property
+    def refused(self) -> dict[str, tuple[Any, ...]]:
+        """The refused fields of the top level, each with the values that are accepted because they change nothing."""
+        return {name: fate.idle for name, fate in self.fates.items() if fate.idle is not None and name.isidentifier()}
+
+    @property
+    def harmless(self) -> frozenset[str]:
+        return frozenset(name for name, fate in self.fates.items() if fate.idle is None and name.isidentifier())
+
+    def find_unknown(self, body: dict[str, Any], kind: type[msgspec.Struct]) -> tuple[str, ...]:
+        """Return the paths of the fields that nobody knows, `[]` for any index. Raises UnsupportedParameter."""
+        shape = shape_of(kind)
+        found: dict[str, None] = {}
+        for path, pattern, value in shape.unknown(body, "", ""):
+            fate = self.fates.get(pattern)
+            if pattern in BUDGET_PLACES and BUDGET in (shape.fields or {}):  # it has been read
+                continue
+            if fate is None:
+                self._check_word(path, shape)
+            if fate is None or fate.is_reported:
+                found[pattern] = None
+            elif not fate.accepts(value):
+                values = "".join(f" or set it to {msgspec.json.encode(one).decode()}" for one in fate.idle or ())
+                raise UnsupportedParameter(f"{path} is not supported here: {fate.why}; leave it out{values}", path)
+        return tuple(sorted(found))
+
+    def read(self, body: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
+        """Validate a body; return its struct and the paths of the fields nobody knows. Raises InvalidRequest."""
+        for wrapper in self.wrappers:
+            body = _unwrapped(body, wrapper)
+        if BUDGET in kind.__struct_fields__:
+            body = _with_one_budget(body, kind.__struct_fields__)
+        body = self._by_own_names(body)
+        unknown = self.find_unknown(body, kind)
+        return convert(body, kind), unknown
+
+    def _by_own_names(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a body in which aliases are replaced by the names they stand for. Raises InvalidRequest if two differ."""
+        for alias in self.aliases.keys() & body.keys():
+            name, value = self.aliases[alias], body[alias]
+            body = {other: given for other, given in body.items() if other != alias}
+            if value is not None and body.setdefault(name, value) not in (None, value):
+                raise InvalidRequest(f"{alias} and {name} mean the same and differ; send one of them", alias)
+            if value is not None:
+                body[name] = value
+        return body
+
+    @staticmethod
+    def _check_word(name: str, shape: Shape) -> None:
+        """Refuse an unknown top-level field whose name speaks of a constraint, with the nearest name that acts."""
+        if is_constraint(name):
+            near = difflib.get_close_matches(name, [*(shape.fields or ())], 1, 0)[0]
+            message = f"{name} is not known here, and without it the answer could be wrong; the nearest known name is {near}"
+            raise UnsupportedParameter(message, name)
+
+
+def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:
+    """Return a body with the fields of its object `wrapper` beside its own. Raises InvalidRequest if two differ."""
+    inner = body.get(wrapper)
+    if not isinstance(inner, dict):
+        return body
+    for name in inner.keys() & body.keys():
+        if inner[name] != body[name]:
+            raise InvalidRequest(f"{wrapper}.{name} and {name} differ; send one of them", f"{wrapper}.{name}")
+    return {**inner, **{name: value for name, value in body.items() if name != wrapper}}
+
+
+def _with_one_budget(body: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+    """Return a body whose reasoning budget, by whatever names it is given, is in `thinking_token_budget`; -1 is no limit."""
+    given: dict[str, int] = {}
+    for place in BUDGET_PLACES:
+        outer, _, name = place.rpartition(".")
+        holder = body if not outer or place in body else body.get(outer)
+        value = holder.get(place if holder is body else name) if isinstance(holder, dict) else None
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+            raise InvalidRequest(f"{place} must be a number of tokens, or -1 for no limit", place)
+        given[place] = value
+    first, budget = next(iter(given.items()), (BUDGET, -1))
+    if other := next((place for place in given if given[place] != budget), None):
+        raise InvalidRequest(f"{first} and {other} mean the same and differ; send one of them", other)
+    holders = {place.rpartition(".")[0] for place in given} - {"", *known}  # objects that are read for their budget only
+    rest = {name: value for name, value in body.items() if name not in BUDGET_PLACES and name not in holders}
+    return rest if budget < 0 else {**rest, BUDGET: budget}
+
+
+def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
+    """Convert a JSON body to a struct. Raises InvalidRequest with the path of the first mismatch, as `messages[0].content`."""
+    try:
+        return msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:  # it says: Expected `int`, got `str` - at `$.prompt[0]`
+        found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", str(error), re.DOTALL)
+        words, param = found.groups() if found else (str(error), "")
+        param = f"{place}.{param.replace('[...]', '')}".strip(".")
+        if missing := re.fullmatch("Object missing required field `(.*)`", words):
+            param = f"{param}.{missing[1]}".removeprefix(".")
+            raise InvalidRequest(f"{param} is required", param) from None
+        efforts = dict.fromkeys(("effort", "reasoning_effort"), get_args(Effort))
+        choices = {"role": get_args(Role), "response_format.type": get_args(FormatType), **efforts}
+        known = choices.get(param, choices.get(param.rpartition(".")[2], ()))
+        hint = f"; known are {', '.join(known)}" if known and words.startswith("Invalid enum") else ""
+        raise InvalidRequest(f"{param}: {words[0].lower()}{words[1:]}{hint}", param) from None
