@@ -258,7 +258,7 @@ def test_harmless_fields_are_accepted_and_unknown_ones_told() -> None:
         ({"prompt": [[1, "a"]]}, "prompt[0][1]", "got `str`"),
         ({"prompt": ["a"] * 65, "n": 2}, "prompt", "more than 128 choices"),
         ({"max_tokens": 0}, "max_tokens", "only with echo"),
-        ({"max_tokens": -1}, "max_tokens", ">= 0"),
+        ({"max_tokens": -2}, "max_tokens", ">= -1"),
         ({"logprobs": 6}, "logprobs", "<= 5"),
         ({"logprobs": True}, "logprobs", "got `bool`"),
         ({"echo": 1}, "echo", "got `int`"),

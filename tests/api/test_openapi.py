@@ -60,6 +60,11 @@ def test_every_path_is_described() -> None:
         "/v1/models/unload": "post",
         "/v1/models/{id}": "get",
         "/health": "get",
+        "/healthz": "get",
+        "/ping": "get",
+        "/version": "get",
+        "/tokenizer_info": "get",
+        "/v1/events": "get",
         "/metrics": "get",
         "/v1/status": "get",
         "/tokenize": "post",
@@ -70,6 +75,25 @@ def test_every_path_is_described() -> None:
         "/v1/cache/clear": "post",
         "/v1/cache/requests/{id}": "get",
     }
+
+
+def test_generators_of_clients_can_name_every_operation_and_read_every_enum() -> None:
+    operations = [operation for methods in DOCUMENT["paths"].values() for operation in methods.values()]
+    names = [operation["operationId"] for operation in operations]
+
+    assert len({*names}) == len(names)
+    assert all(name.isidentifier() for name in names)
+    for enum in _enums(DOCUMENT):
+        assert len({type(value) for value in enum} - {type(None)}) == 1, enum
+        assert all(isinstance(value, str | int | None) for value in enum)
+
+
+def _enums(value: Any) -> Iterator[list[Any]]:
+    if isinstance(value, dict):
+        yield from (item for key, item in value.items() if key == "enum" and isinstance(item, list))
+        yield from (found for item in value.values() for found in _enums(item))
+    elif isinstance(value, list):
+        yield from (found for item in value for found in _enums(item))
 
 
 @pytest.mark.parametrize("path", DOCUMENT["paths"])

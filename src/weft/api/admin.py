@@ -161,6 +161,18 @@ class Admin:
             }
         )
 
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Respond with a model's tokenizer: its vocabulary's size, special tokens, and the chat template."""
+        codec, ready = self.service.find(request.query_params.get("model")).require()
+        tokenizer = codec.tokenizer
+        special = {str(token): tokenizer.token_text(token) for token in sorted(tokenizer.special_ids)}
+        template = None if codec.writer is None else codec.writer.template.source
+        sizes = {"vocab_size": ready.limits.vocab_size, "model_max_length": ready.limits.context_length}
+        return json_response({"tokenizer_class": "tokenizers", **sizes, "special_tokens": special, "chat_template": template})
+
     async def metrics(self, request: Request) -> Response:
         """Respond with the metrics of all tenants together, which are for admins."""
         if not tenant_of(request).is_admin:

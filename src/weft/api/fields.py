@@ -232,6 +232,9 @@ def convert(body: dict[str, Any], kind: type[Body], place: str = "") -> Body:
     except msgspec.ValidationError as error:  # it says: Expected `int`, got `str` - at `$.prompt[0]`
         found = re.fullmatch(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", str(error), re.DOTALL)
         words, param = found.groups() if found else (str(error), "")
+        if param == "logit_bias" and "matching regex" in words:  # msgspec does not say which of its keys
+            wrong = next((key for key in body.get("logit_bias", {}) if not re.fullmatch("[0-9]{1,10}", key)), None)
+            words = f"the key {wrong!r} is no token id" if wrong is not None else words
         param = f"{place}.{param.replace('[...]', '')}".strip(".")
         if missing := re.fullmatch("Object missing required field `(.*)`", words):
             param = f"{param}.{missing[1]}".removeprefix(".")

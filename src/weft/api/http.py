@@ -183,7 +183,7 @@ class Guard:
     ) -> None:
         self.app = app
         self.keyring = keyring
-        self.open_paths = {"/health", *open_paths}
+        self.open_paths = {"/health", "/healthz", "/ping", *open_paths}
         self.allowed_hosts = {_host_of(host) or host for host in (*config.allowed_hosts, config.host)}
         self.allowed_origins = {origin.lower().rstrip("/") for origin in config.allowed_origins}
         self.on_response = on_response

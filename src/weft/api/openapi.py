@@ -1,5 +1,6 @@
 """The OpenAPI document: request schemas come from the msgspec structs, everything else from openapi_replies.json."""
 
+import re
 from importlib.resources import files
 from typing import Any, get_args
 
@@ -51,16 +52,23 @@ def _paths(operations: list[Schema], errors: dict[str, str]) -> Schema:
         answers |= {status: {"description": words, "content": _json(error)} for status, words in errors.items()}
         if error == "MessagesError":
             answers["529"] = answers["429"]
-        operation: Schema = {"summary": one["summary"], "responses": answers}
+        operation: Schema = {"operationId": _operation_id(one), "summary": one["summary"], "responses": answers}
         if "request" in one:  # the body of /v1/cache/clear may be left out
             operation["requestBody"] = {"required": path != "/v1/cache/clear", "content": _json(one["request"])}
         if "{id}" in path:
             path_id = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             operation["parameters"] = [path_id, *one.get("query", ())]
         paths.setdefault(path, {})[one["method"]] = operation
-    paths["/health"]["get"]["responses"]["503"]["content"] = _json("Health")
+    for path in ("/health", "/healthz", "/ping"):
+        paths[path]["get"]["responses"]["503"]["content"] = _json("Health")
     paths["/v1/models/load"]["post"]["responses"]["202"] = {"description": "Begun.", "content": _json("Model")}
     return paths
+
+
+def _operation_id(operation: Schema) -> str:
+    """Return an operation's name for generators of clients, such as post_v1_chat_completions."""
+    words = re.findall("[a-z0-9]+", f"{operation['method']} {operation['path']}")
+    return "_".join(words)
 
 
 def _json(name: str) -> Schema:
@@ -95,5 +103,22 @@ def _request_schemas(additions: Schema) -> Schema:
 
 def _inert_fields(rules: FieldRules) -> Schema:
     """Return schemas of fields without effect: refused fields with the values still accepted, and harmless fields."""
-    refused = {name: {"enum": [*values, None], "description": "Not done here."} for name, values in rules.refused.items()}
-    return refused | {name: {"description": "Accepted; does not change the answer."} for name in sorted(rules.harmless)}
+    harmless = {name: {"description": "Accepted; does not change the answer."} for name in sorted(rules.harmless)}
+    return {name: _idle(values) for name, values in rules.refused.items()} | harmless
+
+
+def _idle(values: tuple[Any, ...]) -> Schema:
+    """Return the schema of a refused field, which allows its idle values, in words that generators of clients can read."""
+    return {"anyOf": [*map(_only, values), {"type": "null"}], "description": "Not done here."}
+
+
+def _only(value: Any) -> Schema:
+    """Return a schema that allows one value. Generators take no lists or objects as constants."""
+    match value:
+        case []:
+            return {"type": "array", "items": {}, "maxItems": 0}
+        case [only]:
+            return {"type": "array", "items": _only(only), "minItems": 1, "maxItems": 1}
+        case {}:
+            return {"type": "object", "maxProperties": 0}
+    return {"const": value}

@@ -6,8 +6,10 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from weft import errors
+from weft.api.paths import hint_for
 from weft.errors import BusyError, ContextTooLong, RateLimited, RequestError, WeftError
 
 MAX_RETRY_AFTER = 30  # seconds; OpenAI's client gives up at once above 120
@@ -120,7 +122,10 @@ async def handle(request: Request, error: Exception) -> Response:
     """Report Starlette's own HTTP errors (404, 405) in the format of the requested API; `Guard` handles all other errors."""
     if isinstance(error, HTTPException):
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-        message = f"{request.method} {request.scope['path']}: {error.detail}"
+        app = request.scope.get("app")
+        known = [route.path for route in app.routes if isinstance(route, Route)] if app is not None else []
+        hint = hint_for(request.scope["path"], known) if error.status_code == 404 else ""
+        message = f"{request.method} {request.scope['path']}: {hint or error.detail}"
         error = BorderError(error.status_code, code, message, dict(error.headers or {}))
     return problem(error, request.state.request_id, request.scope["path"])
 

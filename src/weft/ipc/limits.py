@@ -11,6 +11,7 @@ import msgspec
 from weft.errors import ContextTooLong, InsufficientMemory, InvalidRequest
 
 MAX_LOGPROBS = 128
+MAX_TEMPERATURE = 2.0  # OpenAI's limit; beyond it an answer is noise
 MAX_BIASES = 4096
 MAX_HEAD_BYTES, MAX_HEADERS = 64 << 10, 128  # of an HTTP request: its target and headers
 MAX_TEMPLATE_CHARACTERS = 1 << 20  # of a model's chat template; the longest in use have a twentieth of it
@@ -49,7 +50,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequest naming the first parameter whose value is out of range."""
-        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p 0.0 keeps no token; use temperature 0 for greedy, or a top_p above 0", "top_p")

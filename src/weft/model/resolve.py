@@ -1,5 +1,6 @@
 """Resolves a model's name to a folder in mlx-lm's format: alias, local path, Hugging Face cache, hub, in this order."""
 
+import difflib
 import hashlib
 import io
 import json
@@ -120,7 +121,9 @@ def _measured(model: LocalModel) -> LocalModel:
 def _check_hub_id(name: str) -> None:
     if not HUB_ID.fullmatch(name):
         path = Path(name).expanduser().absolute()
-        what = f"no model {name!r}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at {path}"
+        near = difflib.get_close_matches(name, ALIASES, 1)
+        meant = f" (is {near[0]} meant?)" if near else ""
+        what = f"no model {name!r}{meant}: it is no alias ({', '.join(ALIASES)}), there is no folder or GGUF file at {path}"
         raise ModelNotFound(f"{what}, and a hub id has the form organisation/name; give one of these")
 
 

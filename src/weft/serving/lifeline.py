@@ -224,11 +224,11 @@ class Lifeline:
                     self.last_exit = EngineExit("was renewed", is_crash=False)
                     return
                 if receiving.done():  # a message of this engine could not be decoded, or it may not serve this model
-                    log.error("engine %s is given up", engine.pid, exc_info=receiving.exception())
+                    log.error("engine %s is given up", self._called(engine.pid), exc_info=receiving.exception())
                     return
                 self.last_exit = await self._end_of(engine, ended, watching)
                 await _drain(receiving, watchdog)
-                log.warning("engine %s %s", engine.pid, self.last_exit.words)
+                log.warning("engine %s %s", self._called(engine.pid), self.last_exit.words)
             finally:
                 for task in (receiving, watching, ended, renewed):
                     task.cancel()
@@ -239,7 +239,7 @@ class Lifeline:
         """Return how an engine ended; one that hangs is killed, and that is a crash."""
         if not watching.done():
             return await ended
-        log.error("engine %s %s: it is killed", engine.pid, watching.result())
+        log.error("engine %s %s: it is killed", self._called(engine.pid), watching.result())
         await engine.kill()
         return replace(await ended, is_crash=True)
 
@@ -274,8 +274,12 @@ class Lifeline:
             if (why := watchdog.reason_to_kill(is_ready=is_ready)) is not None:
                 return why
             if is_ready and (watchdog.is_sick, watchdog.is_lost) != (self.condition.is_sick, self.condition.is_lost):
-                log.warning("engine %s %s", self.pid, "is silent" if watchdog.is_sick else "is heard again")
+                log.warning("engine %s %s", self._called(self.pid), "is silent" if watchdog.is_sick else "is heard again")
                 self._change(replace(self.condition, is_sick=watchdog.is_sick, is_lost=watchdog.is_lost))
+
+    def _called(self, pid: int | None) -> str:
+        """Return what the log calls an engine: by its process, or, where that is elsewhere, by its replica."""
+        return self.name if pid is None else str(pid)
 
     def _attach(self, ready: Ready, channel: EngineChannel) -> None:
         if self._folder not in (None, ready.folder):  # this time the fallback is served, or no longer

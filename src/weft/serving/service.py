@@ -1,6 +1,7 @@
 """The served models and the active requests; `Service.generate` takes a request from its arrival to its end."""
 
 import asyncio
+import difflib
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -179,9 +180,11 @@ class Service:
         for model in models:
             if name == model.name:
                 return model
-        names = ", ".join(model.name for model in models) or "none"
+        names = [model.name for model in models]
         wanted = f"no model {name!r} is" if name else "the request names no model, and not one alone is"
-        raise UnknownModel(f"{wanted} loaded here; loaded: {names}; {LOAD_HINT}", "model")
+        near = difflib.get_close_matches(name or "", names, 1)
+        meant = f" (is {near[0]} meant?)" if near else ""
+        raise UnknownModel(f"{wanted} loaded here{meant}; loaded: {', '.join(names) or 'none'}; {LOAD_HINT}", "model")
 
     def cancel(self, request_id: str, may_see: TenantTest = lambda _: True) -> list[ActiveRequest]:
         """Cancel all active requests with this id, of tenants that `may_see` accepts, and return them."""

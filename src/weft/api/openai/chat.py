@@ -10,7 +10,7 @@ from msgspec import Meta
 from weft.api.dialect import Entries, Label, ParsedRequest, ReplyHeader, join_texts
 from weft.api.fields import Shape
 from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
-from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Count, Off, read_grammar
+from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Limit, Off, read_grammar
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_MESSAGES, MAX_TOOL_CALLS, MAX_TOOLS
 from weft.text.tools import CustomInputReader, custom_input, read_tool_selection, read_tools, template_tools, wrap_custom_input
@@ -124,8 +124,8 @@ class ChatRequest(ConversationRequest, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None  # wins over max_tokens
-    max_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None  # wins over max_tokens
+    max_tokens: Limit | None = None
     logprobs: bool | None = None
     reasoning_effort: Effort | None = None
     reasoning: ReasoningSwitch | None = None
@@ -136,6 +136,10 @@ class ChatRequest(ConversationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
+
+    def read_max_tokens(self) -> int | None:
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return self.read_limit(getattr(self, name), name)
 
     def read_effort(self) -> Effort | None:
         """Return the reasoning effort, None if it is left to the model. Raises InvalidRequest if two fields differ."""
@@ -174,7 +178,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     )
     generation = request.read_generation(
         (conversation,),
-        request.max_completion_tokens or request.max_tokens,
+        request.read_max_tokens(),
         logprobs,
         grammar=read_grammar(request, GRAMMAR_FIELDS),
         tool_choice=choice if tools else None,

@@ -29,7 +29,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
     # One text, several, one list of ids, or several; msgspec can not say that a list is all of one kind.
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1, max_length=MAX_TOKEN_IDS)]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 only with echo
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None  # 0 only with echo; -1: no limit
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
 
@@ -44,7 +44,8 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         raise InvalidRequest("max_tokens 0 asks for nothing; only with echo is there something to tell", "max_tokens")
     # OpenAI stops after 16 tokens by default. Here, as in every dialect, the default is the rest of the context.
     own = {"grammar": read_grammar(request, GRAMMAR_FIELDS), "echo": bool(request.echo), "split_thinking": False}
-    generation = request.read_generation(prompts, request.max_tokens, request.logprobs, **own)
+    limit = None if request.max_tokens == -1 else request.max_tokens
+    generation = request.read_generation(prompts, limit, request.logprobs, **own)
     return ParsedRequest(generation, bool(request.stream), ignored, partial(CompletionReply, request=request, prompts=prompts))
 
 

@@ -20,6 +20,7 @@ TIERS = {"priority": 10, "flex": -10}  # the priorities of OpenAI's tiers; the o
 
 TokenId = Annotated[int, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
+Limit = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]  # of tokens; -1: none but the context's
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
@@ -136,6 +137,13 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             speculate=self.speculate is not False,
             **more,
         )
+
+    @staticmethod
+    def read_limit(limit: int | None, name: str) -> int | None:
+        """Return a limit of tokens, None for -1. Raises InvalidRequest for 0, which asks for nothing."""
+        if limit == 0:
+            raise InvalidRequest(f"{name} 0 asks for no answer; leave it out, or send -1 for no limit", name)
+        return None if limit == -1 else limit
 
     def _read_sampling(self, max_tokens: int | None, logprobs: int | None) -> dict[str, Any]:
         same = [name for name in Sampling.__struct_fields__ if name in CommonRequest.__struct_fields__]

@@ -12,7 +12,7 @@ from weft.api import field_table
 from weft.api.dialect import Entries, Label, ParsedRequest, pick_fields
 from weft.api.fields import FieldRules, Shape
 from weft.api.openai import request as openai
-from weft.api.openai.request import TIERS, ConversationRequest, Count, ResponseFormat, Schema, read_format, read_grammar
+from weft.api.openai.request import TIERS, ConversationRequest, Count, Limit, ResponseFormat, Schema, read_format, read_grammar
 from weft.api.openai.response_items import (
     ACTING_FIELDS,
     Item,
@@ -90,7 +90,7 @@ class ResponseRequest(ConversationRequest, kw_only=True):
     instructions: str | None = None
     previous_response_id: Label | None = None
     n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: Limit | None = None
     max_tool_calls: Count | None = None  # of tools that a server runs, so none here
     include: Annotated[list[Label], Meta(max_length=MAX_ENTRIES)] | None = None
     reasoning: ThinkingAsked | None = None
@@ -123,7 +123,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
     conversation = Conversation(_messages(request, past.items, items), tools.template_tools, request.chat_template_kwargs or {})
     generation = request.read_generation(
         (conversation,),
-        request.max_output_tokens,
+        request.read_limit(request.max_output_tokens, "max_output_tokens"),
         (request.top_logprobs or 0) if request.top_logprobs or LOGPROBS in includes else None,
         grammar=read_grammar(request, openai.GRAMMAR_FIELDS | {"text": _read_text}),
         tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
