@@ -850,6 +850,20 @@ GUARDS = [
         "each position has a random number of its own", "R018",
     ),
     Guard(
+        "draw-below-one", "engine/sequence.py",
+        "min(max(bits, 0.5) / (1 << DRAW_BITS), LARGEST_DRAW)",
+        "bits / (1 << DRAW_BITS)",
+        "tests/engine/test_sampler.py::test_no_bits_draw_a_token_of_the_tail",
+        "no random bits draw the first or the last possible token whatever its probability", "R018",
+    ),
+    Guard(
+        "draw-within-block", "kernels/native/kernels.h",
+        "(goal - before) / sums[block] * whole;",
+        "goal - before;",
+        "tests/kernels/test_choice.py::test_the_largest_numbers_below_one_draw_no_token_of_the_tail",
+        "a block's rounded sum gives no token whatever its probability", "R018",
+    ),
+    Guard(
         "seed-per-row", "engine/sampler.py",
         "[row.uniform(row.num_tokens) for row in group]",
         "[group[0].uniform(row.num_tokens) for row in group]",

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from driver import Run, adapter_for, random_prompts
 from sequences import sequence_of
-from weft.engine.sampler import sample
-from weft.engine.sequence import Sequence
+from weft.engine.sampler import _pick, sample
+from weft.engine.sequence import Sequence, number_of_bits
 from weft.kernels import cpu
 from weft.model.adapter import Adapter
 
@@ -75,6 +75,48 @@ def test_draws_at_the_positions_of_one_answer_follow_it_too() -> None:
 
     for token, share in enumerate((0.5, 0.3, 0.15, 0.05)):
         assert abs(counts[token] / 1000 - share) < 0.05
+
+
+TAIL = -40.0  # a logit: together 300 tokens with it are drawn once in 10^15 times
+BOUNDARY_BITS = [*range(256), *range(2**32 - 256, 2**32), *(2**power + step for power in range(10, 32) for step in (-1, 0, 1))]
+BITS = BOUNDARY_BITS + np.random.default_rng(2).integers(0, 2**32, 1000).tolist()
+
+
+def row_of_bits(bits: int, **sampling: Any) -> Sequence:
+    """A row whose next token is drawn with these random bits."""
+    one = row(temperature=1.0, **sampling)
+    one.random_bits = lambda _: bits  # type: ignore[method-assign]
+    return one
+
+
+def test_every_32_bits_mean_a_number_above_0_and_below_1_in_float32_too_that_never_falls() -> None:
+    numbers = np.array([number_of_bits(bits) for bits in sorted(BITS)], np.float32)
+
+    assert np.all((numbers > 0) & (numbers < 1))
+    assert np.all(np.diff(numbers) >= 0)
+    assert {bits for bits in BITS if np.float32(number_of_bits(bits)) != np.float32(bits / 2**32)} == {
+        0,
+        *range(2**32 - 128, 2**32),
+    }
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_k": 300}, {"top_k": 5}, {"top_p": 0.99999}, {"min_p": 1e-30}], ids=str)
+@pytest.mark.parametrize("head", [1, 3, 64, 100])
+def test_no_bits_draw_a_token_of_the_tail(head: int, sampling: dict[str, Any]) -> None:
+    chance = np.random.default_rng(head)
+    logits = np.full((len(BITS), VOCAB), TAIL, np.float32)
+    first = 150 - head // 2  # the tail is before it and behind it
+    logits[:, first : first + head] = np.clip(3 * chance.standard_normal((len(BITS), head)), -8, 8)
+
+    drawn = np.array(pick(logits, [row_of_bits(bits, **sampling) for bits in BITS]))
+
+    assert np.all((first <= drawn) & (drawn < first + head))
+
+
+def test_a_sum_of_all_that_is_rounded_up_gives_no_token_of_the_tail() -> None:
+    weights = mx.array([[1.0, 1e-20, 1e-20, 0.0]])
+
+    assert _pick(weights, mx.array([1.0])).tolist() == [0]
 
 
 def test_temperature_flattens_the_distribution() -> None:

@@ -41,6 +41,22 @@ def test_a_token_is_drawn_where_the_running_sum_of_weights_passes_its_number(siz
 
 
 @pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (200, 1.0), (0, 0.9999999)])
+@pytest.mark.parametrize("first", [0, 30, 64, 100])
+def test_the_largest_numbers_below_one_draw_no_token_of_the_tail(first: int, top_k: int, top_p: float) -> None:
+    rng = np.random.default_rng(first)
+    logits = np.full((2000, 300), -40.0, np.float32)
+    logits[:, first : first + 64] = np.clip(3 * rng.standard_normal((2000, 64)), -8, 8)  # its float32 sum is often rounded up
+    uniform = (2**24 - np.tile(np.arange(1, 21), 100)) / np.float32(2**24)
+
+    tokens = np.array(
+        ops.choose(mx.array(logits), [1.0] * 2000, [0.0] * 2000, None, mx.array(uniform), [top_k] * 2000, [top_p] * 2000)[0]
+    )
+
+    assert np.all((first <= tokens) & (tokens < first + 64))
+
+
+@pytest.mark.usefixtures("_instructions")
 @pytest.mark.parametrize("size", SIZES)
 def test_without_temperature_it_is_the_first_of_the_largest(size: int) -> None:
     logits = np.random.default_rng(size).integers(0, 4, (30, size)).astype(np.float32)

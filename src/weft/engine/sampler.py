@@ -114,34 +114,28 @@ def _logprobs_by_row(logits: mx.array, tokens: mx.array, rows: Rows[Sequence | L
     return {index: Logprobs(*arrays, count, first) for first, (index, count) in enumerate(wanted.items())}
 
 
-def sample(
-    logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None = None, uniform: mx.array | None = None
-) -> SampledTokens:
-    """Sample one token per row of `logits` (B, V) by the row's own parameters, restricted to `allowed` (B, V) if given.
-
-    `uniform` (B,): the rows' random numbers, where only the device knows which tokens are sampled; None: those of the rows.
-    """
+def sample(logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None = None) -> SampledTokens:
+    """Sample one token per row of `logits` (B, V) by the row's own parameters, restricted to `allowed` (B, V) if given."""
     changes, raw = _changes(rows), logits.astype(mx.float32)
     adjusted = _adjust(raw, changes)
     if ON_CUDA and not changes and allowed is None and all(row.sampling.temperature == 0.0 for row in rows):
         tokens, problems = cuda_paged.greedy(logits)
     elif cpu.is_bound(mx.float32):
-        tokens, problems = _choose(adjusted, rows, allowed, uniform)
+        tokens, problems = _choose(adjusted, rows, allowed)
         problems = problems if adjusted is raw else _problems(raw, adjusted, allowed)
     else:
         masked = _masked(adjusted, allowed)
         tokens, problems = mx.argmax(masked, axis=-1).astype(mx.int32), _problems(raw, adjusted, allowed)
-        tokens = _draw(masked, rows, tokens, uniform)
+        tokens = _draw(masked, rows, tokens)
     return SampledTokens(tokens, problems, _logprobs_by_row(raw, tokens, rows))
 
 
-def _choose(
-    logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None, uniform: mx.array | None
-) -> tuple[mx.array, mx.array]:
+def _choose(logits: mx.array, rows: Rows[Sequence | Line], allowed: mx.array | None) -> tuple[mx.array, mx.array]:
     """Sample tokens on a CPU in one operation, which also finds problems."""
     samplings = [row.sampling for row in rows]
     temperatures = [sampling.temperature for sampling in samplings]
-    if uniform is None and any(temperatures):
+    uniform = None
+    if any(temperatures):
         uniform = mx.array([row.uniform(row.num_tokens) if row.sampling.temperature else 0.0 for row in rows], mx.float32)
     top_k = [min(sampling.top_k, logits.shape[-1]) for sampling in samplings]
     top_p = [sampling.top_p for sampling in samplings]
@@ -170,7 +164,7 @@ def _kind(row: Sequence | Line, vocab_size: int) -> str:
     return "all" if row.sampling.top_p < 1.0 or row.sampling.top_k > 0 else "plain"
 
 
-def _draw(logits: mx.array, rows: Rows[Sequence | Line], tokens: mx.array, uniform: mx.array | None) -> mx.array:
+def _draw(logits: mx.array, rows: Rows[Sequence | Line], tokens: mx.array) -> mx.array:
     """Return `tokens` with those of rows drawn that have a temperature."""
     for kind in ("plain", "few", "all"):
         indices = [index for index, row in enumerate(rows) if _kind(row, logits.shape[-1]) == kind]
@@ -178,11 +172,10 @@ def _draw(logits: mx.array, rows: Rows[Sequence | Line], tokens: mx.array, unifo
             continue
         is_all, group = len(indices) == len(rows), [rows[index] for index in indices]
         taken = logits if is_all else logits[mx.array(indices)]
-        if uniform is None:
-            own = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)
-        else:
-            own = uniform if is_all else uniform[mx.array(indices)]
-        drawn = _pick(_weights(taken, group), own) if kind == "plain" else _draw_ranked(taken, group, own, few=kind == "few")
+        uniform = mx.array([row.uniform(row.num_tokens) for row in group], mx.float32)
+        drawn = (
+            _pick(_weights(taken, group), uniform) if kind == "plain" else _draw_ranked(taken, group, uniform, few=kind == "few")
+        )
         if is_all:
             return drawn
         tokens = mx.array(tokens)  # a new value; the others may still be read
@@ -224,9 +217,9 @@ def _pick(weights: mx.array, uniform: mx.array) -> mx.array:
     cumulative = mx.cumsum(weights, axis=-1)
     total = cumulative[:, -1:]
     beyond = (cumulative > uniform[:, None] * total) & (weights > 0.0)
-    last = weights.shape[-1] - 1 - mx.argmax((weights > 0.0)[:, ::-1], axis=-1)
-    # Rounding can leave nothing beyond the last cent of probability: then the last possible token has it.
-    return mx.where(mx.any(beyond, axis=-1), mx.argmax(beyond, axis=-1), last).astype(mx.int32)
+    # A device that sums in parallel may round the sum of all above the sums at possible tokens: then the highest of them counts.
+    highest = mx.argmax(mx.where(weights > 0.0, cumulative, -1.0), axis=-1)
+    return mx.where(mx.any(beyond, axis=-1), mx.argmax(beyond, axis=-1), highest).astype(mx.int32)
 
 
 Changes = list[tuple[tuple[int, int], tuple[float, float]]]  # of logits, by row and token: a factor and a shift

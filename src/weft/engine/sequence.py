@@ -19,6 +19,17 @@ from weft.ipc.limits import Sampling
 from weft.ipc.messages import DraftCounts, FinishReason, Submit, Timings, TokenLogprob
 from weft.memory.prefix_tree import Node
 
+DRAW_BITS = 32
+LARGEST_DRAW = 1 - 2**-24  # the largest float32 below 1: samplers compute in float32
+
+
+def number_of_bits(bits: int) -> float:
+    """Return the random number that DRAW_BITS bits mean, above 0 and below 1 in float32 too.
+
+    0 would draw the first possible token and 1 the last one, however unlikely they are.
+    """
+    return min(max(bits, 0.5) / (1 << DRAW_BITS), LARGEST_DRAW)
+
 
 class LayerStates(Protocol):
     """Protocol of the runner's layer states of one sequence (`RowMemory`), as other modules see them."""
@@ -199,10 +210,14 @@ class Sequence:
         """Return the next `count` tokens whose states are not computed yet."""
         return [self.token_at(position) for position in range(self.num_computed, self.num_computed + count)]
 
-    def uniform(self, position: int) -> float:
-        """Return the random number in [0, 1) for the token at `position`, derived from the seed and the position alone."""
+    def random_bits(self, position: int) -> int:
+        """Return DRAW_BITS random bits for the token at `position`, derived from the seed and the position alone."""
         key = (self.seed & (2**64 - 1)).to_bytes(8, "little") + position.to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") / 2**32
+        return int.from_bytes(hashlib.blake2b(key, digest_size=DRAW_BITS // 8).digest(), "little")
+
+    def uniform(self, position: int) -> float:
+        """Return the random number for the token at `position`, above 0 and below 1 in float32 too."""
+        return number_of_bits(self.random_bits(position))
 
     def admit(self, now: float) -> None:
         self.timings.admitted = self.timings.admitted or now

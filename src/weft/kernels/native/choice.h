@@ -60,9 +60,9 @@ static int32_t draw_ranked(const struct weft_choice *c, size_t line, const float
     double kept = 0.0, sum = 0.0;
     size_t end = 0;
     while (end < count && rest[end] > 0.0f && kept < goal) kept += rest[end++];
-    for (size_t i = 0; i < end; i++)
-        if ((sum += rest[i]) > (double)uniform * kept) return ranked[i].token;
-    return ranked[end > 0 ? end - 1 : 0].token;
+    size_t place = 0;
+    while (place + 1 < end && (sum += rest[place]) <= (double)uniform * kept) place++;
+    return ranked[place].token;
 }
 
 static void choose_lines(const void *subject, size_t begin, size_t end) {

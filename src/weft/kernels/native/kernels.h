@@ -430,19 +430,18 @@ INLINE float NAME(weigh_block)(float *x, float most, float temperature, float mi
     return total;
 }
 
-/* The first place where the running sum of weights exceeds `goal`, looked for in the block where the sum of blocks does. */
+/* The first place where the running sum of weights exceeds `goal`, looked for in the block where the sum of blocks does.
+ * sums[block] is rounded, so the place is looked for at the goal's share of what the block's weights sum up to here: past
+ * their end would be the next block's first token, however unlikely. `goal` is below the sum of all. */
 INLINE size_t NAME(drawn)(const float *weights, const float *sums, size_t blocks, double goal) {
-    double before = 0.0;
-    for (size_t block = 0; block < blocks; before += sums[block++]) {
-        if (before + sums[block] <= goal) continue;
-        const float *here = weights + block * WEFT_DRAW_BLOCK;
-        double sum = before;
-        for (size_t i = 0; i < WEFT_DRAW_BLOCK; i++)
-            if (here[i] > 0.0f && (sum += here[i]) > goal) return block * WEFT_DRAW_BLOCK + i;
-    }
-    size_t last = blocks * WEFT_DRAW_BLOCK - 1; /* rounding has left nothing beyond the last cent */
-    while (last > 0 && weights[last] == 0.0f) last--;
-    return last;
+    double before = 0.0, whole = 0.0, sum = 0.0;
+    size_t block = 0, place = 0;
+    while (block + 1 < blocks && before + sums[block] <= goal) before += sums[block++];
+    const float *here = weights + block * WEFT_DRAW_BLOCK;
+    for (size_t i = 0; i < WEFT_DRAW_BLOCK; i++) whole += here[i];
+    const double share = (goal - before) / sums[block] * whole;
+    while (place + 1 < WEFT_DRAW_BLOCK && (sum += here[place]) <= share) place++;
+    return block * WEFT_DRAW_BLOCK + place;
 }
 
 /* x, padded with -infinity to whole blocks, become weights of a draw; `sums`: of each block; returns their sum. */

@@ -76,7 +76,7 @@ void weft_silu(const float *x, float *y, size_t count);
 
 /* One token of each of m lines of n logits, of those that `allowed` (m, n), bytes, has where it is not NULL. Temperature 0: the
  * first of the largest. Else drawn: the weights are e^((x - largest) / temperature), none below min_p, and the token is the first
- * at which their running sum exceeds uniform times the whole, or the last with a weight. Sums are of WEFT_DRAW_BLOCK numbers, in lanes,
+ * at which their running sum exceeds uniform, which is below 1, times the whole. Sums are of WEFT_DRAW_BLOCK numbers, in lanes,
  * then of these one after the other. With top_k below n (0: all) or top_p below 1 the tokens are drawn in the order of falling logits, equal ones in
  * that of tokens: of the first top_k those before which the weights sum up to less than top_p of the top_k's. problems: 2 where logits are
  * not finite (the largest, or any is no number), else 1 where no token is left, else 0. */
