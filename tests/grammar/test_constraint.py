@@ -57,7 +57,7 @@ def ids(text: str) -> list[int]:
 
 
 def text(tokens: list[int]) -> str:
-    return COMPILER.tokenizer.decode_str(tokens)
+    return COMPILER.tokenizer.decode_bytes(tokens).decode(errors="replace")
 
 
 def walk(one: Constraint, rng: np.random.Generator, steps: int) -> list[int]:

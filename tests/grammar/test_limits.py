@@ -39,7 +39,7 @@ def write(matcher: Matcher, text: str) -> None:
     for token in COMPILER.tokenizer.tokenize_str(text):
         mask = matcher.mask()
         assert not matcher.error
-        assert mask[token], COMPILER.tokenizer.decode_str([token])
+        assert mask[token], COMPILER.tokenizer.decode_bytes([token])
         matcher.accept(token)
 
 

@@ -48,7 +48,7 @@ def generate(constraint: Constraint, choose: Choose) -> list[int]:
         token = choose(len(tokens), mask) if mask.any() else None
         if token is None:
             break
-        assert mask[token], COMPILER.tokenizer.decode_str([*tokens[-20:], token])
+        assert mask[token], COMPILER.tokenizer.decode_bytes([*tokens[-20:], token])
         constraint.accept(token)
         tokens.append(token)
     return tokens

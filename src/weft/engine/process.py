@@ -109,7 +109,10 @@ def _serve_rank(
     phases.begin("vocabulary")
     compiler = Compiler(loaded.folder / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
     channel.send(Loading("reading the vocabulary"))
-    assert compiler.tokenizer  # built now: building it holds the interpreter, and streams would feel it
+    problem = compiler.tokenizer.problem  # built now: building it holds the interpreter, and streams would feel it
+    if problem is not None:
+        notices.append(f"its answers can not be constrained, and requests that ask for it are refused: {problem}")
+        logging.getLogger("weft.engine").warning("%s: %s", name, notices[-1])
     ready = Ready(
         model=name,
         folder=str(loaded.folder),

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 
 from weft.errors import RowFailed
+from weft.grammar.grammar_tokens import GrammarTokens
 from weft.grammar.reasoning_budget import ReasoningBudget, ReasoningState
 
 Mask = NDArray[np.bool_]  # (V,) or (rows, V): which tokens are allowed
@@ -27,7 +28,7 @@ ADVICE = "it is too complex: use smaller counts ({m,n}, maxLength, maxItems), fe
 class Matcher:
     """The state of one sequence's grammar: which tokens it has accepted, and so which may come next."""
 
-    def __init__(self, inner: LLMatcher, tokenizer: LLTokenizer, *, is_private: bool = False) -> None:
+    def __init__(self, inner: LLMatcher, tokenizer: GrammarTokens, *, is_private: bool = False) -> None:
         self.inner = inner
         self.tokenizer = tokenizer
         self.is_private = is_private  # no other sequence shares its lexer
@@ -51,6 +52,11 @@ class Matcher:
         """Return the (V,) mask of tokens the grammar allows next, computed for this one sequence (not batched)."""
         bits = np.frombuffer(self.inner.compute_bitmask(), np.uint8)
         return np.unpackbits(bits, bitorder="little")[: self.tokenizer.vocab_size].astype(bool)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the answer so far is complete, whatever may follow."""
+        return self.inner.is_accepting()
 
     @property
     def error(self) -> str:
@@ -109,6 +115,14 @@ class Constraint:
         opening = self.reasoning.open_ids[:1] if self.reasoning is not None and now.phase == "start" else ()
         late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()  # it goes on wherever its grammar lets it
         return TokenDemand(matcher=self.matcher, also=opening, late=late)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether a stop token ends the answer here: there is no grammar, or the answer is complete."""
+        if self.matcher is None:
+            return True
+        now = self._history[-1]
+        return not now.forced and now.phase != "reasoning" and self.matcher.may_end
 
     def accept(self, token: int) -> None:
         """Advance grammar or reasoning budget by the sampled token. Raises RowFailed, which fails this sequence alone."""
@@ -211,21 +225,15 @@ class Masks:
         matchers = {row: one.matcher for row, one in enumerate(demands) if one is not None and one.matcher is not None}
         allowed, errors = self._matched(len(demands), matchers)
         for row, demand in enumerate(demands):
-            if demand is None:
-                continue
-            if demand.only is not None:
-                allowed[row] = False
-                allowed[row, list(demand.only)] = True
-            if demand.never:
-                allowed[row, list(demand.never)] = False
-            if demand.also:
-                allowed[row, list(demand.also)] = True
-            if demand.late and allowed[row].sum() > allowed[row, list(demand.late)].sum():
-                allowed[row, list(demand.late)] = False
+            try:
+                if demand is not None:
+                    _apply(demand, allowed[row])
+            except IndexError:  # this row alone can not go on
+                errors[row] = "it needs a token that the model does not have"
         return allowed, errors
 
     def _matched(self, rows: int, matchers: dict[int, Matcher]) -> tuple[Mask, dict[int, str]]:
-        words = max([-(-self.vocab_size // 32), *(-(-one.tokenizer.vocab_size // 32) for one in matchers.values())])
+        words = max([-(-self.vocab_size // 32), *(one.tokenizer.mask_words for one in matchers.values())])
         bits = np.full((rows, words), -1, np.int32)
         if len(matchers) == 1 or self._num_measured:
             self._fill_measured(matchers, bits)
@@ -248,3 +256,16 @@ class Masks:
             self.seconds[row] = time.thread_time() - started
         is_slow = any(seconds > SUSPICIOUS_SECONDS / 2 for seconds in self.seconds.values())
         self._num_measured = MEASURED_STEPS if is_slow else max(0, self._num_measured - 1)
+
+
+def _apply(demand: TokenDemand, allowed: Mask) -> None:
+    """Change the mask (V,) of one row, in which a matcher has left what its grammar allows."""
+    if demand.only is not None:
+        allowed[:] = False
+        allowed[list(demand.only)] = True
+    if demand.never:
+        allowed[list(demand.never)] = False
+    if demand.also:
+        allowed[list(demand.also)] = True
+    if demand.late and allowed.sum() > allowed[list(demand.late)].sum():
+        allowed[list(demand.late)] = False

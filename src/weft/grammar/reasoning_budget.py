@@ -3,9 +3,8 @@
 import codecs
 from dataclasses import dataclass, replace
 
-from llguidance import LLTokenizer
-
 from weft.errors import RowFailed
+from weft.grammar.grammar_tokens import GrammarTokens
 from weft.ipc.messages import ReasoningSpec
 
 ANSWER_TOKENS = 256  # of a limited answer so many tokens, or half of it, are kept free from reasoning
@@ -27,7 +26,7 @@ class ReasoningState:
 class ForbiddenText:
     """Finds the tokens that would complete a forbidden text, given the bytes before. Built once per vocabulary and text."""
 
-    def __init__(self, text: str, tokenizer: LLTokenizer) -> None:
+    def __init__(self, text: str, tokenizer: GrammarTokens) -> None:
         self.data = text.encode()
         self._whole: list[int] = []  # tokens that contain the text
         self._rest: list[list[int]] = [[] for _ in self.data]  # by bytes already there: tokens that begin with the rest
@@ -51,7 +50,7 @@ class ForbiddenText:
 class ReasoningBudget:
     """Tracks the reasoning section token by token and forces its close marker (one or more tokens) once the budget is spent."""
 
-    def __init__(self, spec: ReasoningSpec, tokenizer: LLTokenizer, forbidden: ForbiddenText, *, before_grammar: bool) -> None:
+    def __init__(self, spec: ReasoningSpec, tokenizer: GrammarTokens, forbidden: ForbiddenText, *, before_grammar: bool) -> None:
         self.spec = spec
         self.tokenizer = tokenizer
         self.forbidden = forbidden

@@ -44,7 +44,8 @@ class CallFormat:
         family = find_family(writer)
         if family is None:
             return None
-        added = ((fact.content, token) for token, fact in tokenizer.inner.get_added_tokens_decoder().items())
+        vocabulary = tokenizer.vocabulary
+        added = ((vocabulary.added[token].content, token) for token in vocabulary.reserved_ids)
         form = cls(family, frozenset((text, token) for text, token in added if text.strip() and text in family.literals))
         if form.notice is not None:
             log.warning("%s", form.notice)
