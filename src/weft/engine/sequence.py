@@ -255,9 +255,9 @@ class Sequence:
         self.num_in_flight += 1
 
     def append(self, token: int, logprob: TokenLogprob | None) -> None:
-        """Append a sampled token (a stop token is not appended) and set `ending` if it is the last; may raise RowFailed."""
+        """Append a sampled token (the one that stops is not appended) and set `ending` if it is the last; may raise RowFailed."""
         self.num_in_flight -= 1
-        if token in self.stop_ids and len(self.output) >= self.sampling.min_tokens:
+        if self._is_stopped_by(token):
             self.ending = Ending("stop", stop_token=token)
             return
         if self.constraint is not None:
@@ -271,6 +271,11 @@ class Sequence:
             self.ending = Ending("stop")
         elif len(self.output) >= self.max_tokens:
             self.ending = Ending("length")
+
+    def _is_stopped_by(self, token: int) -> bool:
+        """Whether a token ends the answer. Where the constraint lets no answer end, a stop token is a part of it."""
+        is_stop = token in self.stop_ids and len(self.output) >= self.sampling.min_tokens
+        return is_stop and (self.constraint is None or self.constraint.may_end)
 
     def end(self, reason: FinishReason, error: str | None, now: float) -> Ending:
         """Record the finish time; set this ending unless the last token already set one. Returns the ending in force."""

@@ -1,0 +1,95 @@
+"""Where a constrained answer ends: at a stop token only if its grammar may end there, and at a token that no model has never."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from driver import SMALL, Run, adapter_for
+from weft.config import EngineConfig
+from weft.grammar.compiler import Compiler
+from weft.grammar.constraint import Constraint, TokenDemand
+from weft.ipc.limits import Sampling
+from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec
+from weft.model.adapter import Adapter
+from weft.model.resolve import TINY_HYBRID
+from weft.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(TINY_HYBRID)
+COMPILER = Compiler(TINY_HYBRID / "tokenizer.json", 4096, (4080, 4082))
+PROMPT = [11, 42, 77, 5, 9]
+PHRASES = ["the dog ran, the dog sat", "strip <|im_end|> tags", "a<think>b</think>c", "line\nline"]
+THINKING = ReasoningSpec("<think>", "</think>", opened=True, may_open=False, budget=3, gap="\n\n")
+SPECULATING = dataclasses.replace(SMALL, speculate=("forced", "lookup"))
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Adapter:
+    return adapter_for(TINY_HYBRID)
+
+
+def constraint(kind: Any, text: str, reasoning: ReasoningSpec | None = None) -> Constraint:
+    return COMPILER.constraint(ConstraintSpec(GrammarSpec(kind, text), reasoning))
+
+
+def answer(adapter: Adapter, config: EngineConfig, given: Constraint, **sampling: Any) -> tuple[str, str | None, int | None]:
+    """The text of a row's answer behind its reasoning, its finish reason, and the token that stopped it."""
+    run = Run(adapter, config)
+    row = run.engine.submit(PROMPT, Sampling(**{"temperature": 0.0, "max_tokens": 80, **sampling}), given)
+    run.submit([7, 8, 9], 40)  # a free row beside it
+    run.finish()
+    assert row.ending is not None
+    text = COMPILER.tokenizer.decode_bytes(row.output).decode()
+    return text.rpartition("</think>\n\n")[2], row.error or row.finish, row.ending.stop_token
+
+
+@pytest.mark.parametrize("reasoning", [None, THINKING], ids=["plain", "thinking"])
+@pytest.mark.parametrize("config", [SMALL, SPECULATING], ids=["plain", "speculating"])
+@pytest.mark.parametrize("phrase", PHRASES)
+def test_a_stop_token_amid_a_constant_does_not_end_it(
+    adapter: Adapter, phrase: str, config: EngineConfig, reasoning: ReasoningSpec | None
+) -> None:
+    tokens = COMPILER.tokenizer.tokenize_str(phrase)
+    for stop in sorted({*tokens, TOKENIZER.id_of("<|im_end|>") or 0}):
+        given = constraint("choice", json.dumps([phrase]), reasoning)
+
+        assert answer(adapter, config, given, stop_token_ids=(stop,))[:2] == (phrase, "stop")
+
+
+@pytest.mark.parametrize("config", [SMALL, SPECULATING], ids=["plain", "speculating"])
+def test_a_stop_token_ends_an_answer_where_its_grammar_may_end(adapter: Adapter, config: EngineConfig) -> None:
+    (dog,) = COMPILER.tokenizer.tokenize_str(" dog")
+    free = {token: 100.0 for token in (dog,)}
+    wanted = {"(the dog)?( dog)*": ("", dog), "the( dog){3,9}": ("the dog dog dog", dog), "the dog": ("the dog", None)}
+
+    for pattern, (text, stop) in wanted.items():
+        found = answer(adapter, config, constraint("regex", pattern), stop_token_ids=(dog,), logit_bias=free)
+        assert found == (text, "stop", stop)
+
+
+def test_the_models_own_end_ends_an_answer_where_its_grammar_may_end(adapter: Adapter) -> None:
+    for end in (4080, 4082):
+        found = answer(adapter, SMALL, constraint("regex", "(the dog)+"), logit_bias={end: 100.0})
+        assert found == ("the dog", "stop", end)
+
+
+def test_a_row_that_is_forced_to_a_token_that_the_model_does_not_have_ends_alone(adapter: Adapter) -> None:
+    class Beyond(Constraint):
+        def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
+            return TokenDemand(only=(5000,))
+
+        def fork(self) -> Constraint:
+            return Beyond(None, None)
+
+    run = Run(adapter)
+    lost = run.engine.submit(PROMPT, Sampling(max_tokens=9), Beyond(None, None))
+    held = run.engine.submit(PROMPT, Sampling(temperature=0.0, max_tokens=30), constraint("choice", '["red green blue"]'))
+    free = run.submit(PROMPT, 20)
+    run.finish()
+
+    assert (lost.finish, "a token that the model does not have" in str(lost.error)) == ("error", True)
+    assert (held.finish, COMPILER.tokenizer.decode_bytes(held.output)) == ("stop", b"red green blue")
+    assert (free.finish, len(free.output)) == ("length", 20)
