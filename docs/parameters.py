@@ -63,7 +63,7 @@ WORDS = {
     "stream": "Server-sent events while the answer is generated.",
     "stream_options": "`include_usage`: a last chunk with usage (Chat, Completions).",
     "n": "Number of answers; the prompt is computed once. Prompts × n is at most 128.",
-    "logprobs": "Log-probabilities of the answer's tokens, before penalties and temperature: whether, or how many.",
+    "logprobs": "Log-probabilities of the answer's tokens, before penalties, temperature and constraints: whether, or how many.",
     "top_logprobs": "Number of most likely tokens whose log-probabilities are returned at each position.",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others concern tools that weft does not have.",
     "skip_special_tokens": "false: special tokens are included in the text.",

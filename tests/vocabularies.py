@@ -72,7 +72,7 @@ def _merges(texts: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return a BPE vocabulary with these texts, and the merges that build each of them from the left."""
     merges = [(text[:size], text[size]) for text in texts for size in range(1, len(text))]
     merges = list(dict.fromkeys(merges))
-    letters = [*SPECIAL, *BYTES, *pre_tokenizers.ByteLevel.alphabet(), *LETTERS, *WORDS]
+    letters = [*SPECIAL, *BYTES, *sorted(pre_tokenizers.ByteLevel.alphabet()), *LETTERS, *WORDS]
     return {text: at for at, text in enumerate(dict.fromkeys([*letters, *map("".join, merges)]))}, merges
 
 

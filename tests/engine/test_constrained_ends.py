@@ -62,7 +62,7 @@ def test_a_stop_token_amid_a_constant_does_not_end_it(
 @pytest.mark.parametrize("config", [SMALL, SPECULATING], ids=["plain", "speculating"])
 def test_a_stop_token_ends_an_answer_where_its_grammar_may_end(adapter: Adapter, config: EngineConfig) -> None:
     (dog,) = COMPILER.tokenizer.tokenize_str(" dog")
-    free = {token: 100.0 for token in (dog,)}
+    free = dict.fromkeys((dog,), 100.0)
     wanted = {"(the dog)?( dog)*": ("", dog), "the( dog){3,9}": ("the dog dog dog", dog), "the dog": ("the dog", None)}
 
     for pattern, (text, stop) in wanted.items():
@@ -78,7 +78,7 @@ def test_the_models_own_end_ends_an_answer_where_its_grammar_may_end(adapter: Ad
 
 def test_a_row_that_is_forced_to_a_token_that_the_model_does_not_have_ends_alone(adapter: Adapter) -> None:
     class Beyond(Constraint):
-        def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
+        def demand(self, *_: Any, **__: Any) -> TokenDemand | None:
             return TokenDemand(only=(5000,))
 
         def fork(self) -> Constraint:

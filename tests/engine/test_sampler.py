@@ -193,6 +193,19 @@ def test_logprobs_are_the_models_own() -> None:
     assert second.logprob == pytest.approx(expected[ORDER[0]], abs=1e-4)
 
 
+def test_logprobs_under_a_mask_are_the_models_own() -> None:
+    allowed = np.zeros((2, LOGITS.size), bool)
+    allowed[:, ORDER[-1]] = True  # the least likely token alone
+    for temperature in (0.0, 1.0):
+        rows = [row(logprobs=3, temperature=temperature), row(logprobs=0, temperature=temperature)]
+        choice = sample(mx.array(np.tile(LOGITS, (2, 1))), rows, mx.array(allowed))
+
+        found = [choice.logprobs[index].read([int(choice.tokens[index].item())])[0] for index in range(2)]
+        assert [one.token for one in found] == [ORDER[-1]] * 2
+        assert [one.logprob for one in found] == pytest.approx([np.log(PROBABILITIES)[ORDER[-1]]] * 2, abs=1e-4)
+        assert [token for token, _ in found[0].top] == ORDER[:3].tolist()
+
+
 def test_logits_that_are_not_numbers_are_reported_for_their_row_only() -> None:
     logits = np.tile(LOGITS, (3, 1))
     logits[1, 17] = np.nan

@@ -84,9 +84,9 @@ OPENAI: Fates = {
     **_each("session_params", refused("a conversation is sent whole; what was computed of it is found")),
     **_each("extra_key", refused("send cache_salt")),
     # What is told beside the answer.
-    **_each("logprobs_mode", refused("log-probabilities are always those before penalties and temperature")),
+    **_each("logprobs_mode", refused("log-probabilities are always those before penalties, temperature and constraints")),
     **_each("n_probs", refused("send logprobs and top_logprobs", 0)),
-    **_each("post_sampling_probs", refused("log-probabilities are those before penalties and temperature", False)),
+    **_each("post_sampling_probs", refused("log-probabilities are those before penalties, temperature and constraints", False)),
     **_each("logprob_token_ids", refused("send top_logprobs")),
     **_each("prompt_logprobs", refused("send echo and logprobs to /v1/completions", 0)),
     **_each("return_token_ids return_tokens return_tokens_as_token_ids", refused("/tokenize gives the ids of a text", False)),
