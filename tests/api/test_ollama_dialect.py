@@ -236,7 +236,8 @@ def test_a_format_is_json_or_a_schema() -> None:
     assert chat(format="json").generation.grammar == GrammarSpec("json_schema", '{"type":"object"}')
     grammar = generate(format=schema).generation.grammar
     assert grammar is not None
-    assert (grammar.kind, json.loads(grammar.text), grammar.lenient) == ("json_schema", schema, True)
+    closed = {**schema, "additionalProperties": False}
+    assert (grammar.kind, json.loads(grammar.text), grammar.lenient) == ("json_schema", closed, True)
 
 
 def test_tools_may_be_called() -> None:

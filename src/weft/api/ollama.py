@@ -50,6 +50,7 @@ class Options(msgspec.Struct, kw_only=True):
     num_predict: int | None = None  # 0 and less: the rest of the context
     stop: dialect.StopText | dialect.StopTexts | None = None
     speculate: bool | None = None  # false: no draft tokens are verified
+    disable_additional_properties: bool | None = None  # of a schema in `format`; false: objects that name keys may have others
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True):
@@ -160,7 +161,11 @@ def _parsed(
         "max_tokens": options.num_predict if (options.num_predict or 0) > 0 else None,
     }
     any_object = dialect.ANY_OBJECT if form == "json" else None
-    grammar = any_object if isinstance(form, str | None) else json_schema_grammar(form, False, "format")
+    grammar = (
+        any_object
+        if isinstance(form, str | None)
+        else json_schema_grammar(form, False, "format", options.disable_additional_properties)
+    )
     generation = types.GenerationRequest(
         model=plain_name(request.model),
         prompts=prompts,

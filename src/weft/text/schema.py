@@ -17,6 +17,17 @@ import msgspec
 
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
+from weft.text.schema_closing import close_objects
+from weft.text.schema_numbers import (
+    BOUNDS,
+    EXACT,
+    decimal_of,
+    infeasible_bounds,
+    is_feasible,
+    narrow_numbers,
+    without_twos_and_fives,
+)
+from weft.text.schema_patterns import UNWRITABLE, exact_regex, narrow_patterns, with_ascii_classes
 
 MAX_BYTES = 2**19  # of a schema or a list of choices; programs send a tenth of it
 MAX_TEXT = 2**17  # bytes of a pattern, or of a whole grammar: four times as much compiles for two seconds
@@ -24,11 +35,8 @@ MAX_ERRORS = 5
 MAX_WORDS = 200  # characters of a validator's message
 MAX_DEPTH = 64
 MAX_BRANCHES = 64  # of a oneOf: they are compared pair by pair
-MAX_FACTOR = 10_000  # of a multipleOf without its twos and fives: each remainder is a state
 MAX_FACTORS = 50_000  # of all of them together: 100 primes below 10,000 compile for six seconds
 MAX_PATTERNED = 64  # patternProperties of one object: each is compared with each; 400 compile for six seconds
-EXACT = 2**53  # floats hold all integers up to here
-LARGEST, STEP = 92 * 10**17, 4096  # floats hold all multiples of STEP up to LARGEST
 
 Node = dict[str, Any]
 Problem = tuple[str, str]  # a place in the schema, as in .properties.x, and what is wrong there
@@ -37,7 +45,6 @@ UNENFORCED = {"not", "if", "then", "else", "contains", "minContains", "maxContai
 UNENFORCED |= {"dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"}
 UNENFORCED |= {"$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"}
 COUNTS = {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"}
-BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}  # whether it is a lower one
 APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf"}
 SKETCHED = {"type", "const", "enum", "required", *COUNTS, *BOUNDS}  # enough to tell branches apart, and cheap
 
@@ -56,27 +63,21 @@ FORMATS: dict[str, Node] = {  # that llguidance knows; where it is loose, the sc
     "email": {"pattern": rf"^{ATOM}(\.?{ATOM}){{0,3}}@{HOST}$", "maxLength": 254},
     **{name: {} for name in ("duration", "ipv4", "ipv6", "uuid", "uri")},
 }
-UNWRITABLE = re.compile("[\0-\x07\x0b\x0e-\x1f\x7f]")
-WHITE = r" \f\n\r\t\v\u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"  # ECMA's, which is not quite Unicode's
-REGEX_TOKEN = re.compile(
-    r"\\(?:[dDwWsSnrtfv]|[pP]\{[^}]*\}|u\{[0-9a-fA-F]+\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[^0-9A-Za-z])"
-    r"|\((?!\?)|\(\?(?:[ims-]*:|P?<(?=[A-Za-z]))|[^\\(]|(?P<unknown>.)",
-    re.DOTALL,
-)
-
-ASCII_CLASSES = {r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]"}
 LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|#[^\n]*|(?P<regex>/(?:\\.|[^/\\\n])+/)', re.DOTALL)
 
 
-def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
-    """Build the grammar of JSON answers that fit a schema, given as object or text. Raises InvalidRequest if unusable."""
+def json_schema_grammar(schema: Any, strict: bool, place: str, closes: bool | None = None) -> GrammarSpec:
+    """Build the grammar of JSON answers that fit a schema, given as object or text. Raises InvalidRequest if unusable.
+
+    `closes`: objects that name properties take no other keys unless they say so; None: without strict.
+    """
     if isinstance(schema, str):
         schema = _parse(schema, place)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"{place} must be a JSON Schema: an object, or true", place)
     if schema is False:
         raise InvalidRequest(f"{place} is false, which no answer fits", place)
-    enforced, problem = examine_schema(_encode({} if schema is True else schema, place), strict)
+    enforced, problem = examine_schema(_encode({} if schema is True else schema, place), strict, closes)
     if problem is not None:
         raise InvalidRequest(f"{place}{problem[0]}: {problem[1]}", place + problem[0])
     return GrammarSpec("json_schema", enforced, lenient=not strict)
@@ -84,7 +85,7 @@ def json_schema_grammar(schema: Any, strict: bool, place: str) -> GrammarSpec:
 
 def regex_grammar(pattern: str, place: str) -> GrammarSpec:
     """Build the grammar of answers that match the pattern from end to end. Raises InvalidRequest if it is too long."""
-    return GrammarSpec("regex", _bounded(_with_ascii_classes(pattern), place, MAX_TEXT))
+    return GrammarSpec("regex", _bounded(with_ascii_classes(pattern), place, MAX_TEXT))
 
 
 def choice_grammar(choices: list[str], place: str) -> GrammarSpec:
@@ -100,7 +101,7 @@ def lark_grammar(text: str, place: str) -> GrammarSpec:
     """Make a GrammarSpec from a client's Lark or GBNF grammar. Raises InvalidRequest if it contains %json or is too long."""
     if "%json" in text:  # its schema would not be examined
         raise InvalidRequest(f"{place}: %json is not taken within a grammar; ask for a schema instead", place)
-    narrowed = LARK_TOKEN.sub(lambda found: _with_ascii_classes(found[0]) if found["regex"] else found[0], text)
+    narrowed = LARK_TOKEN.sub(lambda found: with_ascii_classes(found[0]) if found["regex"] else found[0], text)
     return GrammarSpec("lark", _bounded(narrowed, place, MAX_TEXT))
 
 
@@ -123,12 +124,15 @@ def find_schema_errors(spec: GrammarSpec, text: str) -> tuple[str, ...]:
     return tuple(f"${_path(error.instance_path)}: {error.message[:MAX_WORDS]}" for error in found)
 
 
-def examine_schema(text: str, strict: bool) -> tuple[str, Problem | None]:
+def examine_schema(text: str, strict: bool, closes: bool | None = None) -> tuple[str, Problem | None]:
     """Return the schema rewritten for llguidance and None, or the given schema and the first problem that makes it unusable."""
     schema = _Schema(msgspec.json.decode(text))
     if problem := next(schema.problems(text, strict), None):
         return text, problem
     schema.document.pop("x-guidance", None)  # llguidance's settings are ours
+    if not strict if closes is None else closes:
+        close_objects(schema.document, schema.resolve)
+        schema = _Schema(schema.document)
     for _, node in schema.nodes:
         _narrow(node, strict)
     return msgspec.json.encode(schema.document).decode(), None
@@ -212,6 +216,10 @@ class _Schema:
             return "", None
         return path, node
 
+    def resolve(self, reference: Any) -> Any:
+        """Return what a $ref names; None if it leads nowhere."""
+        return self._resolve(reference)[1]
+
     def _reference_loops(self) -> Iterator[Problem]:
         safe: set[int] = set()
         for path, node in self.nodes:
@@ -228,13 +236,13 @@ class _Schema:
     def _infeasible_multiples(self) -> Iterator[Problem]:
         places = {node["multipleOf"]: path for path, node in self.nodes if "multipleOf" in node}
         for step, path in places.items():
-            if not _is_feasible(_decimal(step)[0]):
+            if not is_feasible(decimal_of(step)[0]):
                 yield path, f"multipleOf {step} has too many digits to be enforced"
-        if sum(_without_twos_and_fives(_decimal(step)[0]) for step in places) > MAX_FACTORS:
+        if sum(without_twos_and_fives(decimal_of(step)[0]) for step in places) > MAX_FACTORS:
             yield path, f"multipleOf {step} and others are together too many to be enforced"
         if len(places) > 1 and any(node.keys() & APPLICATORS for _, node in self.nodes):  # they may meet, and are multiplied then
-            digits, shifts = zip(*map(_decimal, places), strict=True)
-            if not _is_feasible(math.prod(digits) * 10 ** max(shifts)):
+            digits, shifts = zip(*map(decimal_of, places), strict=True)
+            if not is_feasible(math.prod(digits) * 10 ** max(shifts)):
                 yield path, f"multipleOf {step} and others together have too many digits to be enforced"
 
     def _unenforceable(self, node: Node) -> Iterator[str]:
@@ -243,16 +251,15 @@ class _Schema:
             yield "$id"
         if "format" in node and "string" in node.get("type", "string") and node["format"] not in FORMATS:
             yield f"format {node['format']}"
-        if "pattern" in node and _exact_regex(node["pattern"]) is None:
+        if "pattern" in node and exact_regex(node["pattern"]) is None:
             yield "pattern"
-        if any(_exact_regex(pattern) is None for pattern in node.get("patternProperties", ())):
+        if any(exact_regex(pattern) is None for pattern in node.get("patternProperties", ())):
             yield "patternProperties"
         if "oneOf" in node and not self._is_disjoint(node):
             yield "oneOf"
         for keyword in node.keys() & {"const", "enum", "properties"}:
             values = [node[keyword]] if keyword == "properties" else _values(node[keyword])
             texts = ["".join(one) for one in values if isinstance(one, str | dict)]  # strings, and the keys of objects
-            # Only a \u escape could write it, and the engine lets none through, lest a key hides in one.
             if UNWRITABLE.search("".join(texts)):
                 yield f"a control character in {keyword}"
         if re.search("draft-0[67]", self.document.get("$schema", "")):  # in later drafts they only describe
@@ -305,9 +312,7 @@ def _infeasible(node: Node) -> Iterator[str]:
     for keyword in node.keys() & {"const", "enum"}:
         if any(isinstance(value, int | float) and abs(value) > EXACT for value in _values(node[keyword])):
             yield f"{keyword} has a number beyond 2^53, which can not be enforced"
-    for keyword in node.keys() & BOUNDS.keys():
-        if node[keyword] > LARGEST if BOUNDS[keyword] else node[keyword] < -LARGEST:
-            yield f"{keyword} {node[keyword]} is too far out to be enforced"
+    yield from infeasible_bounds(node)
     if isinstance(pattern := node.get("pattern"), str) and (size := len(pattern.encode())) > MAX_TEXT:
         yield f"pattern has {size} bytes; at most {MAX_TEXT} are taken"
     if isinstance(patterns := node.get("patternProperties"), dict) and len(patterns) > MAX_PATTERNED:
@@ -318,96 +323,17 @@ def _narrow(node: Node, strict: bool) -> None:
     """Rewrite in place keywords that llguidance misreads or enforces loosely; the result may be narrower, never wider."""
     for keyword in node.keys() & COUNTS:
         node[keyword] = int(node[keyword])  # llguidance does not take 2.0
-    for keyword in node.keys() & BOUNDS.keys():
-        if abs(node[keyword]) > EXACT:
-            inner = int(min(max(node[keyword], -LARGEST), LARGEST)) // STEP
-            node[keyword] = (inner + 2 if BOUNDS[keyword] else inner - 1) * STEP
+    narrow_numbers(node, strict)
     if not node.get("uniqueItems"):
         node.pop("uniqueItems", None)
     if not isinstance(node.get("items"), list):
         node.pop("additionalItems", None)  # it means nothing here, and llguidance would forget prefixItems over it
     more = [FORMATS[node.pop("format")]] if FORMATS.get(node.get("format", "")) else []
-    more += _narrow_patterns(node)
+    more += narrow_patterns(node)
     if strict and "oneOf" in node:
         more.append({"anyOf": node.pop("oneOf")})
-    if strict and "number" in node.get("type", ()) and (step := node.get("multipleOf", 1)) % 1:
-        far = min(LARGEST, step * 1e15)  # within a float's digits; no bounds elsewhere: with one, llguidance takes no exponents
-        if not node.keys() & {"minimum", "exclusiveMinimum", "const", "enum"}:
-            node["minimum"] = -far
-        if not node.keys() & {"maximum", "exclusiveMaximum", "const", "enum"}:
-            node["maximum"] = far
     if more:
         node["allOf"] = [*node.get("allOf", ()), *more]
-
-
-def _with_ascii_classes(pattern: str) -> str:
-    r"""Return a regex whose \d and \w mean ASCII, as in JSON Schema, Python's re.ASCII and JavaScript, not every script."""
-    in_class = False
-
-    def rewritten(found: re.Match[str]) -> str:
-        nonlocal in_class
-        token = found[0]
-        if len(token) == 2:
-            plain = ASCII_CLASSES.get(token, token)
-            return plain[1:-1] if in_class and token in (r"\d", r"\w") else plain
-        in_class = token != "]" if in_class else token == "["
-        return token
-
-    return re.sub(r"\\.|[\[\]]", rewritten, pattern, flags=re.DOTALL)
-
-
-def _narrow_patterns(node: Node) -> list[Node]:
-    """Rewrite a node's regexes for llguidance; return those it lacks in a double `not`, which only validation checks."""
-    aside: list[Node] = []
-    if "pattern" in node and (exact := _exact_regex(node["pattern"])) is not None:
-        node["pattern"] = exact
-    elif "pattern" in node:
-        aside.append({"pattern": node.pop("pattern")})
-    names = {name: _exact_regex(name) for name in node.get("patternProperties", ())}
-    if None not in names.values():
-        node |= {"patternProperties": {names[name]: child for name, child in node["patternProperties"].items()}} if names else {}
-    else:
-        known = dict.fromkeys(node.get("properties", ()), True)
-        rest: Node = {keyword: node.pop(keyword) for keyword in ("patternProperties", "additionalProperties") if keyword in node}
-        aside.append({"properties": known, **rest})
-    return [{"not": {"not": schema}} for schema in aside]  # llguidance ignores every `not`; the check of the answer does not
-
-
-def _exact_regex(pattern: str) -> str | None:
-    """Translate an ECMA regex to one with the same meaning in llguidance; None if it uses a construct that llguidance lacks."""
-    written: list[str] = []  # unknown are look-around, back-references, word borders and nested classes
-    in_class = False
-    for found in REGEX_TOKEN.finditer(pattern):
-        token = found[0]
-        is_empty = token == "]" and (written[-1:] == ["["] or written[-2:] == ["[", "^"])
-        is_odd = in_class and (token == "[" or is_empty or (token in "&-~" and written[-1] == token))
-        if found.lastgroup or is_odd:
-            return None
-        in_class = token != "]" if in_class else token == "["
-        if token == r"\s":
-            token = WHITE if in_class else f"[{WHITE}]"
-        elif token == r"\S" and not in_class:
-            token = f"[^{WHITE}]"
-        written.append(token)
-    return "".join(written)
-
-
-def _decimal(step: float) -> tuple[int, int]:
-    """Return a multipleOf as llguidance represents it: an integer of all its digits, and its number of decimal places."""
-    digits, shift = float(abs(step)), 0
-    while digits % 1 and digits < EXACT:
-        digits, shift = digits * 10, shift + 1
-    return int(digits), shift
-
-
-def _is_feasible(factor: int) -> bool:
-    return 0 < _without_twos_and_fives(factor) <= MAX_FACTOR and factor < 2**32 / 10
-
-
-def _without_twos_and_fives(factor: int) -> int:
-    while factor and (factor % 2 == 0 or factor % 5 == 0):  # they cost nothing in decimal
-        factor //= 2 if factor % 2 == 0 else 5
-    return factor
 
 
 def _is_closed(node: Node) -> bool:

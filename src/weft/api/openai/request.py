@@ -31,7 +31,8 @@ Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICE_TEXTS)]
 ToolMode = Annotated[
     str, Meta(max_length=MAX_LABEL_CHARACTERS, extra_json_schema={"enum": ["auto", "none", "required"]})
 ]  # `read_tool_selection` checks it
-MakeGrammar = Callable[[Any, str], GrammarSpec | None]  # takes a field's value and its place
+# Takes a field's value, its place, and whether objects are closed (`json_schema_grammar`).
+MakeGrammar = Callable[[Any, str, bool | None], GrammarSpec | None]
 
 WRAPPERS = ("nvext", "extra_body")  # NIM's, and what clients mean to unpack and some send as it is
 ALIASES = {"repeat_penalty": "repetition_penalty", "n_predict": "max_tokens"}  # llama.cpp's and LM Studio's
@@ -75,7 +76,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     structural_tag: dict[str, Any] | SomeText | None = None
     disable_fallback: bool | None = None  # there is nothing to fall back to
     disable_any_whitespace: Off | None = None
-    disable_additional_properties: Off | None = None
+    disable_additional_properties: bool | None = None  # of each schema in the request; null: where it is not strict
     whitespace_pattern: None = None
 
 
@@ -167,17 +168,21 @@ class ConversationRequest(CommonRequest, kw_only=True):
     chat_template_kwargs: Entries | None = None
 
 
-def read_grammar(request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "") -> GrammarSpec | None:
+def read_grammar(
+    request: msgspec.Struct, makers: Mapping[str, MakeGrammar], place: str = "", closes: bool | None = None
+) -> GrammarSpec | None:
     """Return the grammar that the fields in `makers` ask for; None if none does. Raises InvalidRequest if two of them differ."""
     given = {name: getattr(request, name) for name in makers}
-    specs = {place + name: makers[name](value, place + name) for name, value in given.items() if value is not None}
+    if outputs := given.get("structured_outputs"):
+        closes = outputs.disable_additional_properties
+    specs = {place + name: makers[name](value, place + name, closes) for name, value in given.items() if value is not None}
     names = [name for name, spec in specs.items() if spec is not None]
     if len({specs[name] for name in names}) > 1:  # two equal ones are one
         raise InvalidRequest(f"{names[0]} and {names[1]} can not both be honoured; send one of them", names[1])
     return specs[names[0]] if names else None
 
 
-def read_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
+def read_format(form: ResponseFormat, place: str, closes: bool | None = None) -> GrammarSpec | None:
     """Return the grammar for a response_format; None for plain text. Raises InvalidRequest if a required field is missing."""
     match form:
         case ResponseFormat(type="text"):
@@ -189,44 +194,48 @@ def read_format(form: ResponseFormat, place: str) -> GrammarSpec | None:
         case ResponseFormat(json_schema=NamedSchema(schema=schema, strict=strict)):
             if None not in (strict, form.strict) and strict != form.strict:
                 raise InvalidRequest(f"{place}.strict and {place}.json_schema.strict differ; send one of them", f"{place}.strict")
-            return json_schema_grammar(schema, bool(strict or form.strict), f"{place}.json_schema.schema")
+            return json_schema_grammar(schema, bool(strict or form.strict), f"{place}.json_schema.schema", closes)
         case ResponseFormat(schema=None, type="json_object"):
             return ANY_OBJECT
         case ResponseFormat(schema=None):
             raise InvalidRequest(f"{place}.json_schema is required", f"{place}.json_schema")
-    return json_schema_grammar(form.schema, bool(form.strict), f"{place}.schema")
+    return json_schema_grammar(form.schema, bool(form.strict), f"{place}.schema", closes)
 
 
-def _read_structured_outputs(wanted: StructuredOutputs, place: str) -> GrammarSpec:
-    for name in ("disable_any_whitespace", "disable_additional_properties"):
-        if getattr(wanted, name):
-            raise UnsupportedParameter(f"{place}.{name} is not supported here; leave it out", f"{place}.{name}")
-    spec = read_grammar(wanted, OUTPUT_FIELDS, f"{place}.")
-    if spec is None:
+def _read_structured_outputs(wanted: StructuredOutputs, place: str, closes: bool | None) -> GrammarSpec | None:
+    if wanted.disable_any_whitespace:
+        where = f"{place}.disable_any_whitespace"
+        raise UnsupportedParameter(f"{where} is not supported here; leave it out", where)
+    spec = read_grammar(wanted, OUTPUT_FIELDS, f"{place}.", closes)
+    if spec is None and closes is None:
         raise InvalidRequest(f"{place} is empty; it needs one of {', '.join(OUTPUT_FIELDS)}", place)
     return spec
 
 
-def _read_schema(schema: Any, place: str) -> GrammarSpec:
-    return json_schema_grammar(schema, False, place)
+def _read_schema(schema: Any, place: str, closes: bool | None) -> GrammarSpec:
+    return json_schema_grammar(schema, False, place, closes)
+
+
+def _plain(make: Callable[[Any, str], GrammarSpec]) -> MakeGrammar:
+    return lambda value, place, _: make(value, place)
 
 
 GRAMMAR_FIELDS: dict[str, MakeGrammar] = {
     "response_format": read_format,
     "structured_outputs": _read_structured_outputs,
     "guided_json": _read_schema,
-    "guided_regex": regex_grammar,
-    "guided_choice": choice_grammar,
-    "guided_grammar": lark_grammar,
-    "regex": regex_grammar,
+    "guided_regex": _plain(regex_grammar),
+    "guided_choice": _plain(choice_grammar),
+    "guided_grammar": _plain(lark_grammar),
+    "regex": _plain(regex_grammar),
     "json_schema": _read_schema,
-    "grammar": lark_grammar,
+    "grammar": _plain(lark_grammar),
 }
 OUTPUT_FIELDS: dict[str, MakeGrammar] = {
     "json": _read_schema,
-    "json_object": lambda wanted, _: ANY_OBJECT if wanted else None,
-    "regex": regex_grammar,
-    "choice": choice_grammar,
-    "grammar": lark_grammar,
-    "structural_tag": structural_tag_grammar,
+    "json_object": lambda wanted, _place, _closes: ANY_OBJECT if wanted else None,
+    "regex": _plain(regex_grammar),
+    "choice": _plain(choice_grammar),
+    "grammar": _plain(lark_grammar),
+    "structural_tag": _plain(structural_tag_grammar),
 }

@@ -151,14 +151,14 @@ def _messages(request: ResponseRequest, past: tuple[Item, ...], items: list[Item
     return messages
 
 
-def _read_text(wanted: TextAsked, place: str) -> GrammarSpec | None:
+def _read_text(wanted: TextAsked, place: str, closes: bool | None) -> GrammarSpec | None:
     form = wanted.format
     if form is None:
         return None
     if form.type == "json_schema" and form.schema is None:
         raise InvalidRequest(f"{place}.format.schema is required", f"{place}.format.schema")
     schema = form.schema if form.type == "json_schema" else None
-    return read_format(ResponseFormat(type=form.type, schema=schema, strict=form.strict), f"{place}.format")
+    return read_format(ResponseFormat(type=form.type, schema=schema, strict=form.strict), f"{place}.format", closes)
 
 
 def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:

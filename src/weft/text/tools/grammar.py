@@ -276,7 +276,7 @@ def _json_value(tool: Tool, schema: Any, place: str) -> str:
         try:
             if not is_whole and OUTSIDE_REFERENCE.search(msgspec.json.encode(document).decode()):
                 raise InvalidRequest(f"{place}: in this model's calls a $ref must lead to $defs; put what it names there", place)
-            return _json(json_schema_grammar(document, strict, place).text, lenient=not strict)
+            return _json(json_schema_grammar(document, strict, place, closes=not tool.strict).text, lenient=not strict)
         except InvalidRequest:
             if tool.strict:
                 raise
