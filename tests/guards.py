@@ -884,6 +884,13 @@ GUARDS = [
         "a pattern without quotes gets no quote", "R064",
     ),
     Guard(
+        "begun-answers", "grammar/compiler.py",
+        "if text and not matcher.read(text):",
+        "if text and not matcher.fork().read(text):",
+        "tests/grammar/test_begun_answers.py::test_an_answer_goes_on_where_it_was_begun",
+        "a constraint holds for what the last message begins and the reply together", "R064",
+    ),
+    Guard(
         "ascii-digits", "text/schema_patterns.py",
         '{r"\\d": "[0-9]", ',
         "{",

@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, StructTag
-from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from weft.errors import GrammarRejected
 from weft.fair_pool import FairPool
 from weft.grammar.constraint import Constraint, Mask, Matcher
+from weft.grammar.gbnf import to_lark
 from weft.grammar.grammar_cache import NOBODY, GrammarCache, Owner
 from weft.grammar.grammar_tokens import GrammarTokens
 from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
@@ -41,6 +41,7 @@ DEEP_STACK_BYTES = 256 << 20
 STEP_FUEL = 500_000  # of the lexer for one mask: 15 ms of a Zen 4 core. Under llguidance's 200,000 a key of ^.{1,500}$ fails
 MIN_TRIAL_TOKENS, MAX_TRIAL_TOKENS = 8, 64  # of an answer that is tried when a grammar is compiled
 TRIAL_SECONDS = 0.1  # of a core; after that a trial has no more than its fewest tokens
+MAX_SHOWN = 80  # characters of the beginning of an answer, in a message
 # Earley items that the parser may have after a token. The more ways there are to read an answer the more items, and the time of a
 # mask grows with their square: where a text can be read in every way there are 1,000 after 240 tokens, and a mask takes 600 ms.
 MAX_ITEMS = {"json_schema": 8_000, "regex": 1_000, "choice": 1_000, "lark": 1_000, "structural_tag": 1_000}
@@ -87,7 +88,7 @@ class Compiler:
 
         Raises GrammarRejected.
         """
-        matcher = None if spec.grammar is None else self.compile(spec.grammar, owner, is_private=is_private)
+        matcher = None if spec.grammar is None else self._begun(spec.grammar, spec.begun, owner, is_private)
         if spec.reasoning is None:
             return Constraint(matcher, None)
         text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
@@ -95,6 +96,17 @@ class Compiler:
             self._forbidden[text] = ForbiddenText(text, self.tokenizer)
         before = matcher is not None
         return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, self._forbidden[text], before_grammar=before))
+
+    def _begun(self, grammar: GrammarSpec, text: str, owner: Owner, is_private: bool) -> Matcher:
+        """Return a new matcher that has read the beginning of an answer. Raises GrammarRejected if there is none such."""
+        matcher = self.compile(grammar, owner, is_private=is_private)
+        if text and not matcher.read(text):
+            shown = json.dumps(text[-MAX_SHOWN:], ensure_ascii=False)
+            message = (
+                f"no answer that the {grammar.kind} allows begins as the last message does (it ends with {shown}); leave it out"
+            )
+            raise GrammarRejected(message)
+        return matcher
 
     def forget(self, spec: ConstraintSpec, owner: Owner = NOBODY) -> None:
         """Drop a constraint's grammar from the cache: forks share its lexer, so one's error would be met by all later ones."""
@@ -181,7 +193,7 @@ def _grammar(spec: GrammarSpec) -> str:
                 raise ValueError("it has nothing to choose from")
             return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts))
         case "lark":
-            return LLMatcher.grammar_from_lark(any_to_lark(spec.text))
+            return LLMatcher.grammar_from_lark(to_lark(spec.text))
         case "structural_tag":
             return _tags(json.loads(spec.text))
 

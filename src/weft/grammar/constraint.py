@@ -41,6 +41,11 @@ class Matcher:
         if not self.inner.consume_token(token):
             raise RowFailed(f"the grammar can not go on: {self.error}")
 
+    def read(self, text: str) -> bool:
+        """Advance the grammar by a text that is there already; return False if no answer begins with it."""
+        tokens = self.tokenizer.tokenize_str(text)
+        return self.inner.try_consume_tokens(tokens) == len(tokens) and not self.inner.is_error()
+
     def rollback(self, count: int) -> None:
         if count and not self.inner.rollback(count):
             raise RowFailed(f"the grammar can not go back: {self.error}")

@@ -49,6 +49,7 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
 
     grammar: GrammarSpec | None = None
     reasoning: ReasoningSpec | None = None
+    begun: str = ""  # the beginning of the grammar's answer, which the prompt ends with
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -80,7 +80,7 @@ class ChoiceStream:
         grammar = generation.grammar
         is_lenient = grammar is not None and grammar.kind == "json_schema" and grammar.lenient
         self.checked_by = grammar if is_lenient else None  # the form that the answer is checked against at its end
-        self._answer: list[str] = []  # the answer's texts so far, where it will be checked
+        self._answer = [prompt.encoded.begun]  # the answer's texts so far, where it will be checked
         self._reuse: ReuseExplanation | None = None
 
     def take(self, event: TokenEvent, now: float) -> list[Delta]:

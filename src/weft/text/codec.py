@@ -50,6 +50,7 @@ class EncodedPrompt:
     constraint: ConstraintSpec | None = None
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer
     images: tuple[Image, ...] = ()
+    begun: str = ""  # the beginning of the answer that the prompt ends with
 
     @property
     def num_image_tokens(self) -> int:
@@ -131,10 +132,21 @@ class Codec:
             own, text = (own, own) if hiding is None else hiding.settle(own)
         ids, boundaries = self.boundaries.encode(conversation, text, own)
         images = () if self.images is None else self.images.placed(conversation, ids)
+        begun = self._begun(conversation, text)
         if self.markers is None:
-            return EncodedPrompt(ids, boundaries=boundaries, images=images)
+            return EncodedPrompt(ids, boundaries=boundaries, images=images, begun=begun)
         closed = own.rstrip().endswith(self.markers.close)
-        return EncodedPrompt(ids, opens_in(own, self.markers), closed, budget, boundaries, images=images)
+        return EncodedPrompt(ids, opens_in(own, self.markers), closed, budget, boundaries, images=images, begun=begun)
+
+    def _begun(self, conversation: Conversation, prompt: str) -> str:
+        """Return the beginning of the answer that the prompt ends with; "" if there is none, or only one of reasoning."""
+        if not conversation.continue_final_message:
+            return ""
+        text = "".join(conversation.messages[-1].texts)
+        if self.markers is not None:
+            text = text.rpartition(self.markers.close)[2]
+            text = text.partition(self.markers.open)[0] if text.lstrip().startswith(self.markers.open) else text
+        return text if prompt.endswith(text) else text.lstrip()  # templates trim
 
     def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
         """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not reason."""
@@ -162,13 +174,21 @@ class Codec:
             message = "thinking_token_budget: this model does not think before it answers; leave it out"
             raise UnsupportedParameter(message, "thinking_token_budget")
         grammar, selection, reasoning = generation.grammar, generation.tool_choice, None
-        if self.calls is not None and (selection is not None or (grammar is not None and self._has_channels(generation))):
+        # An answer that is begun is neither a call nor reasoning any more.
+        begun = "" if grammar is None or (selection is not None and selection.mode == "required") else prompt.begun
+        if grammar is not None and grammar.kind == "json_schema":
+            begun = begun.lstrip()  # which is nothing to JSON, and no rule has it
+        if (
+            self.calls is not None
+            and not begun
+            and (selection is not None or (grammar is not None and self._has_channels(generation)))
+        ):
             grammar = self.calls.grammar(selection or ToolSelection("none", ()), grammar)
         if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
-            may_open = not prompt.opened and not prompt.closed
+            may_open = not prompt.opened and not prompt.closed and not begun
             trigger = self.calls.trigger if self.calls is not None and selection is not None else ""
             reasoning = ReasoningSpec(self.markers.open, self.markers.close, prompt.opened, may_open, budget, self.gap, trigger)
-        return None if grammar is None and reasoning is None else ConstraintSpec(grammar, reasoning)
+        return None if grammar is None and reasoning is None else ConstraintSpec(grammar, reasoning, begun)
 
     def _has_channels(self, generation: GenerationRequest) -> bool:
         """Whether reasoning is to be split off and the model writes it in channels of the harmony format (gpt-oss)."""
