@@ -136,9 +136,12 @@ class _Grammar:
             elif kind == "json":
                 value = f"{self.loose_json(tool, schema, place)} {self.literal(tags.close)}"
             elif choices := tool.choices(schema):
-                texts = ["null" if one is None else one for one in choices]
+                texts = _writable(tool, ["null" if one is None else one for one in choices], tags.close.lstrip("\n"), place)
                 listed = f"({' | '.join(quoted(text) for text in texts if text)}){'?' * ('' in texts)}"
-                value = f"{listed} {self.literal(tags.close)}"
+                # The reader cuts a line break of the tags: one of a text's own stays if theirs is there.
+                opened = opened.removesuffix("?") if any(text[:1] == "\n" for text in texts) else opened
+                must_close = any(text[-1:] == "\n" for text in texts)
+                value = f"{listed} {self.literal(tags.close).replace('?', '', 1 if must_close else 0)}"
             else:
                 value = self.until(tags.close.lstrip())
             bodies.append(f"({opened} {value}){repeat}")
@@ -193,6 +196,7 @@ class _Grammar:
         _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
         if choices := tool.choices(node):
             quote = self.literal(pairs.quotes[0])
+            choices = _writable(tool, choices, pairs.quotes[0], place)
             texts = [f"{quote} {quoted(one)} {quote}" if isinstance(one, str) else quoted(json.dumps(one)) for one in choices]
         elif branches := alternatives(node):
             texts = [self.value(tool, branch, pairs, place) for branch in branches]
@@ -292,6 +296,17 @@ def _check_keywords(tool: Tool, node: dict[str, Any], enforced: set[str], place:
     if tool.strict and (unknown := sorted(node.keys() - enforced)):
         advice = "can not be enforced in the way this model writes calls; leave it out or set strict to false"
         raise InvalidRequest(f"{place}: {unknown[0]} {advice}", place)
+
+
+def _writable(tool: Tool, values: list[Any], close: str, place: str) -> list[Any]:
+    """Return the values whose end the reader finds at `close`. Raises InvalidRequest for others of a strict tool."""
+    wrong = [value for value in values if isinstance(value, str) and (value + close).find(close) < len(value)]
+    if wrong and (tool.strict or len(wrong) == len(values)):
+        shown = json.dumps(wrong[0], ensure_ascii=False)
+        raise InvalidRequest(
+            f"{place}: this model's calls can not have the value {shown}, because {close} ends a value in them", place
+        )
+    return [value for value in values if value not in wrong]
 
 
 def _pattern(text: str) -> str:
