@@ -891,6 +891,20 @@ GUARDS = [
         "a constraint holds for what the last message begins and the reply together", "R064",
     ),
     Guard(
+        "excluded-bounds", "text/schema_numbers.py",
+        "    return bound.next_plus(UPWARD) if is_lower else bound.next_minus(DOWNWARD)\n",
+        "    return bound\n",
+        "tests/grammar/test_numbers.py::test_no_text_beyond_the_bounds_is_taken",
+        "a bound that a schema excludes is not taken", "R064",
+    ),
+    Guard(
+        "exponents-under-bounds", "grammar/json_rules.py",
+        "        if id(document) in self._bounded and SETTINGS in document:\n",
+        "        if False:\n",
+        "tests/grammar/test_numbers.py::test_numbers_under_bounds_have_exponents_wherever_they_are",
+        "numbers under bounds may have exponents", "R064",
+    ),
+    Guard(
         "ascii-digits", "text/schema_patterns.py",
         '{r"\\d": "[0-9]", ',
         "{",

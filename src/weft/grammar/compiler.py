@@ -26,6 +26,7 @@ from weft.grammar.constraint import Constraint, Mask, Matcher
 from weft.grammar.gbnf import to_lark
 from weft.grammar.grammar_cache import NOBODY, GrammarCache, Owner
 from weft.grammar.grammar_tokens import GrammarTokens
+from weft.grammar.json_rules import with_number_rules, with_number_rules_within
 from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
@@ -137,6 +138,9 @@ class Compiler:
         # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
         matcher = self._matcher(grammar, MAX_ITEMS[spec.kind], is_private=is_private)
         why = matcher.error or _error_of_trials(matcher)
+        if why and spec.kind == "json_schema" and grammar != (plain := _json_grammar(spec)):
+            matcher = self._matcher(plain, MAX_ITEMS[spec.kind], is_private=is_private)
+            why = matcher.error or _error_of_trials(matcher)
         if not why and spec.kind == "lark" and not spec.is_ours:
             why = _error_of_ambiguity(self._matcher(grammar, MAX_TRIAL_ITEMS), self._token_lengths)
         if why:
@@ -182,9 +186,8 @@ def _run_aside(make: Callable[[], Made]) -> Made:
 def _grammar(spec: GrammarSpec) -> str:
     match spec.kind:
         case "json_schema":
-            schema = json.loads(spec.text)
-            options = {**JSON_OPTIONS, "lenient": spec.lenient}
-            return LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else schema), overrides=options)  # type: ignore[arg-type]
+            own = with_number_rules(spec.text, _json_options(spec))
+            return LLMatcher.grammar_from_lark(own) if own else _json_grammar(spec)
         case "regex":
             return LLMatcher.grammar_from_regex(spec.text)
         case "choice":
@@ -193,7 +196,8 @@ def _grammar(spec: GrammarSpec) -> str:
                 raise ValueError("it has nothing to choose from")
             return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text) for text in texts))
         case "lark":
-            return LLMatcher.grammar_from_lark(to_lark(spec.text))
+            grammar = to_lark(spec.text)
+            return LLMatcher.grammar_from_lark(with_number_rules_within(grammar) if spec.is_ours else grammar)
         case "structural_tag":
             return _tags(json.loads(spec.text))
 
@@ -212,6 +216,16 @@ def _schema_constants(schema: object) -> Iterator[str]:
         yield from schema.get("properties", {})
     for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
         yield from _schema_constants(inner)
+
+
+def _json_grammar(spec: GrammarSpec) -> str:
+    schema = json.loads(spec.text)
+    options = _json_options(spec)
+    return LLMatcher.grammar_from_json_schema(json.dumps({} if schema is True else schema), overrides=options)  # type: ignore[arg-type]
+
+
+def _json_options(spec: GrammarSpec) -> dict[str, object]:
+    return {**JSON_OPTIONS, "lenient": spec.lenient}
 
 
 def _tags(tag: dict[str, object]) -> str:
