@@ -17,6 +17,7 @@ from weft.api.fields import BUDGET_NAMES
 from weft.api.ollama import NDJSON, translate_chat, translate_generate
 from weft.errors import EngineDied, InternalError, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec
+from weft.text.tool_results import pair_results
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Message, Reasoning, Text, ToolCall
 
 HEAD = '{"model":"m","created_at":"1970-01-01T00:00:01Z",'
@@ -251,18 +252,13 @@ def test_tools_may_be_called() -> None:
 
 def test_calls_and_results_without_ids_are_paired_by_name_and_order() -> None:
     calls = [{"function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "now", "add")]
-    messages = messages_of(
-        chat(
-            messages=[
-                USER,
-                {"role": "assistant", "thinking": "hm", "tool_calls": calls},
-                {"role": "tool", "tool_name": "now", "content": "1"},
-                {"role": "tool", "content": "2"},
-                {"role": "tool", "content": "3"},
-                {"role": "tool", "content": "of nothing"},
-            ]
-        )
-    )
+    results = [
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "tool_name": "now", "content": "1"},
+        {"role": "tool", "content": "3"},
+    ]
+    called = {"role": "assistant", "thinking": "hm", "tool_calls": calls}
+    messages = pair_results(messages_of(chat(messages=[USER, called, *results])))
 
     assert messages[1].reasoning == "hm"
     assert messages[1].tool_calls == (
@@ -270,8 +266,9 @@ def test_calls_and_results_without_ids_are_paired_by_name_and_order() -> None:
         ToolCall("now", '{"a":1}', "call_1_1"),
         ToolCall("add", '{"a":1}', "call_1_2"),
     )
-    assert [message.tool_call_id for message in messages[2:]] == ["call_1_1", "call_1_0", "call_1_2", None]
-    assert messages[2].name == "now"
+    assert [message.content for message in messages[2:]] == ["2", "1", "3"]
+    assert [message.tool_call_id for message in messages[2:]] == ["call_1_0", "call_1_1", "call_1_2"]
+    assert [message.name for message in messages[2:]] == ["add", "now", "add"]
 
 
 def test_ids_that_are_given_are_kept() -> None:

@@ -139,16 +139,13 @@ CONVERSATIONS = {name: Conversation(messages) for name, messages in CHATS.items(
 
 NO_TOOLS = "no place for tool"
 ALTERNATE = "must alternate"
-ONE_EACH = "writes one in a turn"
 # Every pair of template and conversation that is refused, with the words that say why. All others must give a prompt.
 REFUSED: dict[str, dict[str, str]] = {
     "qwen3.5": {"no user": "No user query found"},
     "tiny-hybrid": {"no user": "No user query found"},
     "gemma2": dict.fromkeys(AGENTS, NO_TOOLS) | {"no user": "System role not supported", "an answer first": ALTERNATE},
     "gemma3": dict.fromkeys(AGENTS, NO_TOOLS) | {"no user": "leaves out", "an answer first": ALTERNATE},
-    "mistral": {"an answer first": ALTERNATE, "a user after a result": ALTERNATE},
-    "llama3": {"two calls at once": ONE_EACH},
-    "gpt-oss": {"two calls at once": ONE_EACH},
+    "mistral": {"an answer first": ALTERNATE},
     "chatml": dict.fromkeys(AGENTS, NO_TOOLS),
     "parts-only": dict.fromkeys(AGENTS, NO_TOOLS),
 }
@@ -361,6 +358,32 @@ def test_merged_answers_keep_their_thinking_and_calls() -> None:
     assert merged["content"] == "b\n\nc"
     assert merged["reasoning_content"] == "r\n\ns"
     assert merged["tool_calls"][0]["function"] == {"name": "read", "arguments": {"path": "d", "lines": [1, 2]}}
+
+
+ONE_PART = (  # as MiniMax-Text-01's: of a user's parts it prints the first
+    "{% if m.role == 'assistant' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{% else %}{{ m.content[0]['text'] }}{% endif %}|"
+)
+
+
+def test_a_content_is_one_part_where_the_template_prints_no_more() -> None:
+    first = each(ONE_PART)
+    said = (system("[[s]]"), user(parts("[[u]]", "[[v]]")), assistant("[[b]]"), user("[[w]]"))
+
+    assert first.capabilities.only_parts == {"system", "user", "assistant"}
+    assert first.write(Conversation(said)) == "[[s]]|[[u]]\n[[v]]|[[b]]|[[w]]|"
+    assert first.write(continued(*said[:3])).endswith("[[b]]")
+
+
+def test_why_a_template_has_no_place_for_calls_is_said() -> None:
+    reasons = {
+        "{{ m.content }}": "no place for tool calls: it leaves them out",
+        "{{ m.content }}{{ messages.append(1) if m.tool_calls }}": "tool calls: .* 'append' on a list .* is unsafe",
+        "{{ m.content }}{{ raise_exception('No calls!') if m.tool_calls }}": "tool calls: .*No calls!",
+    }
+    for source, words in reasons.items():
+        with pytest.raises(UnsupportedParameter, match=words):
+            each(source).write(Conversation((user("a"), assistant(None, read("b")), tool("c"))))
 
 
 def test_a_late_system_message_is_hoisted_only_when_asked_for() -> None:

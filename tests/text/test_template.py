@@ -80,7 +80,8 @@ def test_tools_and_documents_are_none_when_there_are_none() -> None:
         ("{{ missing.field.deeper }}", "'missing' is undefined"),
         ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{{ {}.pop('key') }}", "'pop' of 'dict' object is unsafe"),
+        ("{{ {}.pop('key') }}", "KeyError: 'key'"),
+        ("{{ messages[0].pop('role') }}", "'pop' on a list or an object of the request, which is unsafe"),
         ("{{ '{a}'.format_map({}) }}", "KeyError: 'a'"),
         ("{{ messages[0].content.encode('latin-1').decode('utf-16') }}", "UnicodeDecodeError"),
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
@@ -95,6 +96,41 @@ def test_any_failure_inside_is_told_in_its_words(source: str, words: str) -> Non
     with pytest.raises(TemplateFailed, match=words) as caught:
         one(source)
     assert caught.value.param == "messages"
+
+
+def test_a_template_may_change_the_lists_and_objects_that_it_made_itself() -> None:
+    made = "{% set own = [] %}{% for m in messages %}{% set _ = own.append(m.content) %}{% endfor %}"
+    count = "{% set seen = {'n': 0} %}{% set _ = seen.update({'n': own | length}) %}"
+
+    assert (
+        one(made + count + "{{ own.pop(0) }} {{ own }} {{ seen.n }} {{ own.extend(messages[:1]) }}{{ own | length }}")
+        == "a [] 1 None1"
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "messages.append(1)",
+        "messages.clear()",
+        "messages[0].update({'role': 'system'})",
+        "messages[0].content.append('x')",
+        "tools[0].function.parameters.pop('type')",
+        "tools[0].function.parameters.enum.remove('a')",
+        "given.append(1)",
+        "(messages | list)[0].pop('role')",
+        "messages[0:][0].setdefault('name', 'x')",
+    ],
+)
+def test_what_was_handed_to_a_template_stays_as_it_is(change: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "enum": ["a"]}}}]
+    values: dict[str, Any] = {"tools": tools, "given": [2]}
+
+    with pytest.raises(TemplateFailed, match="of the request, which is unsafe"):
+        ChatTemplate(f"{{{{ {change} }}}}", {}).render(messages, **values)
+    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert (tools[0]["function"]["parameters"], values["given"]) == ({"type": "object", "enum": ["a"]}, [2])  # type: ignore[index]
 
 
 def test_a_template_says_which_variables_it_reads() -> None:

@@ -187,29 +187,16 @@ def plain_name(model: str | None) -> str | None:
 
 
 def _messages(given: Sequence[OllamaMessage]) -> tuple[types.Message, ...]:
-    """Convert Ollama messages to weft's; tool calls without an id get one, and tool results the id of the call they answer."""
-    messages: list[types.Message] = []
-    open_calls: list[ToolCall] = []
-    for index, message in enumerate(given):
-        calls = [
-            ToolCall(call.function.name, msgspec.json.encode(call.function.arguments).decode(), call.id or f"call_{index}_{i}")
-            for i, call in enumerate(message.tool_calls or ())
-        ]
-        open_calls += calls
-        call_id, content = message.tool_call_id, _content(message.content or "", message.images)
-        if message.role == "tool" and (answered := _answered(message, open_calls)) is not None:
-            open_calls.remove(answered)
-            call_id = call_id or answered.id
-        messages.append(types.Message(message.role, content, message.thinking, tuple(calls), call_id, message.tool_name))
-    return tuple(messages)
+    return tuple(map(_message, given))
 
 
-def _answered(result: OllamaMessage, open_calls: Sequence[ToolCall]) -> ToolCall | None:
-    """Return the open call that a tool result answers: by id if given, else by name if given, else the first; or None."""
-    for wanted, given in (("id", result.tool_call_id), ("name", result.tool_name)):
-        if given is not None:
-            return next((call for call in open_calls if getattr(call, wanted) == given), None)
-    return next(iter(open_calls), None)
+def _message(given: OllamaMessage) -> types.Message:
+    calls = (
+        ToolCall(call.function.name, msgspec.json.encode(call.function.arguments).decode(), call.id)
+        for call in given.tool_calls or ()
+    )
+    content = _content(given.content or "", given.images)
+    return types.Message(given.role, content, given.thinking, tuple(calls), given.tool_call_id, given.tool_name)
 
 
 def _content(text: str, images: list[str] | None) -> str | list[dict[str, Any]]:

@@ -122,7 +122,7 @@ class Codec:
         if check is not None:  # before the template is run, which takes longer
             check.check_bytes(max(map(least_bytes, prompt.messages), default=0))
         variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
-        conversation = replace(prompt, template_kwargs=variables | prompt.template_kwargs)
+        conversation = self.writer.arrange(replace(prompt, template_kwargs=variables | prompt.template_kwargs))
         hiding = None if self.control is None else Hiding(self.control)
         own, text = self.writer.write_hidden(conversation, hiding)
         if check is not None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from contextlib import suppress
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -14,6 +15,7 @@ from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
 from weft.text.control_tokens import Hiding
 from weft.text.reasoning import KNOWN
 from weft.text.template import Capabilities, ChatTemplate
+from weft.text.tool_results import one_call_per_turn, pair_results
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
 
 Turn = dict[str, Any]  # a message as templates read it
@@ -37,17 +39,35 @@ class PromptWriter:
         self.capabilities = Capabilities(template)
         self._with_tools = Capabilities(template, with_tools=True)
 
+    @property
+    def takes_several_calls(self) -> bool:
+        """Whether the template writes several calls in one turn, in conversations with tools."""
+        return self._with_tools.several_calls
+
     def write(self, conversation: Conversation) -> str:
         """Render a conversation into a prompt. Raises InvalidRequest, or TemplateFailed if the template fails or drops text."""
-        return self.write_hidden(conversation, None)[1]
+        return self.write_hidden(self.arrange(conversation), None)[1]
+
+    def arrange(self, conversation: Conversation) -> Conversation:
+        """Return a conversation with tool results in the order of the calls, each call in its own turn if the template needs it.
+
+        Raises InvalidRequest naming a call without a result or a result without a call.
+        """
+        _check_options(conversation)
+        if not any(message.tool_calls or message.role == "tool" for message in conversation.messages):
+            return conversation
+        is_answered = conversation.add_generation_prompt or conversation.continue_final_message
+        messages = pair_results(conversation.messages, is_answered=is_answered)
+        if not self._capabilities_for(conversation).several_calls:
+            messages = one_call_per_turn(messages)
+        return replace(conversation, messages=messages)
 
     def write_hidden(self, conversation: Conversation, hiding: Hiding | None) -> tuple[str, str]:
-        """Render a conversation; return what is the template's own, with the client's control tokens hidden, and the prompt.
+        """Render an arranged conversation; return the template's own, with the client's control tokens hidden, and the prompt.
 
         Both are the same text where the client wrote none. Raises as `write` does.
         """
-        _check_options(conversation)
-        capabilities = self._with_tools if conversation.tools else self.capabilities
+        capabilities = self._capabilities_for(conversation)
         turns = normalise(conversation, capabilities, self.late_system)
         tools, options = _tools(conversation, capabilities), conversation.template_kwargs
         hidden = None if hiding is None else hiding.hide((turns, tools, options))
@@ -61,6 +81,9 @@ class PromptWriter:
             if not hiding.has_typed(plain, own):  # what templates sort by characters is as it was
                 return plain, plain
         return own, prompt
+
+    def _capabilities_for(self, conversation: Conversation) -> Capabilities:
+        return self._with_tools if conversation.tools else self.capabilities
 
     def _render(
         self, conversation: Conversation, turns: list[Turn], tools: Any, options: dict[str, Any], hiding: Hiding | None = None
@@ -90,7 +113,7 @@ def normalise(conversation: Conversation, capabilities: Capabilities, late_syste
     turns = [_turn(message, message.place or f"messages[{i}]", capabilities) for i, message in enumerate(conversation.messages)]
     turns = _merge_neighbours(_place_instructions(turns, capabilities, late_system), capabilities)
     for turn in turns:
-        if turn["role"] in capabilities.parts - capabilities.text and isinstance(turn.get("content"), str):
+        if turn["role"] in capabilities.only_parts and isinstance(turn.get("content"), str):
             turn["content"] = _as_parts(turn["content"])
     return turns
 
@@ -134,10 +157,8 @@ def _content(message: Message, place: str, capabilities: Capabilities) -> Conten
 
 def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) -> list[dict[str, Any]]:
     if not capabilities.arguments:
-        raise UnsupportedParameter(f"{place}: this model's chat template has no place for tool calls", place)
-    if len(calls) > 1 and not capabilities.several_calls:
-        message = f"{place} has {len(calls)} calls; this model's chat template writes one in a turn: split them up"
-        raise UnsupportedParameter(message, place)
+        why = capabilities.why_no_calls
+        raise UnsupportedParameter(f"{place}: this model's chat template has no place for tool calls: {why}", place)
     written = []
     for index, call in enumerate(calls):
         function = {"name": call.name, "arguments": _arguments(call, f"{place}[{index}].function.arguments", capabilities)}
@@ -212,6 +233,10 @@ def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Tur
     merged: list[Turn] = []
     for turn in turns:
         last = merged[-1] if merged else {}
+        if last.get("role") == "tool" and turn["role"] == "user" and not capabilities.user_follows_tool:
+            spoken = turn["content"] if "tool" in capabilities.images else _as_text(turn["content"])
+            merged[-1] = {**last, "content": _join(last["content"], spoken)}
+            continue
         alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
         if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
             merged[-1] = _merge(last, turn)

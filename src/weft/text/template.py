@@ -10,9 +10,10 @@ from typing import Any, Literal, NoReturn, Protocol, Self, get_args
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 from weft.errors import BadModel, TemplateFailed, TemplateTooCostly
 from weft.ipc.limits import MAX_RENDERED_CHARACTERS, MAX_TEMPLATE_CHARACTERS
@@ -28,7 +29,8 @@ _BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _TOOL}}
 _FULL_TOOL = {**_BARE_TOOL, "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}}}
 # What must not be in a prompt: keys of a part, arguments encoded twice, arguments as Python prints them.
 _SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
-_ANY_ID, _NINE_ID, _NAMING_ID = "call_1", "call00001", "functions.{name}:0"  # the last: for templates that write only the id
+# Ids of a probe's calls; the last is for templates that write only the id.
+_ANY_ID, _NINE_ID, _NAMING_ID = "call_{number}", "call0000{number}", "functions.{name}:{index}"
 
 
 class TemplateRunner(Protocol):
@@ -104,7 +106,7 @@ class LocalTemplates:
         if source not in self._compiled:
             self.compile(source)
         try:
-            return _join_limited(self._compiled[source].generate(values))
+            return _join_limited(self._compiled[source].generate(_as_given(dict(values))))
         except TemplateTooCostly:
             raise
         except Exception as error:  # a template is a foreign program: it can fail in any way, and costs this request only
@@ -144,15 +146,16 @@ class Capabilities:
         # The forms of contents and calls are learnt first: the other probes build on them.
         self.text: set[str] = set()  # roles whose content may be a text
         self.parts: set[str] = set()  # roles whose content may be a list of text parts
+        self.one_part: set[str] = set()  # roles whose content must be a list of one text part
         self._learn_content("user", [], [])
         question = self._question = self._talk(("user", _THREE))
         self._learn_content("system", [], question)
         self._learn_content("assistant", question, self._talk(("user", _FIVE)))
         self.arguments: frozenset[ArgumentsForm] = frozenset()  # forms of a call's arguments that come out right; none: no calls
+        self.why_no_calls = ""  # what becomes of a call, where there are none
         self.no_content: NoContent  # the content of a turn of nothing but calls
         self._learn_calls()
-        calls = self._render(self._call(_ONE, _TWO))
-        self.several_calls = _ONE in calls and _TWO in calls  # in one turn
+        self.several_calls = self._takes_several_calls()  # in one turn, followed by their results
         self.any_call_id = self._call_id != _NINE_ID  # else nine letters or digits
         self.reasoning_key = self._find_reasoning_key()  # the key under which the reasoning of past turns is read
         text_and_reasoning = {"content": self._message("assistant", _TWO)["content"], self.reasoning_key: _FIVE}
@@ -164,7 +167,9 @@ class Capabilities:
         assistants = self._talk(("user", _THREE), ("assistant", _TWO), ("assistant", _FOUR), ("user", _ONE))
         talks = {"user": users, "assistant": assistants}
         self.repeats = {role for role in talks if self._shows(talks[role], _TWO, _FOUR)}  # roles that may have two turns in a row
-        self.user_after_tool = self._lets_user_follow_tool()
+        followed = [*self._call(), self._message("user", _FIVE)]
+        self.user_follows_tool = not self.arguments or self._shows(followed, _FOUR, _FIVE)  # without an answer between them
+        self.user_after_tool = self.user_follows_tool and self._keeps_reasoning_before_user()
         self.tools = _TOOL in self._render(question, tools=[_FULL_TOOL])  # tools are written down
         self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
         self.image = self._write_image()  # what is written for an image in a user's turn; "" for nothing
@@ -175,18 +180,27 @@ class Capabilities:
     def _talk(self, *turns: tuple[str, str]) -> list[dict[str, Any]]:
         return [self._message(role, word) for role, word in turns]
 
+    @property
+    def only_parts(self) -> set[str]:
+        """Roles whose content can not be a string."""
+        return (self.parts | self.one_part) - self.text
+
     def _message(self, role: str, word: str) -> dict[str, Any]:
-        return {"role": role, "content": _parts(word) if role in self.parts - self.text else word}
+        return {"role": role, "content": _parts(word) if role in self.only_parts else word}
 
     def _call(self, *names: str, form: ArgumentsForm | None = None, also: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return a conversation with calls of these tools in one turn, answered with _FOUR and _FIVE."""
         names = names or (_ONE,)
         arguments = _ARGUMENTS[form or ("text" if self.arguments == {"text"} else "object")]
-        ids = [self._call_id.format(name=name) for name in names]
+        ids = [self._call_id.format(name=name, index=index, number=index + 1) for index, name in enumerate(names)]
         functions = [{"name": name, "arguments": arguments} for name in names]
         calls = [{"id": one, "type": "function", "function": function} for one, function in zip(ids, functions, strict=True)]
         content = {"empty": self._message("assistant", ""), "null": {"content": None}, "absent": {}}[self.no_content]
-        result = {"role": "tool", "content": _FOUR, "tool_call_id": ids[0]}
-        return [*self._question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, result]
+        results = [
+            {"role": "tool", "content": word, "tool_call_id": one, "name": name}
+            for word, one, name in zip((_FOUR, _FIVE), ids, names, strict=False)
+        ]
+        return [*self._question, {**content, "role": "assistant", "tool_calls": calls, **(also or {})}, *results]
 
     def _render(self, messages: list[dict[str, Any]], **more: Any) -> str:
         """Return the rendered prompt, or "" if the template refuses these messages."""
@@ -207,6 +221,8 @@ class Capabilities:
             self.text.add(role)
         if self._shows([*before, {"role": role, "content": _parts(_ONE, _TWO)}, *after], _ONE, _TWO):
             self.parts.add(role)
+        if self._shows([*before, {"role": role, "content": _parts(_ONE)}, *after], _ONE):
+            self.one_part.add(role)
 
     def _learn_calls(self) -> None:
         for call_id, no_content in product((_ANY_ID, _NINE_ID, _NAMING_ID), get_args(NoContent)):
@@ -215,13 +231,24 @@ class Capabilities:
             if self.arguments:
                 self.text.add("tool")
                 return
+        try:
+            self._template.render(self._call(), tools=self._tools)
+            self.why_no_calls = "it leaves them out"
+        except TemplateFailed as error:
+            self.why_no_calls = str(error)
 
     def _writes_call(self, form: ArgumentsForm) -> bool:
         called = self._call(form=form)
+        called[-1]["name"] = _TWO  # so that the first name is that of the call
         after_question = self._render(called).partition(_THREE)[2]
         # Name and key may be there more than once: with the result, with a closing tag.
         is_named = _ONE in after_question and _KEY in after_question
         return is_named and "None" not in after_question and self._shows(called, _VALUE, _FOUR)
+
+    def _takes_several_calls(self) -> bool:
+        called = self._call(_ONE, _TWO)
+        after_question = self._render(called).partition(_THREE)[2]
+        return _ONE in after_question and _TWO in after_question and self._shows(called, _FOUR, _FIVE)
 
     def _write_image(self) -> str:
         """Return what the template writes for an image between two texts of a user; "" if it takes none."""
@@ -234,7 +261,7 @@ class Capabilities:
         before = [] if role == "user" else self._call()[:-1] if self.arguments else None
         if before is None:
             return False
-        messages = [*before, {"role": role, "content": content, "tool_call_id": self._call_id.format(name=_ONE)}]
+        messages = [*before, {**self._call()[-1], "role": role, "content": content}]
         return self._shows(messages, _FIVE, _TWO) and self._render(messages).count(self.image) == 1
 
     def _find_reasoning_key(self) -> str:
@@ -262,12 +289,12 @@ class Capabilities:
         echo = self._render([{**system, "role": _STRAY}, *self._question]).lower()
         return _STRAY not in echo and self._shows([{**system, "role": "developer"}, *self._question], _ONE, _THREE)
 
-    def _lets_user_follow_tool(self) -> bool:
-        # Some templates take it for a new question, and drop the reasoning since the last one: the prompt before it must stay.
+    def _keeps_reasoning_before_user(self) -> bool:
+        # Some templates take a user after a tool for a new question, and drop the reasoning since the last one: the prompt before
+        # it must stay.
         called = self._call(also={self.reasoning_key: _TWO})
-        followed = [*called, self._message("user", _FIVE)]
         before = self._render(called, add_generation_prompt=False)
-        return self._shows(followed, _FOUR, _FIVE) and self._render(followed).startswith(before)
+        return self._render([*called, self._message("user", _FIVE)]).startswith(before)
 
 
 def _parts(*words: str) -> list[dict[str, Any]]:
@@ -285,9 +312,42 @@ class _GenerationTag(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
 
+class _GivenList(list[Any]):
+    """A list that was handed to the template, in contrast to those that it makes itself."""
+
+
+class _GivenDict(dict[Any, Any]):
+    """An object that was handed to the template, in contrast to those that it makes itself."""
+
+
+for kind, shown in ((_GivenList, list), (_GivenDict, dict)):  # in error messages
+    kind.__module__, kind.__name__ = shown.__module__, shown.__name__
+
+
+def _as_given(value: Any) -> Any:
+    if isinstance(value, dict):
+        return _GivenDict((key, _as_given(one)) for key, one in value.items())
+    return _GivenList(map(_as_given, value)) if isinstance(value, list | tuple) else value
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox in which a template may change the lists and dicts that it made itself, and nothing else."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if type(obj) in (list, dict):
+            return SandboxedEnvironment.is_safe_attribute(self, obj, attr, value)
+        return super().is_safe_attribute(obj, attr, value)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        if isinstance(obj, _GivenList | _GivenDict):
+            message = f"it calls {attribute!r} on a list or an object of the request, which is unsafe: it may change its own only"
+            return self.undefined(message, name=attribute, obj=obj, exc=SecurityError)
+        return super().unsafe_undefined(obj, attribute)
+
+
 def _environment() -> jinja2.Environment:  # a sandbox: the template's author is unknown
     extensions: list[str | type[Extension]] = [_GenerationTag, "jinja2.ext.loopcontrols"]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json  # Jinja's own filter escapes for HTML; a prompt is not HTML
     environment.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
     return environment

@@ -21,6 +21,7 @@ class ToolCall:
     name: str
     arguments: str
     id: str | None = None
+    place: str | None = field(default=None, compare=False)  # path in the request, for errors; None: its message's tool_calls[…]
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,7 @@ def _read_assistant(blocks: list[Placed], place: str) -> list[Message]:
             case "tool_use":
                 name, given = _check(block.get("name"), str, f"{where}.name"), _check(block.get("input"), dict, f"{where}.input")
                 call_id = _call_id(block.get("id"), f"{where}.id")
-                calls.append(ToolCall(name, msgspec.json.encode(given).decode(), call_id))
+                calls.append(ToolCall(name, msgspec.json.encode(given).decode(), call_id, where))
             case _:
                 rest.append((where, block))
     parts, marks = _read_parts(rest)

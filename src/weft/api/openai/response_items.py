@@ -45,8 +45,8 @@ class CallItem(msgspec.Struct, kw_only=True):
     arguments: str
     namespace: str | None = None
 
-    def read(self, _place: str) -> Message:
-        return _call(flat_name(self.name, self.namespace), self.arguments, self.call_id)
+    def read(self, place: str) -> Message:
+        return _call(flat_name(self.name, self.namespace), self.arguments, self.call_id, place)
 
 
 class CustomCallItem(msgspec.Struct, kw_only=True):
@@ -57,8 +57,8 @@ class CustomCallItem(msgspec.Struct, kw_only=True):
     input: str
     namespace: str | None = None
 
-    def read(self, _place: str) -> Message:
-        return _call(flat_name(self.name, self.namespace), wrap_custom_input(self.input), self.call_id)
+    def read(self, place: str) -> Message:
+        return _call(flat_name(self.name, self.namespace), wrap_custom_input(self.input), self.call_id, place)
 
 
 class ResultItem(msgspec.Struct, kw_only=True):
@@ -106,8 +106,14 @@ def item_shapes() -> dict[str, Shape]:
 def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
     """Convert (path, item) pairs to messages; reasoning, text and calls of an answer are merged. Raises InvalidRequest."""
     messages: list[Message] = []
-    for place, item in items:
-        for message in _read(item, place):
+    held: list[Message] = []  # results that came with their calls, while calls in the same message wait for theirs
+    for place, item in _identified(_without_cut_calls(items)):
+        for number, message in enumerate(_read(item, place)):
+            if number and len(messages[-1].tool_calls) > 1:
+                held.append(replace(message, place=place))
+                continue
+            if message.role != "assistant":
+                messages, held = messages + held, []
             last = messages[-1] if messages else message
             is_next = bool(message.tool_calls) or (last.content is None and not last.tool_calls)  # reasoning, text, calls
             if messages and is_next and last.role == message.role == "assistant":
@@ -117,7 +123,38 @@ def read_items(items: Sequence[tuple[str, Item]]) -> tuple[Message, ...]:
                 messages[-1] = replace(last, content=content, reasoning=reasoning, tool_calls=calls, breakpoints=marks)
             else:
                 messages.append(replace(message, place=place))
-    return tuple(message for message in messages if message.content is not None or message.tool_calls)
+    return tuple(message for message in messages + held if message.content is not None or message.tool_calls)
+
+
+def _without_cut_calls(items: Sequence[tuple[str, Item]]) -> list[tuple[str, Item]]:
+    """Return the items without calls that were cut short: these have no result, unless the client sends one."""
+    kinds = ("function_call", "custom_tool_call")
+    outputs = [item.get("call_id") for _, item in items if item.get("type") in [f"{kind}_output" for kind in kinds]]
+
+    def is_cut(item: Item) -> bool:
+        return item.get("type") in kinds and item.get("status") == "incomplete" and item.get("call_id") not in outputs
+
+    return [(place, item) for place, item in items if not is_cut(item)]
+
+
+def _identified(items: Sequence[tuple[str, Item]]) -> Iterator[tuple[str, Item]]:
+    """Yield the items; outputs of OpenAI's own tools that lack a call_id get that of their call: by its id, else in order."""
+    waiting: list[tuple[str, Any, Item]] = []  # calls whose outputs are items of their own: tool, call_id, item
+    for place, given_item in items:
+        item = given_item
+        kind, found = item.get("type"), None
+        name, arguments, result = OWN_ITEMS.get(kind, ("", None, None)) if isinstance(kind, str) else ("", None, None)
+        if arguments and not result:
+            waiting.append((name, _own_id(item, place), item))
+        elif result and not arguments:
+            given = item.get("call_id") or item.get("id")
+            fitting = [one for one in waiting if one[0] == name]
+            fitting.sort(key=lambda one: given not in (one[1], one[2].get("id")))
+            found = next(iter(fitting), None)
+        if found is not None:
+            waiting.remove(found)
+            item = {"call_id": found[1]} | {key: value for key, value in item.items() if value is not None}
+        yield place, item
 
 
 def resolve_items(given: str | Sequence[Item], referred: Mapping[str, Item]) -> list[Item]:
@@ -167,7 +204,7 @@ def _read(item: Item, place: str) -> list[Message]:
 
 
 def _read_own(item: Item, place: str, name: str, arguments: str | None, result: str | None) -> list[Message]:
-    call_id = item.get("call_id") or item.get("id") or f"call_{place}"
+    call_id = _own_id(item, place)
     messages = []
     if arguments is not None:
         called, given = item.get("name"), item.get(arguments)
@@ -175,7 +212,7 @@ def _read_own(item: Item, place: str, name: str, arguments: str | None, result: 
             raise InvalidRequest(f"{place}.{arguments} is required", f"{place}.{arguments}")
         if not (isinstance(given, str) and arguments == "arguments"):
             given = msgspec.json.encode(given if isinstance(given, dict) else {arguments: given}).decode()
-        messages.append(_call(called if isinstance(called, str) else name, given, call_id))
+        messages.append(_call(called if isinstance(called, str) else name, given, call_id, place))
     if result is not None:  # where there is none, the error or the status says something
         given = next((item[field] for field in (result, "error", "status") if item.get(field) is not None), "completed")
         text = given if isinstance(given, str) else msgspec.json.encode(given).decode()
@@ -185,8 +222,12 @@ def _read_own(item: Item, place: str, name: str, arguments: str | None, result: 
     return messages
 
 
-def _call(name: str, arguments: str, call_id: str) -> Message:
-    return Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id),))
+def _own_id(item: Item, place: str) -> Any:
+    return item.get("call_id") or item.get("id") or f"call_{place}"
+
+
+def _call(name: str, arguments: str, call_id: str, place: str) -> Message:
+    return Message("assistant", None, tool_calls=(ToolCall(name, arguments, call_id, place),))
 
 
 def _is_reference(item: Item) -> bool:

@@ -140,9 +140,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
 
 
 def _messages(request: ResponseRequest, past: tuple[Item, ...], items: list[Item]) -> tuple[Message, ...]:
-    calls = ("function_call", "custom_tool_call")  # to one that was cut short there can be no result
-    whole = [item for item in past if item.get("status") != "incomplete" or item.get("type") not in calls]
-    placed = [("previous_response_id", item) for item in whole]
+    placed = [("previous_response_id", item) for item in past]
     placed += [(f"input[{index}]", item) for index, item in enumerate(items)]
     instructions = (Message("system", request.instructions, place="instructions"),) if request.instructions else ()
     messages = instructions + read_items(placed)

@@ -82,7 +82,9 @@ def find_family(writer: PromptWriter) -> Family | None:
     scores = {family: score for family in FAMILIES if (score := _count_unread(family, one, ARGUMENTS[:1])) is not None}
     if scores:
         family = min(scores, key=lambda family: scores[family])
-        is_several = _count_unread(family, _write_calls(writer, ARGUMENTS) or (), ARGUMENTS) is not None
+        is_several = (
+            writer.takes_several_calls and _count_unread(family, _write_calls(writer, ARGUMENTS) or (), ARGUMENTS) is not None
+        )
         return family if is_several else replace(family, between=None)  # one call at a time
     source = writer.template.with_tools.source
     guess = next((family for family in FAMILIES if not family.is_anchored and family.trigger in source), GENERIC)
