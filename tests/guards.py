@@ -575,6 +575,13 @@ GUARDS = [
         "a chat template can not change what it was handed",
     ),
     Guard(
+        "library-messages", "llm.py",
+        "    return Conversation(read_messages(sent),",
+        "    return Conversation(tuple(type(one)(one.role, one.content) for one in read_messages(sent)),",
+        "tests/test_llm.py::test_messages_are_read_as_the_server_reads_them",
+        "weft.LLM reads calls, ids, names and reasoning of messages as the server does",
+    ),
+    Guard(
         "untyped-ids", "text/normalise.py",
         "            if not hiding.has_typed(plain, own):",
         "            if False:",
@@ -835,7 +842,7 @@ GUARDS = [
         "a reasoning budget acts by the name of the report", "R071, report 3",
     ),
     Guard(
-        "fields-below-the-top", "api/fields.py",
+        "fields-below-the-top", "text/bodies.py",
         "                    yield from shape.unknown(value[name], f\"{path}{dot}{name}\", f\"{pattern}{dot}{name}\")",
         "                    continue",
         "tests/api/test_fields.py::test_a_field_that_nobody_knows_is_told_with_its_path_wherever_it_stands",

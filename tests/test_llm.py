@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zoo
 from weft import LLM, Sampling
-from weft.errors import InvalidRequest, WeftError
+from weft.api.openai import chat
+from weft.errors import ImageProblem, InvalidRequest, WeftError
 from weft.model.resolve import TINY_HYBRID
+from weft.text.codec import Codec
 
 ASKED = ["Reply with JSON. The marker is 7.", "Repeat after me: the cat sat on the mat", "Count from 1 to 9."]
 
@@ -64,9 +68,61 @@ def test_messages_with_images_are_prompts_too(llm: LLM) -> None:
 def test_images_that_can_not_be_used_are_told(llm: LLM) -> None:
     bad = [{"role": "user", "content": [{"type": "image", "image": b"no image"}]}]
 
+    gone = [{"role": "user", "content": [{"type": "image", "image": PICTURES / "gone.png"}]}]
+
     assert "messages[0].content[0]: " in str(llm.generate(bad)[0].error)
-    with pytest.raises(WeftError, match=r"gone\.png could not be read: No such file"):
-        llm.generate([{"role": "user", "content": [{"type": "image", "image": PICTURES / "gone.png"}]}])
+    assert re.match(r"messages\[0\]\.content\[0\]: .*gone\.png could not be read: No such file", str(llm.generate(gone)[0].error))
+    with pytest.raises(ImageProblem, match=r"gone\.png could not be read"):
+        next(llm.stream(gone))
+
+
+def called(*results: str) -> list[dict[str, Any]]:
+    """A conversation in which two cities' weather was asked for; results are named by their cities."""
+    calls = [
+        {"id": f"call_{city}", "type": "function", "function": {"name": "weather", "arguments": {"city": city}}}
+        for city in CITIES
+    ]
+    told = [{"role": "tool", "tool_call_id": f"call_{city}", "content": f"It is {city}'s weather."} for city in results]
+    answer = {"role": "assistant", "content": None, "reasoning_content": "I look.", "tool_calls": calls}
+    return [{"role": "user", "content": "How is the weather?"}, answer, *told]
+
+
+CITIES = ("Oslo", "Rome")
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_messages_are_read_as_the_server_reads_them(llm: LLM) -> None:
+    codec = Codec(TINY_HYBRID)
+    for tools in ([], [WEATHER]):
+        for results in (CITIES, CITIES[::-1]):
+            body = {"messages": called(*results), "tools": tools}
+            (served,) = codec.encode_request(chat.translate(body).generation)
+            own = llm.encode_messages(called(*results), tools=tools)
+
+            assert own.ids == llm.render(called(*results), tools=tools) == served.ids
+            prompt = llm.tokenizer.decode(own.ids)
+            words = ["I look.", '{"city": "Oslo"}', '{"city": "Rome"}', "It is Oslo's weather.", "It is Rome's weather."]
+            assert [prompt.count(word) for word in words] == [1] * 5
+            assert sorted(words, key=prompt.index) == words
+
+
+def test_messages_that_the_server_refuses_are_refused_with_their_places(llm: LLM) -> None:
+    asked = {"role": "user", "content": "Hello"}
+    refused = {
+        "messages[0].role is required": [{"content": "Hello"}],
+        "messages[1].content is missing": [asked, {"role": "user"}],
+        "messages[0].role: invalid": [{"role": "robot", "content": "Hello"}],
+        "messages[1].tool_calls[0].function is required": [asked, {"role": "assistant", "tool_calls": [{}]}],
+        "messages[1].tool_calls[0], the call of weather with the id 'call_Oslo', has no result": called("Rome"),
+        "messages[3] is one more result": called("Rome", "Rome"),
+        "messages[0].content[0].type must be a string": [{"role": "user", "content": [{"text": "Hello"}]}],
+        "messages[1]: expected": [asked, 5],
+    }
+    for words, messages in refused.items():
+        with pytest.raises(InvalidRequest) as caught:
+            llm.submit(messages)
+        assert str(caught.value).startswith(words)
+        assert llm.generate(messages)[0].error == str(caught.value)
 
 
 def test_answers_together_equal_answers_alone(llm: LLM) -> None:

@@ -24,6 +24,8 @@ from weft.ipc.limits import Sampling  # noqa: E402
 from weft.ipc.messages import FinishReason, Image, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.download import shown  # noqa: E402
 from weft.serving.image_decoder import ImageDecoder  # noqa: E402
+from weft.text.bodies import convert  # noqa: E402
+from weft.text.chat_messages import ChatMessage, read_messages  # noqa: E402
 from weft.text.codec import Codec, EncodedPrompt  # noqa: E402
 from weft.text.image_parts import ImageFile, read_images, with_images  # noqa: E402
 from weft.text.image_sizing import Sizing  # noqa: E402
@@ -31,7 +33,8 @@ from weft.text.images import DecodedImage  # noqa: E402
 from weft.text.sampling import merge_sampling, recommended_sampling  # noqa: E402
 from weft.text.template import ChatTemplate  # noqa: E402
 from weft.text.tokenizer import Detokenizer, Tokenizer  # noqa: E402
-from weft.text.types import Conversation, Message  # noqa: E402
+from weft.text.tools import read_tools, template_tools  # noqa: E402
+from weft.text.types import Conversation  # noqa: E402
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
@@ -143,8 +146,11 @@ class LLM:
         return self.engine.submit(ids, sampling, images=images)
 
     def encode_messages(self, messages: Messages, **template: Any) -> EncodedPrompt:
-        """Encode a conversation by the model's chat template, with its images decoded and resized for the model."""
-        return self.codec.encode(self.see(Conversation(tuple(map(_message, messages)), template_kwargs=template)))
+        """Encode a conversation by the model's chat template, with its images decoded and resized for the model.
+
+        `template` has variables of the template, and may have `tools` and `add_generation_prompt`.
+        """
+        return self.codec.encode(self.see(read_conversation(messages, **template)))
 
     def see(self, conversation: Conversation) -> Conversation:
         """Return the conversation with its images decoded and resized for the model; raises RequestError naming a bad one."""
@@ -191,7 +197,7 @@ class LLM:
         """Return a conversation's token ids by the model's chat template; without one, of the contents joined by newlines."""
         if self.template is None:
             return self.encode("\n".join(str(message["content"]) for message in messages))
-        return self.tokenizer.encode(self.template.render(messages, **template), add_special_tokens=False)
+        return self.encode_messages(messages, **template).ids
 
     def _drain(self) -> None:
         """Discard pending events, then run turns until finished rows have left, unless other requests still need tokens."""
@@ -204,20 +210,30 @@ class LLM:
             raise WeftError("this LLM belongs to the thread that made it; make it and use it in one thread")
 
 
-def _message(given: Mapping[str, Any]) -> Message:
-    """Convert a message of `generate`: images may be bytes or paths there, because their reader is their sender."""
-    content = given.get("content")
-    if isinstance(content, list):
-        content = [_part(part) for part in content]
-    return Message(given["role"], content)
+def read_conversation(
+    messages: Messages, tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = True, **template: Any
+) -> Conversation:
+    """Read messages as /v1/chat/completions does; images may be bytes or paths too, because their reader is their sender."""
+    places = [f"messages[{index}]" for index in range(len(messages))]
+    sent = [convert(_with_images(one, place), ChatMessage, place) for one, place in zip(messages, places, strict=True)]
+    read_tools(tools)
+    return Conversation(read_messages(sent), template_tools(tools), template, add_generation_prompt)
 
 
-def _part(part: dict[str, Any]) -> dict[str, Any]:
-    image = part.get("image")
+def _with_images(message: Any, place: str) -> Any:
+    """Return a message whose images are texts, as JSON has them. Raises ImageProblem naming one that can not be read."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    parts = [_part(part, f"{place}.content[{index}]") for index, part in enumerate(message["content"])]
+    return {**message, "content": parts}
+
+
+def _part(part: Any, place: str) -> Any:
+    image = part.get("image") if isinstance(part, Mapping) else None
     if not isinstance(image, bytes | Path):
         return part
     try:
         data = image if isinstance(image, bytes) else image.read_bytes()
     except OSError as error:
-        raise WeftError(f"{part['image']} could not be read: {error.strerror}") from error
-    return part | {"image": base64.b64encode(data).decode()}
+        raise ImageProblem(f"{place}: {image!s} could not be read: {error.strerror}", place) from error
+    return {**part, "image": base64.b64encode(data).decode()}

@@ -15,12 +15,12 @@ import pytest
 from weft.api import ollama
 from weft.api.admin import ClearRequest, DetokenizeRequest, LoadRequest, RenewRequest, TokenizeRequest, UnloadRequest
 from weft.api.anthropic import request as anthropic
-from weft.api.fields import convert
 from weft.api.openai import chat, completions, responses
 from weft.api.openapi import document
 from weft.errors import InvalidRequest
 from weft.ipc import limits
 from weft.text import schema
+from weft.text.bodies import convert
 
 Node = dict[str, Any]
 DOCUMENT = document("")

@@ -22,10 +22,11 @@ from weft.api import ollama
 from weft.api.anthropic import request as anthropic
 from weft.api.app import UnknownFields
 from weft.api.dialect import ParsedRequest
-from weft.api.fields import BUDGET_NAMES, FieldRules, Shape, shape_of
+from weft.api.fields import BUDGET_NAMES, FieldRules
 from weft.api.openai import chat, completions, responses
 from weft.api.problems import anthropic_body
 from weft.errors import UnsupportedParameter
+from weft.text.bodies import Shape, shape_of
 
 TEXT = {"type": "text", "text": "Hi"}
 FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}

@@ -14,10 +14,8 @@ from starlette.responses import Response
 
 from weft import __version__
 from weft.api.access import note_action, require_admin, tenant_of
-from weft.api.dialect import Label, SomeLabel, pick_fields, request_ids, reused_fields
-from weft.api.fields import Body, convert
+from weft.api.dialect import SomeLabel, pick_fields, request_ids, reused_fields
 from weft.api.http import json_response, read_json
-from weft.api.openai.chat import ChatMessage, read_messages
 from weft.api.openai.request import TokenId
 from weft.api.problems import BorderError
 from weft.config import ServerConfig
@@ -32,6 +30,8 @@ from weft.serving.registry import ModelRegistry
 from weft.serving.replica import Replica
 from weft.serving.service import Service
 from weft.serving.tenants import Tenant
+from weft.text.bodies import Body, Label, convert
+from weft.text.chat_messages import ChatMessage, read_messages
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Conversation
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from weft.ipc.limits import MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS, Sampling
+from weft.ipc.limits import MAX_LABEL_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS, Sampling
 from weft.ipc.messages import GrammarSpec
 from weft.text.types import CallArguments, Delta, Finish, GenerationRequest, Reasoning, Text, Usage
 
@@ -22,9 +22,7 @@ SEAL = "weft"  # prefix of the strings that `seal` makes
 ANY_OBJECT = GrammarSpec("json_schema", '{"type":"object"}')
 
 SomeText = Annotated[str, Meta(min_length=1)]
-Label = Annotated[str, Meta(max_length=MAX_LABEL_CHARACTERS)]
 SomeLabel = Annotated[str, Meta(min_length=1, max_length=MAX_LABEL_CHARACTERS)]
-Entries = Annotated[dict[str, Any], Meta(max_length=MAX_ENTRIES)]
 StopText = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopTexts = Annotated[list[StopText], Meta(max_length=MAX_STOPS)]
 

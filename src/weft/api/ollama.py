@@ -15,7 +15,7 @@ from starlette.responses import Response
 from weft import __version__
 from weft.api import dialect, field_table
 from weft.api.dialect import ParsedRequest, Reply, ReplyHeader, decode_arguments, encode_json, join_texts, pick_fields
-from weft.api.fields import FieldRules, Shape, convert
+from weft.api.fields import FieldRules
 from weft.api.http import json_response, read_json
 from weft.api.problems import message_of
 from weft.config import ServerConfig
@@ -25,6 +25,7 @@ from weft.ipc.messages import Ready
 from weft.serving.model import ServedModel
 from weft.serving.service import Service
 from weft.text import types
+from weft.text.bodies import Label, Shape, convert
 from weft.text.schema import json_schema_grammar
 from weft.text.tools import read_tool_selection, read_tools
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Effort, Finish, Reasoning, Text, ToolCall, Usage
@@ -56,7 +57,7 @@ class Options(msgspec.Struct, kw_only=True):
 class OllamaFunction(msgspec.Struct, kw_only=True):
     """The function's name and arguments in a tool call."""
 
-    name: dialect.Label
+    name: Label
     arguments: dict[str, Any] = {}
 
 
@@ -64,7 +65,7 @@ class OllamaToolCall(msgspec.Struct, kw_only=True):
     """A tool call in an earlier assistant message. Older clients send no id."""
 
     function: OllamaFunction
-    id: dialect.Label | None = None
+    id: Label | None = None
 
 
 class OllamaMessage(msgspec.Struct, kw_only=True):
@@ -75,8 +76,8 @@ class OllamaMessage(msgspec.Struct, kw_only=True):
     thinking: str | None = None
     images: Annotated[list[str], Meta(max_length=MAX_MESSAGES)] | None = None
     tool_calls: Annotated[list[OllamaToolCall], Meta(max_length=MAX_TOOL_CALLS)] | None = None
-    tool_name: dialect.Label | None = None
-    tool_call_id: dialect.Label | None = None
+    tool_name: Label | None = None
+    tool_call_id: Label | None = None
 
 
 class OllamaTool(msgspec.Struct, kw_only=True):
@@ -89,7 +90,7 @@ class OllamaTool(msgspec.Struct, kw_only=True):
 class OllamaRequest(msgspec.Struct, kw_only=True):
     """Fields shared by POST /api/chat and /api/generate. Null is treated as absent."""
 
-    model: dialect.Label | None = None
+    model: Label | None = None
     stream: bool | None = None  # absent: true
     format: Literal["", "json"] | dict[str, Any] | None = None
     think: bool | Effort | None = None
@@ -116,8 +117,8 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
 class ShowRequest(msgspec.Struct, kw_only=True):
     """The body of POST /api/show; `name` is the field that older clients send in place of `model`."""
 
-    model: dialect.Label | None = None
-    name: dialect.Label | None = None
+    model: Label | None = None
+    name: Label | None = None
 
 
 def translate_chat(body: dict[str, Any]) -> ParsedRequest:

@@ -11,11 +11,12 @@ from msgspec import Meta
 
 from weft.api import field_table
 from weft.api.anthropic.reply import MessagesReply
-from weft.api.dialect import Entries, Label, ParsedRequest, StopTexts, unseal
-from weft.api.fields import FieldRules, Shape
+from weft.api.dialect import ParsedRequest, StopTexts, unseal
+from weft.api.fields import FieldRules
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_MESSAGES, MAX_TOOLS
 from weft.ipc.messages import GrammarSpec
+from weft.text.bodies import Entries, Label, Shape
 from weft.text.reasoning import BUDGETS
 from weft.text.schema import json_schema_grammar
 from weft.text.tools import Tool, ToolSelection, read_tool_selection, read_tools

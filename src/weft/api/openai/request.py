@@ -7,11 +7,12 @@ import msgspec
 from msgspec import Meta
 
 from weft.api import field_table
-from weft.api.dialect import ANY_OBJECT, Entries, Label, SomeLabel, SomeText, StopText, StopTexts
-from weft.api.fields import FieldRules, FormatType
+from weft.api.dialect import ANY_OBJECT, SomeLabel, SomeText, StopText, StopTexts
+from weft.api.fields import FieldRules
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_BIASES, MAX_CHOICE_TEXTS, MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_TOKENS, Sampling
 from weft.ipc.messages import GrammarSpec
+from weft.text.bodies import Entries, FormatType, Label
 from weft.text.schema import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar, structural_tag_grammar
 from weft.text.types import GenerationRequest, Prompt
 

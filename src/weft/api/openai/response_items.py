@@ -7,9 +7,9 @@ from typing import Any, Literal
 import msgspec
 
 from weft.api.dialect import unseal
-from weft.api.fields import Shape, convert, shape_of
-from weft.api.openai.chat import ChatMessage, Part, read_message
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.text.bodies import Shape, convert, shape_of
+from weft.text.chat_messages import ChatMessage, Part, read_message
 from weft.text.tools import ToolSelection, read_tool_selection, read_tools, template_tools, wrap_custom_input
 from weft.text.types import Message, ToolCall
 

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from weft.api import field_table
-from weft.api.dialect import Entries, Label, ParsedRequest, pick_fields
-from weft.api.fields import FieldRules, Shape
+from weft.api.dialect import ParsedRequest, pick_fields
+from weft.api.fields import FieldRules
 from weft.api.openai import request as openai
 from weft.api.openai.request import TIERS, ConversationRequest, Count, Limit, ResponseFormat, Schema, read_format, read_grammar
 from weft.api.openai.response_items import (
@@ -26,6 +26,7 @@ from weft.api.openai.response_reply import Keep, ResponseReply, ResponseShape
 from weft.errors import InvalidRequest
 from weft.ipc.limits import MAX_ENTRIES, MAX_MESSAGES, MAX_TOOLS
 from weft.ipc.messages import GrammarSpec
+from weft.text.bodies import Entries, Label, Shape
 from weft.text.types import Conversation, Effort, Message
 
 LOGPROBS = "message.output_text.logprobs"
