@@ -21,6 +21,7 @@ from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate, TemplateRunner
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
+from weft.text.tools.call_writer import spelling_of
 from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, ReuseExplanation, Token
 
 CONTEXT = 40  # characters shown in front of the first token that was not cached; so many tokens surely have as many
@@ -76,6 +77,8 @@ class Codec:
         capabilities = None if self.writer is None else self.writer.capabilities
         self.images = ImageWriter.of(folder, self.tokenizer, capabilities)  # how prompts hold images; None: not at all
         self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer)
+        if self.writer is not None and self.calls is not None:
+            self.writer.spelling = spelling_of(self.calls.family)
         self.gap = self._find_gap()
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
         self.recommended = recommended_sampling(folder)

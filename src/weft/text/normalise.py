@@ -6,8 +6,9 @@ Messages are reshaped only as far as the template needs; later ones never move e
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -30,6 +31,14 @@ _LOST_BYTES = bytes(range(33)) + b"\\"
 _LONGEST_SWITCH, _LONGEST_ESCAPE = len("/no_think"), len("u001f")
 
 
+@dataclass(frozen=True)
+class CallSpelling:
+    """How a model writes calls, for templates that leave them out: several at once, if `is_several`."""
+
+    write: Callable[[Sequence[Mapping[str, Any]]], str]  # functions, each with its name and an object of arguments
+    is_several: bool
+
+
 class PromptWriter:
     """Renders conversations into prompts for one model, reshaping messages into what its chat template accepts."""
 
@@ -38,6 +47,7 @@ class PromptWriter:
         self.late_system = late_system
         self.capabilities = Capabilities(template)
         self._with_tools = Capabilities(template, with_tools=True)
+        self.spelling: CallSpelling | None = None  # set when the model's format is known
 
     @property
     def takes_several_calls(self) -> bool:
@@ -58,7 +68,9 @@ class PromptWriter:
             return conversation
         is_answered = conversation.add_generation_prompt or conversation.continue_final_message
         messages = pair_results(conversation.messages, is_answered=is_answered)
-        if not self._capabilities_for(conversation).several_calls:
+        capabilities = self._capabilities_for(conversation)
+        spelling = self._spelling_for(capabilities)
+        if not (capabilities.several_calls if spelling is None else spelling.is_several):
             messages = one_call_per_turn(messages)
         return replace(conversation, messages=messages)
 
@@ -68,7 +80,7 @@ class PromptWriter:
         Both are the same text where the client wrote none. Raises as `write` does.
         """
         capabilities = self._capabilities_for(conversation)
-        turns = normalise(conversation, capabilities, self.late_system)
+        turns = normalise(conversation, capabilities, self.late_system, spells_calls=self._spelling_for(capabilities) is not None)
         tools, options = _tools(conversation, capabilities), conversation.template_kwargs
         hidden = None if hiding is None else hiding.hide((turns, tools, options))
         if hiding is None or hidden is None:
@@ -85,6 +97,16 @@ class PromptWriter:
     def _capabilities_for(self, conversation: Conversation) -> Capabilities:
         return self._with_tools if conversation.tools else self.capabilities
 
+    def _spelling_for(self, capabilities: Capabilities) -> CallSpelling | None:
+        return None if capabilities.arguments or not capabilities.result_role else self.spelling
+
+    def _spelled(self, turns: list[Turn], conversation: Conversation) -> list[Turn]:
+        """Return the turns with calls as text of their answers, if the template leaves calls out and their format is known."""
+        capabilities = self._capabilities_for(conversation)
+        if (spelling := self._spelling_for(capabilities)) is None:
+            return turns
+        return [_as_answer(turn, spelling) if "tool_calls" in turn else _with_role(turn, capabilities) for turn in turns]
+
     def _render(
         self, conversation: Conversation, turns: list[Turn], tools: Any, options: dict[str, Any], hiding: Hiding | None = None
     ) -> str:
@@ -94,7 +116,8 @@ class PromptWriter:
             holder[key] += CUT
         options = {"add_generation_prompt": conversation.add_generation_prompt, **options}
         try:
-            prompt = self.template.render(turns, tools=tools, **options)
+            # After the client's control tokens were hidden: the marks of calls are the model's own.
+            prompt = self.template.render(self._spelled(turns, conversation), tools=tools, **options)
             if conversation.continue_final_message:
                 prompt, found, _ = prompt.rpartition(CUT)
                 if not found:
@@ -106,16 +129,39 @@ class PromptWriter:
         return prompt
 
 
-def normalise(conversation: Conversation, capabilities: Capabilities, late_system: LateSystem = "fold") -> list[Turn]:
+def _as_answer(turn: Turn, spelling: CallSpelling) -> Turn:
+    text = spelling.write([call["function"] for call in turn["tool_calls"]])
+    content = turn.get("content") or ""
+    written = content + text if isinstance(content, str) else [*content, *_as_parts(text)]
+    return {key: value for key, value in turn.items() if key != "tool_calls"} | {"content": written}
+
+
+def _with_role(turn: Turn, capabilities: Capabilities) -> Turn:
+    return {**turn, "role": capabilities.result_role} if turn["role"] == "tool" else turn
+
+
+def normalise(
+    conversation: Conversation, capabilities: Capabilities, late_system: LateSystem = "fold", *, spells_calls: bool = False
+) -> list[Turn]:
     """Convert messages to turns that the template accepts. Raises InvalidRequest naming a message that can not be converted."""
     if not conversation.messages:
         raise InvalidRequest("messages is empty; send at least one", "messages")
-    turns = [_turn(message, message.place or f"messages[{i}]", capabilities) for i, message in enumerate(conversation.messages)]
+    places = [message.place or f"messages[{index}]" for index, message in enumerate(conversation.messages)]
+    if not (capabilities.arguments or spells_calls):
+        _refuse_calls(conversation, places, capabilities)
+    turns = [_turn(message, place, capabilities) for message, place in zip(conversation.messages, places, strict=True)]
     turns = _merge_neighbours(_place_instructions(turns, capabilities, late_system), capabilities)
     for turn in turns:
         if turn["role"] in capabilities.only_parts and isinstance(turn.get("content"), str):
             turn["content"] = _as_parts(turn["content"])
     return turns
+
+
+def _refuse_calls(conversation: Conversation, places: Sequence[str], capabilities: Capabilities) -> None:
+    for message, place in zip(conversation.messages, places, strict=True):
+        if message.tool_calls:
+            why = f"this model's chat template has no place for tool calls: {capabilities.why_no_calls}"
+            raise UnsupportedParameter(f"{place}.tool_calls: {why}", f"{place}.tool_calls")
 
 
 def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
@@ -156,9 +202,6 @@ def _content(message: Message, place: str, capabilities: Capabilities) -> Conten
 
 
 def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) -> list[dict[str, Any]]:
-    if not capabilities.arguments:
-        why = capabilities.why_no_calls
-        raise UnsupportedParameter(f"{place}: this model's chat template has no place for tool calls: {why}", place)
     written = []
     for index, call in enumerate(calls):
         function = {"name": call.name, "arguments": _arguments(call, f"{place}[{index}].function.arguments", capabilities)}
@@ -170,7 +213,7 @@ def _calls(calls: tuple[ToolCall, ...], place: str, capabilities: Capabilities) 
 def _arguments(call: ToolCall, place: str, capabilities: Capabilities) -> Any:
     """Return a call's arguments as a dict if the template takes one (it then formats them as in training), else as JSON text."""
     text = call.arguments.strip() or "{}"
-    if "object" not in capabilities.arguments:
+    if capabilities.arguments == {"text"}:
         return text
     try:
         value = json.loads(text)

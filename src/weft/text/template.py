@@ -29,6 +29,7 @@ _BARE_TOOL: dict[str, Any] = {"type": "function", "function": {"name": _TOOL}}
 _FULL_TOOL = {**_BARE_TOOL, "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object", "properties": {}}}}
 # What must not be in a prompt: keys of a part, arguments encoded twice, arguments as Python prints them.
 _SLIPS = (_STRAY, f'\\"{_KEY}', f"{{'{_KEY}")
+RESULT_ROLES = ("tool", "observation", "function", "ipython")
 # Ids of a probe's calls; the last is for templates that write only the id.
 _ANY_ID, _NINE_ID, _NAMING_ID = "call_{number}", "call0000{number}", "functions.{name}:{index}"
 
@@ -153,8 +154,10 @@ class Capabilities:
         self._learn_content("assistant", question, self._talk(("user", _FIVE)))
         self.arguments: frozenset[ArgumentsForm] = frozenset()  # forms of a call's arguments that come out right; none: no calls
         self.why_no_calls = ""  # what becomes of a call, where there are none
+        self.result_role = ""  # the role of a tool's result; "" if there is none that comes out
         self.no_content: NoContent  # the content of a turn of nothing but calls
         self._learn_calls()
+        self.result_role = "tool" if self.arguments else next(filter(self._shows_result, RESULT_ROLES), "")
         self.several_calls = self._takes_several_calls()  # in one turn, followed by their results
         self.any_call_id = self._call_id != _NINE_ID  # else nine letters or digits
         self.reasoning_key = self._find_reasoning_key()  # the key under which the reasoning of past turns is read
@@ -244,6 +247,10 @@ class Capabilities:
         # Name and key may be there more than once: with the result, with a closing tag.
         is_named = _ONE in after_question and _KEY in after_question
         return is_named and "None" not in after_question and self._shows(called, _VALUE, _FOUR)
+
+    def _shows_result(self, role: str) -> bool:
+        result = {"role": role, "content": _FOUR, "name": _TWO, "tool_call_id": self._call_id}
+        return self._shows([*self._question, self._message("assistant", _ONE), result], _THREE, _ONE, _FOUR)
 
     def _takes_several_calls(self) -> bool:
         called = self._call(_ONE, _TWO)
