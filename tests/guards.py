@@ -582,6 +582,13 @@ GUARDS = [
         "weft.LLM reads calls, ids, names and reasoning of messages as the server does",
     ),
     Guard(
+        "library-fork", "llm.py",
+        "        if os.getpid() != self._process:\n",
+        "        if False:\n",
+        "tests/test_llm.py::test_a_fork_of_the_process_is_told_so",
+        "a fork of a process with an LLM gets an error and does not hang",
+    ),
+    Guard(
         "untyped-ids", "text/normalise.py",
         "            if not hiding.has_typed(plain, own):",
         "            if False:",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import shutil
+import signal
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +170,100 @@ def test_a_bad_prompt_in_a_list_costs_only_itself(llm: LLM) -> None:
     assert bad.finish == "error"
     assert bad.error is not None
     assert "empty" in bad.error
+
+
+def asking(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+def test_a_prompt_that_can_not_be_read_costs_only_itself_and_leaves_nothing_computing(llm: LLM) -> None:
+    told = Sampling(temperature=0.0, max_tokens=40)
+    unreadable = {
+        "could not be read": asking([{"type": "image", "image": PICTURES / "gone.png"}]),
+        "role is required": [{"content": "Hello"}],
+        "content is missing": [{"role": "user"}],
+        "is bytes": b"Once upon a time",
+        "is of type NoneType": None,
+        "is of type float": 0.5,
+        "expected `str": asking(5),
+    }
+    for words, bad in unreadable.items():
+        for place in range(3):
+            prompts: list[Any] = [ids(llm, ASKED[0]), ids(llm, ASKED[2])]
+            prompts.insert(place, bad)
+            results = llm.generate(prompts, told)
+
+            assert words in str(results.pop(place).error)
+            assert results[0].text == '{"marker": 7}'
+            assert [result.error for result in results] == [None, None]
+            assert llm.engine.idle
+
+
+def test_what_was_submitted_is_cancelled_if_the_list_of_prompts_breaks_off(llm: LLM) -> None:
+    class Interrupting(Mapping[str, Any]):
+        """A message at whose reading the user interrupts."""
+
+        def __getitem__(self, key: str) -> Any:
+            raise KeyboardInterrupt
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(("role", "content"))
+
+        def __len__(self) -> int:
+            return 2
+
+    prompts: list[Any] = ["Once upon a time", [Interrupting()]]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, Sampling(temperature=0.0, ignore_eos=True))
+    assert llm.engine.idle
+
+
+def test_bytes_are_no_token_ids(llm: LLM) -> None:
+    for prompt in (b"Once", bytearray(b"Once"), memoryview(b"Once")):
+        with pytest.raises(InvalidRequest, match="the prompt is bytes; decode them"):
+            llm.submit(prompt)  # type: ignore[arg-type]
+    assert "the prompt is bytes" in str(llm.generate(b"Once")[0].error)  # type: ignore[arg-type]
+
+
+def test_a_stream_closed_in_another_thread_computes_nothing_there(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", Sampling(temperature=0.0, max_tokens=500, ignore_eos=True))
+    next(stream)
+    (row,) = llm.engine.scheduler.running
+    before = len(row.output)
+    thread = threading.Thread(target=stream.close)  # type: ignore[attr-defined]
+    thread.start()
+    thread.join()
+
+    assert (row.finish, len(row.output)) == (None, before)
+    llm.generate(["Once"], Sampling(temperature=0.0, max_tokens=1))
+    assert row.finish == "cancelled"
+    assert llm.engine.idle
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_of_the_process_is_told_so(llm: LLM) -> None:
+    stream = llm.stream("Once upon a time", Sampling(temperature=0.0, max_tokens=50))
+    next(stream)
+    ways: list[Any] = [lambda: llm.generate("Hello"), lambda: llm.submit("Hello"), llm.turn, lambda: next(stream), stream.close]  # type: ignore[attr-defined]
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(20)  # ends a child that hangs
+        for way in ways:
+            try:
+                way()
+                os.write(writer, b"no error\n")
+            except WeftError as error:
+                os.write(writer, f"{error}\n".encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        told = said.read().splitlines()
+    os.waitpid(child, 0)
+    stream.close()  # type: ignore[attr-defined]
+
+    cause = f"this LLM was made in process {os.getpid()} and this one is a fork of it"
+    assert [words.startswith(cause) for words in told] == [True, True, True, True, False]
+    assert llm.engine.idle
 
 
 def test_driving_it_by_hand(llm: LLM) -> None:

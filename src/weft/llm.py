@@ -4,8 +4,10 @@ Importing this module loads weft's BLAS, which must happen before mlx is importe
 """
 
 import base64
+import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +21,7 @@ BLAS = blas.bind()
 from weft.config import EngineConfig, EngineSettings, read_draft_sources  # noqa: E402 - after the binding
 from weft.engine.process import bring_up, device_in_use  # noqa: E402
 from weft.engine.sequence import Sequence as EngineSequence  # noqa: E402
-from weft.errors import ImageProblem, RequestError, UnsupportedParameter, WeftError  # noqa: E402
+from weft.errors import ImageProblem, InvalidRequest, RequestError, UnsupportedParameter, WeftError  # noqa: E402
 from weft.ipc.limits import Sampling  # noqa: E402
 from weft.ipc.messages import FinishReason, Image, Timings, TokenEvent, TokenLogprob  # noqa: E402
 from weft.model.download import shown  # noqa: E402
@@ -82,7 +84,8 @@ class LLM:
         self.tokenizer = Tokenizer(self.loaded.folder)
         self.template = ChatTemplate.of(self.loaded.folder)
         self.default_sampling = merge_sampling(recommended_sampling(self.loaded.folder), {})
-        self._thread = threading.get_ident()
+        self._thread, self._process = threading.get_ident(), os.getpid()
+        self._left: deque[EngineSequence] = deque()  # of streams that were closed elsewhere; the next turn cancels them
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None) -> list[Result]:
         """Answer prompts (texts, token ids or messages) in one batch and wait for all; one that is refused gets its error.
@@ -91,26 +94,28 @@ class LLM:
         an image file's bytes or `Path`. Without `sampling` each prompt gets the parameters that the model's makers recommend, as
         on the server.
         """
-        is_one = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int | Mapping))  # a text, ids, or messages
+        self._check_thread()
+        is_one = isinstance(prompts, str | bytes) or (
+            prompts and isinstance(prompts[0], int | Mapping)
+        )  # a text, ids, or messages
         listed = cast(Sequence[Prompt], [prompts] if is_one else prompts)
         sampling = sampling or self.default_sampling
         samplings = [sampling] * len(listed) if isinstance(sampling, Sampling) else sampling
         if len(samplings) != len(listed):
             raise ValueError(f"{len(samplings)} samplings were given for {len(listed)} prompts; give one, or one for each")
         sequences: list[EngineSequence | RequestError] = []
-        for prompt, one in zip(listed, samplings, strict=True):
-            try:
-                sequences.append(self.submit(prompt, one))
-            except RequestError as error:
-                sequences.append(error)
-        waiting = [sequence for sequence in sequences if isinstance(sequence, EngineSequence)]
+        waiting: list[EngineSequence] = []
         try:
+            for prompt, one in zip(listed, samplings, strict=True):
+                try:
+                    waiting.append(self.submit(prompt, one))
+                    sequences.append(waiting[-1])
+                except RequestError as error:
+                    sequences.append(error)
             while not all(sequence.is_finished for sequence in waiting):
                 self.turn()
         finally:
-            for sequence in waiting:
-                self.engine.cancel(sequence)
-            self._drain()
+            self._leave(waiting)
         return [self.result(sequence) for sequence in sequences]
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[TextPiece]:
@@ -129,12 +134,15 @@ class LLM:
                     return
                 self.turn()
         finally:
-            self.engine.cancel(sequence)
-            self._drain()
+            self._leave([sequence])
 
     def submit(self, prompt: Prompt, sampling: Sampling | None = None) -> EngineSequence:
         """Queue a request and return its sequence; call `turn()` until it `is_finished`. Raises RequestError if it is refused."""
         self._check_thread()
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            raise InvalidRequest("the prompt is bytes; decode them to a text, or send token ids as a list of int", "prompt")
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"the prompt is of type {type(prompt).__name__}; send a text, token ids or messages", "prompt")
         if isinstance(prompt, str) or not prompt or isinstance(prompt[0], int):
             return self.engine.submit(self.encode(cast(str | Sequence[int], prompt)), sampling or self.default_sampling)
         encoded = self.encode_messages(cast(Messages, prompt))
@@ -181,6 +189,8 @@ class LLM:
     def turn(self) -> list[TokenEvent]:
         """Run one turn of the engine, at most one new decode step, and return the token events that it emitted."""
         self._check_thread()
+        while self._left:
+            self.engine.cancel(self._left.popleft())
         self.engine.turn()
         return self.engine.take_events()
 
@@ -199,14 +209,32 @@ class LLM:
             return self.encode("\n".join(str(message["content"]) for message in messages))
         return self.encode_messages(messages, **template).ids
 
+    def _leave(self, sequences: Sequence[EngineSequence]) -> None:
+        """Cancel what is not finished of these; in another thread or process only note it, because the engine is not there."""
+        if not self._is_at_home:
+            self._left.extend(sequences)
+            return
+        for sequence in sequences:
+            self.engine.cancel(sequence)
+        self._drain()
+
     def _drain(self) -> None:
         """Discard pending events, then run turns until finished rows have left, unless other requests still need tokens."""
         self.engine.take_events()
         while not self.engine.idle and not self.engine.scheduler.has_work:
             self.engine.turn()
 
+    @property
+    def _is_at_home(self) -> bool:
+        return threading.get_ident() == self._thread and os.getpid() == self._process
+
     def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread:
+        if os.getpid() != self._process:
+            message = (
+                f"this LLM was made in process {self._process} and this one is a fork of it, without the threads that compute"
+            )
+            raise WeftError(f"{message}; make an LLM here, or start processes by multiprocessing's spawn")
+        if not self._is_at_home:
             raise WeftError("this LLM belongs to the thread that made it; make it and use it in one thread")
 
 
