@@ -2523,4 +2523,18 @@ GUARDS = [
         "tests/engine/test_fairness.py::test_before_a_flood_s_rows_a_chat_s_prompt_is_computed_at_once_and_not_before_others",
         "a flood's steps do not come before a chat's first text",
     ),
+    Guard(
+        "foreign-family", "text/tools/__init__.py",
+        "    return family and replace(family, is_ascii=escaped)",
+        "    return replace(family or _guess_family(writer.template.with_tools.source, vocabulary) or FAMILIES[0], is_ascii=escaped)",
+        "tests/text/tools/test_tool_families.py::test_calls_that_no_reader_understands_are_of_no_family_whichever_one_the_template_names",
+        "calls that no reader understands are not forced into another family's format", "R070",
+    ),
+    Guard(
+        "guess-of-several", "text/tools/__init__.py",
+        "if len(fullest) == 1 else None",
+        "if fullest else None",
+        "tests/text/tools/test_tool_families.py::test_what_a_template_only_describes_is_that_family_or_none",
+        "of several formats with the same markers none is guessed", "R070",
+    ),
 ]

@@ -104,15 +104,41 @@ KEYED = f"<tool_call>{{{{ f.name }}}}{ITEMS}<arg_key>{{{{ k }}}}</arg_key><arg_v
 FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments | tojson }}\n```<｜tool▁call▁end｜>"
 GIVEN = "<|tool_call_argument_begin|>{{ f.arguments | tojson }}<|tool_call_end|>"
 KIMI = "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}" + GIVEN
+SHORT = f"{ITEMS}<param name='{{{{ k }}}}'>{{{{ v }}}}</param>{{% endfor %}}".replace("'{{ k }}'", '"{{ k }}"')
+HY3 = (
+    f"<tool_call>{{{{ f.name }}}}<tool_sep>\n{ITEMS}<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{{{{ v }}}}</arg_value>\n"
+    "{% endfor %}</tool_call>"
+)
+SOLAR = (
+    "<|tool_call:begin|>{{ call.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>{{ f.arguments | tojson }}<|tool_call:end|>"
+)
+NAMED = '{"{{ f.name }}": {{ f.arguments | tojson }}}'
 WRITTEN = {
     "phi": ("<|tool_call|>[", ", ", OBJECT, "]<|/tool_call|>"),
-    "granite": ("<|tool_call|>[", ", ", OBJECT, "]"),
+    "granite": ("<|tool_call|>[\n    ", ",\n    ", "{{ {'name': f.name, 'arguments': f.arguments} | tojson(indent=4) }}", "\n]"),
+    "granite-20b": ("", "", f"<function_call> {OBJECT}\n\n", ""),
+    "tool-calls": ("<tool_calls>[", ", ", OBJECT.replace("}}}", '}}, "id": "{{ call.id }}"}'), "]</tool_calls>"),
+    "minimax-m1": ("<tool_calls>\n", "", OBJECT + "\n\n", "</tool_calls>"),
+    "apertus": ("<|tools_prefix|>[", ", ", NAMED, "]<|tools_suffix|>"),
+    "solar": ("<|tool_calls|>", "", SOLAR, "<|calls|>"),
+    "internlm2": ("", "", f"<|action_start|><|plugin|>\n{OBJECT}<|action_end|>", ""),
+    "functionary-v3.1": ("", "", "<function={{ f.name }}>{{ f.arguments | tojson }}</function>", ""),
+    "minicpm5": ("", "\n", f'<function name="{{{{ f.name }}}}">{SHORT}</function>', ""),
+    "hy3": ("<tool_calls>\n", "\n", HY3, "\n</tool_calls>"),
+    "hy3-opensource": tuple(text.replace(">", ":opensource>") for text in ("<tool_calls>\n", "\n", HY3, "\n</tool_calls>")),
+    "json-list": ("[", ", ", OBJECT, "]"),
+    "pythonic": (
+        "[",
+        ", ",
+        "{{ f.name }}({% for k, v in f.arguments | items %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})",
+        "]",
+    ),
     "nemotron": ("<TOOLCALL>[", ", ", OBJECT, "]</TOOLCALL>"),
     "mistral": ("", "", "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", ""),
     "mistral-ids": ("", "", "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ 'abcdefghi' }}[ARGS]{{ f.arguments | tojson }}", ""),
     "minimax": ("<minimax:tool_call>", "", XML, "\n</minimax:tool_call>"),
     "glm": ("", "", KEYED + "</tool_call>", ""),  # as later ones of that family write it, without line breaks
-    "deepseek-v3": ("<｜tool▁calls▁begin｜>", "\n", FENCED, "<｜tool▁calls▁end｜>"),
+    "deepseek-v3": ("<｜tool▁calls▁begin｜>", " " * 16 + "\n\n", FENCED, " " * 8 + "<｜tool▁calls▁end｜>"),
     "kimi-k2": ("<|tool_calls_section_begin|>", "", KIMI, "<|tool_calls_section_end|>"),
     "json": ("", "; ", OBJECT, ""),
     "hermes": ("", "\n", f"<tool_call>{OBJECT}</tool_call>", ""),
@@ -135,9 +161,34 @@ def test_a_family_that_could_write_several_calls_writes_one_where_the_template_d
 
 
 def test_thinking_before_a_call_that_is_not_announced_does_not_hide_it() -> None:
-    family = find_family(writer(PLAIN % ("<think>\n\n</think>\n\n", "", OBJECT, "")))
+    family = find_family(writer(PLAIN % ("<think>\n\n</think>\n\n", ",", OBJECT, "")))
 
     assert family == FAMILY["json"]
+
+
+def test_a_model_that_announces_each_call_by_one_text_writes_one_call_where_its_template_does() -> None:
+    first = "{% if loop.first %}<|function_call|>" + OBJECT + "{% endif %}"
+
+    assert find_family(writer(PLAIN % ("", "", first, ""))) == FAMILY["gigachat3.1"]
+
+
+@pytest.mark.parametrize(
+    "pair",
+    ["{{ k }}={{ v }}{{ ', ' if not loop.last }}", "{{ k }}=\"{{ v }}\"{{ ', ' if not loop.last }}", "{{ k }}={{ v | tojson }}"],
+    ids=["without quotes", "all in quotes", "without commas"],
+)
+def test_a_template_that_prints_keyword_arguments_carelessly_is_known_by_those_that_come_out_right(pair: str) -> None:
+    call = f"{{{{ f.name }}}}({ITEMS}{pair}{{% endfor %}})"
+
+    assert find_family(writer(PLAIN % ("[", ", ", call, "]"))) == FAMILY["pythonic"]
+    assert find_family(writer(PLAIN % ("<|python_start|>[", ", ", call, "]<|python_end|>"))) == FAMILY["llama4"]
+
+
+def test_a_template_that_escapes_letters_is_known_to() -> None:
+    escaped = OBJECT.replace("tojson", "tojson(ensure_ascii=true)")
+    family = find_family(writer(PLAIN % ("", "\n", f"<tool_call>{escaped}</tool_call>", "")))
+
+    assert family == replace(FAMILY["hermes"], is_ascii=True)
 
 
 def test_a_template_that_writes_ids_instead_of_names_is_known_by_ids_that_have_them() -> None:
@@ -149,18 +200,59 @@ def test_a_template_that_writes_ids_instead_of_names_is_known_by_ids_that_have_t
     assert by_id.capabilities.any_call_id
 
 
-def test_a_template_that_can_not_be_understood_is_guessed_at_aloud(caplog: pytest.LogCaptureFixture) -> None:
-    sources = ("@@{{ f.name }}({{ f.arguments | tojson }})", "[TOOL_CALLS]@{{ f.name }}({{ f.arguments | tojson }})")
-    with caplog.at_level(logging.WARNING, "weft.text"):
-        forms = [CallFormat.of(writer(PLAIN % ("", "", source, "")), Tokenizer(TINY_HYBRID)) for source in sources]
+# A conversation in which no calls are written, with words about them.
+SILENT = (
+    "{%% for tool in tools or [] %%}{{ tool | tojson }}%s{%% endfor %%}"
+    "{%% for m in messages %%}[{{ m.role }}]{{ m.content }}\n{%% endfor %%}"
+)
 
-    assert [form and form.family for form in forms] == [replace(FAMILY[name], is_guess=True) for name in ("hermes", "mistral")]
-    notices = [
-        f"the chat template writes tool calls in no way that weft knows; they are read like those of {name}"
-        for name in ("hermes", "mistral")
-    ]
-    assert [form and form.notice for form in forms] == notices
-    assert [record.message for record in caplog.records] == notices
+
+def described(name: str) -> str:
+    """All fixed texts of a family, as a template's instructions have them."""
+    return "{% raw %}" + FAMILY[name].literals.replace("\0", " ") + "{% endraw %}"
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_calls_that_no_reader_understands_are_of_no_family_whichever_one_the_template_names(name: str) -> None:
+    for call in (
+        "@@{{ f.name }}({{ f.arguments | tojson }})",
+        '<tool_call><{{ f.name }} a="{{ f.arguments | tojson }}"/></tool_call>',
+    ):
+        shown = f"{FAMILY[name].trigger}{call}"
+        assert find_family(writer(described(name) + PLAIN % ("", "", call, ""))) is None
+        assert find_family(writer(described(name) + PLAIN % ("", "", shown, ""))) is None
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_what_a_template_only_describes_is_that_family_or_none(name: str) -> None:
+    family = find_family(writer(SILENT % described(name)))
+
+    assert family in (None, replace(FAMILY[name], is_guess=True))
+    assert (family is None) == (name in AMBIGUOUS)
+
+
+# Without a mark, or with those of another family. Of two that are written with the same marks none is guessed.
+AMBIGUOUS = {"deepseek-v3", "deepseek-v3.1", "tool-calls", "minimax-m1", "llama3", "json", "json-list", "pythonic"}
+
+
+def test_a_template_without_calls_is_known_by_the_tokens_of_the_vocabulary() -> None:
+    silent = writer(SILENT % "")
+    tokens = ["<|im_start|>", "<|tool_call_start|>", "<|tool_call_end|>", "<think>"]
+
+    assert find_family(silent, tokens) == replace(FAMILY["lfm2"], is_guess=True)
+    assert find_family(silent, tokens[:2]) is None
+    assert find_family(silent, ["<tool_call>", "</tool_call>"]) is None  # of several families
+    assert find_family(silent) is None
+
+
+def test_a_guess_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "weft.text"):
+        form = CallFormat.of(writer(SILENT % described("glm")), Tokenizer(TINY_HYBRID))
+
+    assert form is not None
+    assert form.family == replace(FAMILY["glm"], is_guess=True)
+    assert form.notice == "the chat template shows no tool calls; by the markers it names they are read like those of glm"
+    assert [record.message for record in caplog.records] == [form.notice]
 
 
 def test_a_model_shows_the_tokens_that_mark_its_calls() -> None:

@@ -5,6 +5,7 @@ Walks take any token the mask has, so that only the grammar can make them right;
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -59,7 +60,7 @@ def test_in_free_text_the_grammar_takes_over_at_the_trigger(name: str, kind: str
 @pytest.mark.parametrize("name", FAMILY)
 def test_what_the_family_writes_is_allowed(name: str, kind: str) -> None:
     compiler = vocabulary(kind)
-    text = EXAMPLES[name][0].removesuffix("<|call|>").replace(', "id": "aB3dE5gH7"', "")
+    text = EXAMPLES[name][0].removesuffix("<|call|>")
     for mode in ("auto", "required"):
         assert accepts(compiler, form(name, compiler).grammar(ToolSelection(mode, TOOLS)), text)
 
@@ -201,6 +202,103 @@ def test_what_a_strict_tool_can_not_be_held_to_is_refused(name: str, schema: Any
         form(name, vocabulary("spelt")).grammar(ToolSelection("auto", tools))
 
     assert (refusal.value.param or "").startswith("tools[0].function.parameters")
+
+
+NOTE = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "list": {"type": "array"},
+        "deep": {"type": "object", "properties": {"a": {"type": "object"}, "on": {"type": "boolean"}}},
+    },
+    "additionalProperties": False,
+}
+NOTES = read_tools([function("f", NOTE)])
+XML_NOTE = "<seed:tool_call>\n<function=f>\n<parameter={}>{}</parameter>\n</function>\n</seed:tool_call>"
+FENCED = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"
+INVOKED = '<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>'
+AS_PRINTED: list[tuple[str, str, list[Any]]] = [
+    (
+        "seed",
+        XML_NOTE.format("list", "[1, 'it is', \"it's\", None, True, {'a b': [2.5]}]"),
+        [{"list": [1, "it is", "it's", None, True, {"a b": [2.5]}]}],
+    ),
+    (
+        "seed",
+        XML_NOTE.format("deep", r"{'a': {'k': 'é \' \\ \n \x1b \u200b'}, 'on': False}"),
+        [{"deep": {"a": {"k": "é ' \\ \n \x1b \u200b"}, "on": False}}],
+    ),
+    ("seed", XML_NOTE.format("list", "['<b>\"', 1]"), [{"list": ['<b>"', 1]}]),
+    ("seed", XML_NOTE.format("list", "[1e+400, -5]"), None),
+    (
+        "minicpm5",
+        '<function name="f"><param name="text"><![CDATA[a <b>\n & ]]></param></function>',
+        [{"text": "a <b>\n & "}],
+    ),
+    (
+        "minicpm5",
+        '<function name="f"><param name="text">a > b</param><param name="deep">{\'on\': True}</param></function>',
+        [{"text": "a > b", "deep": {"on": True}}],
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[f(text='one\n\n two it's d'été', list=[1, 'x'])]<|tool_call_end|>",
+        [{"text": "one\n\n two it's d'été", "list": [1, "x"]}],
+    ),
+    ("pythonic", "[f(text=\"one\ntwo\"), f(deep={'on': True})]", [{"text": "one\ntwo"}, {"deep": {"on": True}}]),
+    (
+        "deepseek-v3",
+        f"<｜tool▁calls▁begin｜>{FENCED}                \n{FENCED}        <｜tool▁calls▁end｜>".replace("{}", "{}"),
+        [{}, {}],
+    ),
+    ("deepseek-v4", '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>', [{}]),
+    (
+        "mistral-list",
+        '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "aB3dE5gH7"}, {"name": "f", "arguments": {}, "id": "aB3dE5gH8"}]',
+        [{}, {}],
+    ),
+    ("solar", "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>f<|tool_call:args|>{}<|tool_call:end|>", [{}]),
+    ("granite-20b", '<function_call> {"name": "f", "arguments": {}}\n', [{}]),
+]
+
+
+@pytest.mark.parametrize("kind", ["spelt", "tokens"])
+@pytest.mark.parametrize(("name", "text", "called"), AS_PRINTED)
+def test_what_templates_print_is_allowed_and_read(name: str, text: str, called: Any, kind: str) -> None:
+    compiler = vocabulary(kind)
+    for mode in ("auto", "required"):
+        assert accepts(compiler, form(name, compiler).grammar(ToolSelection(mode, NOTES)), text)
+
+    deltas = read(FAMILY[name], [text], NOTES)
+    assert read(FAMILY[name], list(text), NOTES) == deltas
+    assert texts(deltas) == ""
+    assert called is None or calls(deltas) == [("f", arguments) for arguments in called]
+
+
+def test_a_text_in_quotes_is_closed_by_them() -> None:
+    compiler = vocabulary("tokens")
+    spec = form("minicpm5", compiler).grammar(ToolSelection("required", NOTES))
+    begun = '<function name="f"><param name="text"><![CDATA[a'
+
+    assert accepts(compiler, spec, f"{begun}]]></param></function>")
+    assert not accepts(compiler, spec, f"{begun}</param></function>")
+    assert calls(read(FAMILY["minicpm5"], list(f"{begun}</param>]]></param></function>"), NOTES)) == [
+        ("f", {"text": "a</param>"})
+    ]
+
+
+def test_letters_are_escaped_where_the_template_does_and_no_argument_can_come_twice() -> None:
+    compiler = vocabulary("spelt")
+    escaping = dataclasses.replace(form("hermes", compiler), family=dataclasses.replace(FAMILY["hermes"], is_ascii=True))
+    open_tools = read_tools([function("f", {**NOTE, "additionalProperties": True})])
+    text = '<tool_call>\n{"name": "f", "arguments": {"text": "Gr\\u00fc\\u00df"}}\n</tool_call>'
+
+    assert accepts(compiler, escaping.grammar(ToolSelection("required", CLOSED_NOTES)), text)
+    assert not accepts(compiler, escaping.grammar(ToolSelection("required", open_tools)), text)
+    assert not accepts(compiler, form("hermes", compiler).grammar(ToolSelection("required", CLOSED_NOTES)), text)
+
+
+CLOSED_NOTES = read_tools([function("f", {"properties": {"text": {"type": "string"}}, "additionalProperties": False})])
 
 
 def test_an_answer_is_calls_or_what_was_asked_for() -> None:

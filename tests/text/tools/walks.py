@@ -60,7 +60,7 @@ def ways_out(compiler: Compiler, name: str) -> list[list[int]]:
     return [ids(compiler, text) for text in ['"', "'", "}", "]", ")", ",", "\n", *literals] if text]
 
 
-def walk(compiler: Compiler, matcher: Matcher, rng: np.random.Generator, out: list[list[int]], steps: int = 1500) -> str | None:
+def walk(compiler: Compiler, matcher: Matcher, rng: np.random.Generator, out: list[list[int]], steps: int = 2500) -> str | None:
     """The text of random tokens that the mask allows, up to an end; None when none was reached in time."""
     taken: list[int] = []
     while len(taken) < steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import count
 from typing import Any
 
@@ -69,6 +70,17 @@ EXAMPLES: dict[str, tuple[str, list[tuple[str, Any]]]] = {
         "<longcat_arg_key>days</longcat_arg_key>\n<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>",
         [PARIS],
     ),
+    "hy3": (
+        "<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>list-all<tool_sep>\n</tool_call>\n</tool_calls>",
+        [PARIS, ALL],
+    ),
+    "hy3-opensource": (
+        "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>city"
+        "</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n<arg_key:opensource>days</arg_key:opensource>\n"
+        "<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
+        [PARIS],
+    ),
     "minimax": (
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="list-all">\n</invoke>\n</minimax:tool_call>',
@@ -127,7 +139,50 @@ EXAMPLES: dict[str, tuple[str, list[tuple[str, Any]]]] = {
         '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]<|/tool_call|>',
         [PARIS],
     ),
-    "granite": ('<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]', [PARIS]),
+    "granite": (
+        '<|tool_call|>[\n    {\n        "name": "get_weather",\n        "arguments": {\n            "city": "Paris",\n'
+        '            "days": 3\n        }\n    },\n    {\n        "name": "list-all",\n        "arguments": {}\n    }\n]',
+        [PARIS, ALL],
+    ),
+    "granite-20b": (
+        '<function_call> {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        '<function_call> {"name": "list-all", "arguments": {}}\n',
+        [PARIS, ALL],
+    ),
+    "tool-calls": (
+        '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}, "id": "functions.get_weather:0"}, '
+        '{"name": "list-all", "arguments": {}}]</tool_calls>',
+        [PARIS, ALL],
+    ),
+    "minimax-m1": (
+        '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        '{"name": "list-all", "arguments": {}}\n</tool_calls>',
+        [PARIS, ALL],
+    ),
+    "apertus": (
+        '<|tools_prefix|>[{"get_weather": {"city": "Paris", "days": 3}}, {"list-all": {}}]<|tools_suffix|>',
+        [PARIS, ALL],
+    ),
+    "solar": (
+        '<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Paris", "days": 3}'
+        "<|tool_call:end|><|tool_call:begin|>f6g7h8i9j0<|tool_call:name|>list-all<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        [PARIS, ALL],
+    ),
+    "internlm2": (
+        '<|action_start|><|plugin|>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}<|action_end|>'
+        '<|action_start|><|plugin|>\n{"name": "list-all", "arguments": {}}<|action_end|>',
+        [PARIS, ALL],
+    ),
+    "gigachat3.1": ('<|function_call|>{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}', [PARIS]),
+    "functionary-v3.1": (
+        '<function=get_weather>{"city": "Paris", "days": 3}</function><function=list-all>{}</function>',
+        [PARIS, ALL],
+    ),
+    "minicpm5": (
+        '<function name="get_weather"><param name="city"><![CDATA[Paris]]></param><param name="days">3</param></function>\n'
+        '<function name="list-all"></function>',
+        [PARIS, ALL],
+    ),
     "nemotron": ('<TOOLCALL>[{"name": "list-all", "arguments": {}}]</TOOLCALL>', [ALL]),
     "cohere": (
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris", "days": 3}},\n'
@@ -150,6 +205,10 @@ EXAMPLES: dict[str, tuple[str, list[tuple[str, Any]]]] = {
     ),
     "llama3": ('{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}', [PARIS]),
     "json": ('{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}', [PARIS]),
+    "json-list": (
+        '[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "list-all", "arguments": {}}]',
+        [PARIS, ALL],
+    ),
     "pythonic": ("[get_weather(city='Paris', days=3), list-all()]", [PARIS, ALL]),
 }
 
@@ -200,7 +259,8 @@ def write(family: Family, called: list[tuple[str, dict[str, Any]]]) -> str:
     """Calls as this family writes them."""
     written = []
     for index, (name, arguments) in enumerate(called):
-        head = family.head.replace("⟨name⟩", name).replace("⟨id⟩", f"{index:09}" if "9" in family.id_pattern[-3:] else str(index))
+        length = re.search(r"\{(\d+)}$", family.id_pattern)
+        head = family.head.replace("⟨name⟩", name).replace("⟨id⟩", str(index).zfill(int(length[1]) if length else 1))
         written.append(head + written_arguments(family, arguments) + family.tail)
     return family.begin.lstrip() + (family.between or "").join(written) + family.end
 
@@ -209,12 +269,13 @@ def written_arguments(family: Family, arguments: dict[str, Any]) -> str:
     match family.notation:
         case None:
             return json.dumps(arguments, ensure_ascii=False)
-        case Tags(opening, close, (text_type, _)):
+        case Tags(opening, close, (text_type, _), _, is_python):
             other = "false" if text_type == "true" else "object"
             kinds = {key: text_type if isinstance(value, str) else other for key, value in arguments.items()}
             tags = {key: opening.replace("⟨key⟩", key).replace("⟨type⟩", kinds[key]) for key in arguments}
             return "".join(
-                tags[key] + (value if isinstance(value, str) else json.dumps(value)) + close for key, value in arguments.items()
+                tags[key] + (value if isinstance(value, str) else repr(value) if is_python else json.dumps(value)) + close
+                for key, value in arguments.items()
             )
         case Pairs(assign, quotes, is_json):
             return ", ".join(

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any, Self
@@ -12,10 +12,10 @@ from weft.ipc.messages import GrammarSpec
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import KNOWN
 from weft.text.tokenizer import Tokenizer
-from weft.text.tools.arguments import decode_json
+from weft.text.tools.arguments import Pairs, decode_json
 from weft.text.tools.call_reader import CallReader, HarmonyReader
 from weft.text.tools.custom_tools import CustomInputReader, custom_input, wrap_custom_input
-from weft.text.tools.families import FAMILIES, GENERIC, Family
+from weft.text.tools.families import FAMILIES, Family
 from weft.text.tools.grammar import MarkerTokens, tool_grammar
 from weft.text.tools.tool import Tool, ToolSelection, read_tool_selection, read_tools, template_tools
 from weft.text.types import CallArguments, CallClosed, Conversation, Message, Text, ToolCall
@@ -29,6 +29,8 @@ NAME = "zq_probe"
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}, "count": {"type": "integer"}}}
 PROBE: dict[str, Any] = {"type": "function", "function": {"name": NAME, "description": "d", "parameters": SCHEMA}}
 ARGUMENTS = ({"word": "zq one", "count": 1}, {"word": "zq two", "count": 2})
+TEXTS = ({"word": "zq one"}, {"word": "zq two"})
+NUMBERS = ({"count": 1}, {"count": 2})
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,20 @@ class CallFormat:
     @classmethod
     def of(cls, writer: PromptWriter, tokenizer: Tokenizer) -> Self | None:
         """Detect the call format from a model's chat template, logging a warning for a guess; None if it takes no tools."""
-        family = find_family(writer)
+        vocabulary = tokenizer.vocabulary
+        added = {vocabulary.added[token].content: token for token in vocabulary.reserved_ids}
+        family = find_family(writer, added)
         if family is None:
             return None
-        vocabulary = tokenizer.vocabulary
-        added = ((vocabulary.added[token].content, token) for token in vocabulary.reserved_ids)
-        form = cls(family, frozenset((text, token) for text, token in added if text.strip() and text in family.literals))
+        form = cls(family, frozenset((text, token) for text, token in added.items() if text.strip() and text in family.literals))
         if form.notice is not None:
             log.warning("%s", form.notice)
         return form
 
     @property
     def notice(self) -> str | None:
-        """A warning for the operator that the family is only a guess; None if it was recognised."""
-        guess = f"the chat template writes tool calls in no way that weft knows; they are read like those of {self.family.name}"
+        """A warning for the operator that the family is only a guess; None if the template's own calls were read."""
+        guess = f"the chat template shows no tool calls; by the markers it names they are read like those of {self.family.name}"
         return guess if self.family.is_guess else None
 
     @property
@@ -74,21 +76,42 @@ class CallFormat:
         return tool_grammar(self.family, selection, self.tokens, answer)
 
 
-def find_family(writer: PromptWriter) -> Family | None:
-    """Return the family whose reader parses the calls that the template writes, else a guess; None if it takes no tools."""
+def find_family(writer: PromptWriter, vocabulary: Collection[str] = ()) -> Family | None:
+    """Return the family whose reader parses the calls that the template writes; None if it takes no tools.
+
+    A template that writes calls in a way unknown to weft has no family either. One that writes no calls has a family, as a
+    guess, if all marks of this family and of no other are in its text or in the vocabulary of added tokens.
+    """
     one = _write_calls(writer, ARGUMENTS[:1])
     if one is None:
         return None
-    scores = {family: score for family in FAMILIES if (score := _count_unread(family, one, ARGUMENTS[:1])) is not None}
-    if scores:
-        family = min(scores, key=lambda family: scores[family])
-        is_several = (
-            writer.takes_several_calls and _count_unread(family, _write_calls(writer, ARGUMENTS) or (), ARGUMENTS) is not None
-        )
-        return family if is_several else replace(family, between=None)  # one call at a time
-    source = writer.template.with_tools.source
-    guess = next((family for family in FAMILIES if not family.is_anchored and family.trigger in source), GENERIC)
-    return replace(guess, is_guess=True)
+    if not one:
+        return _guess_family(writer.template.with_tools.source, vocabulary)
+    family = _read_family(writer, ARGUMENTS, FAMILIES)
+    if family is None:  # there are templates that print all values with quotes, or none
+        keyed = [family for family in FAMILIES if isinstance(family.notation, Pairs)]
+        family = _read_family(writer, TEXTS, keyed) or _read_family(writer, NUMBERS, keyed)
+    escaped = "\\u00e3" in "".join(_write_calls(writer, [{"word": "zq \u00e3"}]) or ())
+    return family and replace(family, is_ascii=escaped)
+
+
+def _read_family(writer: PromptWriter, arguments: Sequence[dict[str, Any]], families: Sequence[Family]) -> Family | None:
+    """Return the family that reads calls with these arguments, leaving least as text; without `between` if only one call."""
+    one = _write_calls(writer, arguments[:1]) or ()
+    scores = {family: score for family in families if (score := _count_unread(family, one, arguments[:1])) is not None}
+    if not scores:
+        return None
+    family = min(scores, key=lambda family: scores[family])
+    is_several = (
+        writer.takes_several_calls and _count_unread(family, _write_calls(writer, arguments) or (), arguments) is not None
+    )
+    return family if is_several else replace(family, between=None)  # one call at a time
+
+
+def _guess_family(source: str, vocabulary: Collection[str]) -> Family | None:
+    named = [family for family in FAMILIES if all(mark in source or mark in vocabulary for mark in family.marks or ("\0",))]
+    fullest = [family for family in named if all(family.marks >= other.marks for other in named)]
+    return replace(fullest[0], is_guess=True) if len(fullest) == 1 else None
 
 
 def _write_calls(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> tuple[str, ...] | None:

@@ -15,10 +15,12 @@ SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|nul
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 SIGNS = {",": ", ", ":": ": ", "=": ": "}
 ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U(?:000[0-9a-fA-F]|0010)[0-9a-fA-F]{4}|[^xuU])", re.DOTALL)
+CLOSED = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|'[^\W_]|\\.)*')""", re.DOTALL)
+UNCLOSED = re.compile("[\"']")
 ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "0": "\0", "\n": ""}
 LONGEST_ESCAPE = 10
 PLACES = re.compile("(⟨[a-z]+⟩)")
-PLACE_LETTERS = {"⟨name⟩": "[A-Za-z0-9_.-]", "⟨id⟩": "[A-Za-z0-9_-]", "⟨key⟩": r"[^<>\"\n]", "⟨type⟩": "[a-z]"}
+PLACE_LETTERS = {"⟨name⟩": "[A-Za-z0-9_.-]", "⟨id⟩": "[A-Za-z0-9_.:-]", "⟨key⟩": r"[^<>\"\n]", "⟨type⟩": "[a-z]"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Tags:
     open: str  # has ⟨key⟩, and ⟨type⟩ where the tag says what follows
     close: str
     types: tuple[str, str] = ("", "")  # the word at ⟨type⟩ for a text, and a regular expression for those of other values
+    quotes: tuple[str, str] = ("", "")  # may be put around a text
+    is_python: bool = False  # other values may be written as Python prints them
 
 
 @dataclass(frozen=True)
@@ -122,9 +126,12 @@ class TagArguments(Arguments):
     def __init__(self, tags: Tags, tool: Tool, closing: str) -> None:
         self._open, self._closing = piece(tags.open), piece(closing)
         self._close, self._text_type = tags.close, tags.types[0]
+        self._quotes, self._is_python = tags.quotes, tags.is_python
+        self._nulls = ("null", "None") if tags.is_python else ("null",)
         self._tool = tool
         self._kind = ""  # of the value that is open
         self._quote = ""  # still to be written before a text
+        self._is_quoted = False  # the text that is open
         self._glue = "{"
 
     def _step(self, text: str, made: list[str]) -> int:
@@ -150,23 +157,27 @@ class TagArguments(Arguments):
         return 0
 
     def _read_value(self, text: str, made: list[str]) -> int:
-        close = self._close.lstrip("\n")
+        opening = self._quotes[0] if self._quote == '"' and self._kind != "json" and not self._is_quoted else ""
+        if opening and (text.startswith(opening) or opening.startswith(text)):
+            self._is_quoted = text.startswith(opening)
+            return len(opening) * self._is_quoted
+        close = self._quotes[1] * self._is_quoted + self._close.lstrip("\n")
         end = text.find(close)
-        while self._kind == "json" and end >= 0 and _ends_in_string(text[:end]):
+        while self._kind == "json" and end >= 0 and _ends_in_string(text[:end], self._is_python):
             end = text.find(close, end + 1)
         value = text[:end] if end >= 0 else text[: len(text) - overlap(text, close)]
         if self._close != close:
             value = value.removesuffix("\n")
-        may_be_null = self._kind == "nullable" and self._quote == '"'
+        may_be_null = self._kind == "nullable" and self._quote == '"' and not self._is_quoted
         if end < 0:
-            if not value or self._kind == "json" or (may_be_null and "null".startswith(value)):
+            if not value or self._kind == "json" or (may_be_null and any(null.startswith(value) for null in self._nulls)):
                 return 0
             made.append(self._quote + escape(value))
             self._quote = ""
             return len(value)
-        is_json = self._kind == "json" or (may_be_null and value == "null")
+        is_json = self._kind == "json" or (may_be_null and value in self._nulls)
         made.append(_as_json(value) if is_json else f'{self._quote}{escape(value)}"')
-        self._kind = ""
+        self._kind, self._is_quoted = "", False
         return end + len(close)
 
 
@@ -225,9 +236,15 @@ class PairArguments(Arguments):
             return None
         return SIGNS.get(sign, sign)
 
+    def finish(self, text: str) -> str:
+        """Return the rest of the JSON when the answer ends within the arguments; a quote at its end ends its text."""
+        return '"' if text and text == self._quote else text
+
     def _read_text(self, text: str, made: list[str]) -> int:
         quote = self._quote
-        if text.startswith(quote):
+        if len(quote) == 1 and text == quote:
+            return 0
+        if text.startswith(quote) and not (len(quote) == 1 and text[1].isalnum()):  # there it is an apostrophe
             self._quote = ""
             made.append('"')
             return len(quote)
@@ -236,6 +253,9 @@ class PairArguments(Arguments):
             self.is_broken = found is None and len(text) >= LONGEST_ESCAPE
             made.append(_translate_escape(found[0][1:]) if found else "")
             return found.end() if found else 0
+        if text.startswith(quote):
+            made.append(escape(quote))
+            return len(quote)
         ends = [quote, "\\"] if len(quote) == 1 else [quote]  # in quotes of several letters nothing is escaped
         certain = min((split_at(text, end)[0] for end in ends), key=len)
         made.append(escape(certain))
@@ -261,13 +281,16 @@ def _as_json(value: str) -> str:
     if text == "null" or decode_json(text) is not None:
         return text
     reader = PairArguments(("'", '"'), ")")
-    found = decode_json(reader.read(f"a={text})")[0])
-    if reader.is_done and isinstance(found, dict) and len(found) == 1:
-        return json.dumps(found["a"], ensure_ascii=False)
+    made = reader.read(f"a={text})")[0]
+    found = decode_json(made) if reader.is_done else None
+    if isinstance(found, dict) and len(found) == 1:
+        return made.removeprefix('{"a": ').removesuffix("}")
     return f'"{escape(value)}"'
 
 
-def _ends_in_string(text: str) -> bool:
+def _ends_in_string(text: str, is_python: bool) -> bool:
+    if is_python:
+        return text.lstrip()[:1] in ("{", "[", '"', "'") and UNCLOSED.search(CLOSED.sub("", text)) is not None
     scan = JsonArguments(depth=1)
     scan.read(text)
     return text.lstrip()[:1] in ("{", "[", '"') and scan.in_string

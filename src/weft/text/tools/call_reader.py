@@ -79,8 +79,9 @@ class CallReader(_Reader):
         self._family = family
         self._brace = "{" if family.notation is None else ""  # the first letter of arguments, where that is known
         self._opening = piece((family.begin + family.head).lstrip() + self._brace)
-        self._following = piece((family.between or "") + family.head + self._brace)
-        self._tail, self._end = piece(family.tail), piece(family.end)
+        self._following = piece(((family.between or "") + family.head).lstrip() + self._brace)
+        self._tail, self._end = piece(family.tail), piece(family.end.lstrip())
+        self._is_list = bool(family.end) or (family.is_anchored and family.between is not None)  # what follows is known
         self._free = (lambda: self._emit_text(self.held)) if family.is_anchored else self._read_text  # anchored: no call can come
         self._state = self._read_head if family.is_anchored else self._read_text
         self._rest: JsonArguments | None = None  # of the object around the arguments
@@ -145,7 +146,7 @@ class CallReader(_Reader):
 
     def _read_tail(self) -> bool:
         """Read the text that closes a call; further fields after the arguments in the call's JSON object are dropped."""
-        if self._rest is None and self._brace and self._family.tail.startswith("}"):
+        if self._rest is None and self._brace and self._family.tail.lstrip().startswith("}"):
             self.held = self.held.lstrip()
             self._rest = JsonArguments(depth=1) if self.held.startswith(",") else None
         if self._rest is not None:
@@ -157,15 +158,17 @@ class CallReader(_Reader):
             self.held = self.held[match.end() :]
         elif self._tail.may_come(self.held):
             return False
-        self._state = self._read_next if match and self._family.end else self._free
+        self._state = self._read_next if match and self._is_list else self._free
         return True
 
     def _read_next(self) -> bool:
-        if match := self._end.match(self.held):
+        """Read the text between two calls or after the last one, after white space, in which templates differ."""
+        blank = len(self.held) - len(self.held.lstrip())
+        if self._family.end and (match := self._end.match(self.held, blank)):
             self.held = self.held[match.end() :]
-        elif self._enter_call(self._following):
+        elif self._enter_call(self._following, blank):
             return True
-        elif self._end.may_come(self.held) or self._following.may_come(self.held):
+        elif self._end.may_come(self.held, blank) or self._following.may_come(self.held, blank):
             return False
         self._state = self._free
         return True

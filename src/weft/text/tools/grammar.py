@@ -6,6 +6,7 @@ llguidance's Lark a marker's token is not matched by the marker's letters, so to
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -16,10 +17,13 @@ from weft.text.schema import json_schema_grammar
 from weft.text.tools.arguments import PLACES, Pairs, Tags
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
+from weft.text.tools.python_values import NotWritable, PythonValues, in_order
 from weft.text.tools.tool import Tool, ToolSelection, alternatives, types
 
 ANY_TEXT = "(?s:.*)"
+ID, GIVEN_ID = '"id"', r'/"[A-Za-z0-9_.:-]{1,64}"/'
 ANY_KEY = "[A-Za-z_][A-Za-z0-9_]{0,30}"
+ESCAPES = {"json_allowed_escapes": 'nrbtf\\"u', "json_allow_general_unicode_escapes": True}
 SHARED = ("$schema", "$defs", "definitions")
 DESCRIBING = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment", "$id", *SHARED}
 # What can be enforced where arguments are written one by one, and where values have a notation of their own.
@@ -76,7 +80,7 @@ class _Grammar:
         self.rules["PLAIN"] = rf"/{ANY_TEXT}/ & ~/\s*({'|'.join(map(_pattern, heads))}){ANY_TEXT}/"
         if self.mode == "none":
             return "PLAIN"
-        blank, tail = self.literal(" " * self.family.head.endswith(" ")), self.literal(self.family.tail)
+        blank, tail = self.literal(" " * self.family.head.endswith(" ")), self.tail()
         firsts = []  # each call's head is one terminal, or free text would match more of it
         for index, (tool, head) in enumerate(zip(self.tools, heads, strict=True)):
             self.rules[f"FIRST_{index}"] = rf"/\s*{_pattern(head)}/"
@@ -99,14 +103,19 @@ class _Grammar:
         return f"{begun} {self.call()} {self.more_calls(is_framed=bool(self.family.end) or not num_read)}"
 
     def call(self) -> str:
-        after, tail = self.literal(self.family.head.partition("⟨name⟩")[2]), self.literal(self.family.tail)
+        after, tail = self.literal(self.family.head.partition("⟨name⟩")[2]), self.tail()
         self.rules["call"] = " | ".join(f"{quoted(tool.name)} {after} {self.arguments(tool)} {tail}" for tool in self.tools)
         return "call"
+
+    def tail(self) -> str:
+        tail = self.literal(self.family.tail)
+        return f"({self.literal(', ')} {quoted(ID)} {self.literal(': ')} {GIVEN_ID})? {tail}" if self.family.may_add_id else tail
 
     def more_calls(self, is_framed: bool = True) -> str:
         head = (self.family.between or "") + self.family.head.partition("⟨name⟩")[0]
         more = f"({self.literal(head)} {self.call()})*" if self.is_parallel and is_framed else ""
-        return f"{more} {self.literal(self.family.end)}"
+        end = self.literal(self.family.end)
+        return f"{more} ({end})?" if self.family.is_closing else f"{more} {end}"
 
     def arguments(self, tool: Tool) -> str:
         if name := self.known.get(tool.name):
@@ -119,7 +128,7 @@ class _Grammar:
             case None if tool.grammar is not None:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
             case None:
-                body = _json_value(tool, tool.parameters, tool.place)
+                body = self.json_value(tool, tool.parameters, tool.place)
         name = self.known[tool.name] = self.rule("arguments", body)
         return name
 
@@ -142,24 +151,30 @@ class _Grammar:
                 opened = opened.removesuffix("?") if any(text[:1] == "\n" for text in texts) else opened
                 must_close = any(text[-1:] == "\n" for text in texts)
                 value = f"{listed} {self.literal(tags.close).replace('?', '', 1 if must_close else 0)}"
+            elif tags.quotes[0]:
+                value = self.quoted_text(tags)
             else:
                 value = self.until(tags.close.lstrip())
             bodies.append(f"({opened} {value}){repeat}")
         return " ".join(bodies)
 
+    def quoted_text(self, tags: Tags) -> str:
+        """Return an expression for a text in quotes or one that does not begin like these, through its closing tag."""
+        opening, closing = tags.quotes
+        self.rules["BARE"] = f"/{ANY_TEXT}/ & ~/{_pattern(opening)}{ANY_TEXT}/"
+        plain = f"until_{len(self.rules)}"
+        self.rules[f"{plain}[lazy]"] = f"/{ANY_TEXT}{_pattern(tags.close)}/ & ~/{_pattern(opening)}{ANY_TEXT}/"
+        mark = self.longest_mark(tags.close)
+        bare = f"BARE <[{self.tokens[mark]}]> {self.literal(tags.close[len(mark) :])} | {plain}" if mark else plain
+        return f"({bare} | {self.literal(opening)} {self.until(closing + tags.close)})"
+
     def paired(self, tool: Tool, node: Tool, pairs: Pairs, place: str) -> str:
         """Return an expression for comma-separated pairs in a fixed order: a call's arguments, or properties of an object."""
-        comma, written, starts = self.literal(", "), [], []
+        written = []
         for key, schema, repeat, where in self.divided(tool, node, place):
             pair = f"{key} {quoted(pairs.assign)} {self.value(tool, schema, pairs, where)}"
             written.append((self.rule("pair", pair), repeat))
-        for index, (pair, repeat) in enumerate(written):
-            more = f"({comma} {pair})*" if repeat == "*" else ""
-            rest = (f"({comma} {other}){often}" for other, often in written[index + 1 :])
-            starts.append(" ".join([pair, more, *rest]))
-            if not repeat:  # this one must come, so it or one of those before it begins
-                return f"({' | '.join(starts)})"
-        return f"({' | '.join(starts)})?" if starts else ""
+        return in_order(written, self.literal(", "))
 
     def divided(self, tool: Tool, node: Tool, place: str) -> list[tuple[str, Any, str, str]]:
         """List arguments as (key expression, schema, repetition, path); repetition is "" if required, else "?" or "*"."""
@@ -207,7 +222,9 @@ class _Grammar:
         return name
 
     def loose_json(self, tool: Tool, schema: Any, place: str) -> str:
-        texts = [_json_value(tool, schema, place)]
+        texts = [self.json_value(tool, schema, place)]
+        if python := self.python_value(tool, schema, place):
+            return f"({texts[0]} | {python})"
         if types(tool.resolve(schema)) == ["boolean"]:
             texts += ['"True"', '"False"']
         if choices := tool.choices(schema):
@@ -217,6 +234,21 @@ class _Grammar:
             texts.append("QUOTED")
             self.rules["QUOTED"] = r"/'([^'\\\n]|\\['\\nt])*'/"
         return f"({' | '.join(texts)})"
+
+    def json_value(self, tool: Tool, schema: Any, place: str) -> str:
+        return _json_value(tool, schema, place, may_escape=self.family.is_ascii)
+
+    def python_value(self, tool: Tool, schema: Any, place: str) -> str:
+        """Return an expression for a value as Python prints it; "" where the model's template writes none, or it can not be."""
+        match self.family.notation:
+            case Tags(is_python=True) | Pairs(is_json=True):
+                rules = dict(self.rules)
+                values = PythonValues(tool, rules, lambda number: _json_value(tool, number, place))
+                with suppress(NotWritable):
+                    value = values.value(schema)
+                    self.rules = rules
+                    return value
+        return ""
 
     def typed(self, kind: str, tool: Tool, node: dict[str, Any], pairs: Pairs, place: str) -> str:
         match kind:
@@ -249,12 +281,12 @@ class _Grammar:
     def literal(self, text: str) -> str:
         """Return an expression for fixed text: newlines and spaces after signs are optional, markers are tokens, ⟨id⟩ any id."""
         marks = [re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True) if mark in text]
-        seams = "|".join([*marks, "[ \n]", "⟨id⟩"])
+        seams = "|".join([*marks, "[ \n]{2,}|[ \n]", "⟨id⟩"])
         parts = [part for part in re.split(f"({seams})", text) if part]
         atoms = []
         for part, before in zip(parts, ["", *parts], strict=False):
             may_miss = part == "\n" or (part == " " and before[-1:] in ("", *",:[]> \n"))
-            fixed = f"<[{self.tokens[part]}]>" if part in self.tokens else quoted(part) + "?" * may_miss
+            fixed = f"<[{self.tokens[part]}]>" if part in self.tokens else _indent(part) or quoted(part) + "?" * may_miss
             atoms.append(f"/{self.family.id_pattern}/" if part == "⟨id⟩" else fixed)
         return " ".join(atoms)
 
@@ -262,8 +294,15 @@ class _Grammar:
         """Return an expression for free text through the first `text`, which comes as marker tokens or spelled out."""
         spelled = f"until_{len(self.rules)}"
         self.rules[f"{spelled}[lazy]"] = f"/{ANY_TEXT}{_pattern(text)}/"
-        mark = self.longest_mark(text)
-        return f"(TEXT <[{self.tokens[mark]}]> {self.literal(text[len(mark) :])} | {spelled})" if mark else spelled
+        before, mark, after = self.cut_at_mark(text)
+        free = self.rule("TEXT", f"/{ANY_TEXT}{_pattern(before)}/") if before else "TEXT"
+        return f"({free} <[{self.tokens[mark]}]> {self.literal(after)} | {spelled})" if mark else spelled
+
+    def cut_at_mark(self, text: str) -> tuple[str, str, str]:
+        """Like str.partition, at the first marker with a token of its own, the longest if several begin there."""
+        marks = "|".join(re.escape(mark) for mark in sorted(self.tokens, key=len, reverse=True))
+        found = re.search(marks, text) if marks else None
+        return (text[: found.start()], found[0], text[found.end() :]) if found else (text, "", "")
 
     def rule(self, kind: str, body: str) -> str:
         name = f"{kind}_{len(self.rules)}"
@@ -271,7 +310,7 @@ class _Grammar:
         return name
 
 
-def _json_value(tool: Tool, schema: Any, place: str) -> str:
+def _json_value(tool: Tool, schema: Any, place: str, *, may_escape: bool = False) -> str:
     """Return a %json expression for a schema; if the tool is not strict, constraints that can not be enforced are relaxed."""
     is_whole = schema is tool.parameters
     document = {word: tool.parameters[word] for word in SHARED if word in tool.parameters}
@@ -280,16 +319,28 @@ def _json_value(tool: Tool, schema: Any, place: str) -> str:
         try:
             if not is_whole and OUTSIDE_REFERENCE.search(msgspec.json.encode(document).decode()):
                 raise InvalidRequest(f"{place}: in this model's calls a $ref must lead to $defs; put what it names there", place)
-            return _json(json_schema_grammar(document, strict, place, closes=not tool.strict).text, lenient=not strict)
+            text = json_schema_grammar(document, strict, place, closes=not tool.strict).text
+            return _json(text, lenient=not strict, may_escape=may_escape and _is_closed(msgspec.json.decode(text)))
         except InvalidRequest:
             if tool.strict:
                 raise
     return _json('{"type":"object"}' if is_whole else "{}", lenient=True)
 
 
-def _json(schema: str, lenient: bool) -> str:
-    options = json.dumps({"x-guidance": {**JSON_OPTIONS, "lenient": lenient}})
+def _json(schema: str, lenient: bool, *, may_escape: bool = False) -> str:
+    options = json.dumps({"x-guidance": {**JSON_OPTIONS, **(ESCAPES if may_escape else {}), "lenient": lenient}})
     return f"%json {options[:-1]}{',' * (schema != '{}')}{schema[1:]}"
+
+
+def _is_closed(node: Any) -> bool:
+    """Whether no object of the schema that names properties may have others: escaped, they could be a named one once more."""
+    match node:
+        case list():
+            return all(map(_is_closed, node))
+        case dict():
+            is_open = "properties" in node and node.get("additionalProperties") is not False
+            return not is_open and all(map(_is_closed, node.values()))
+    return True
 
 
 def _check_keywords(tool: Tool, node: dict[str, Any], enforced: set[str], place: str) -> None:
@@ -307,6 +358,15 @@ def _writable(tool: Tool, values: list[Any], close: str, place: str) -> list[Any
             f"{place}: this model's calls can not have the value {shown}, because {close} ends a value in them", place
         )
     return [value for value in values if value not in wrong]
+
+
+def _indent(text: str) -> str:
+    """Return an expression for two or more spaces and newlines, of which any may be missing; "" for another text."""
+    if len(text) < 2 or text.strip():
+        return ""
+    runs = [("\\n", "\\n?") if run == "\n" else (f" {{1,{len(run)}}}", f" {{0,{len(run)}}}") for run in re.findall("\n| +", text)]
+    forms = (some + "".join(maybe for _, maybe in runs[index + 1 :]) for index, (some, _) in enumerate(runs))
+    return f"/{'|'.join(forms)}/?"
 
 
 def _pattern(text: str) -> str:
