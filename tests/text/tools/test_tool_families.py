@@ -112,6 +112,8 @@ HY3 = (
 SOLAR = (
     "<|tool_call:begin|>{{ call.id }}<|tool_call:name|>{{ f.name }}<|tool_call:args|>{{ f.arguments | tojson }}<|tool_call:end|>"
 )
+M3 = "]<]minimax[>["
+ELEMENT = f"{ITEMS}{M3}<{{{{ k }}}}>{{{{ v }}}}{M3}</{{{{ k }}}}>{{% endfor %}}"
 NAMED = '{"{{ f.name }}": {{ f.arguments | tojson }}}'
 WRITTEN = {
     "phi": ("<|tool_call|>[", ", ", OBJECT, "]<|/tool_call|>"),
@@ -123,6 +125,12 @@ WRITTEN = {
     "solar": ("<|tool_calls|>", "", SOLAR, "<|calls|>"),
     "internlm2": ("", "", f"<|action_start|><|plugin|>\n{OBJECT}<|action_end|>", ""),
     "functionary-v3.1": ("", "", "<function={{ f.name }}>{{ f.arguments | tojson }}</function>", ""),
+    "minimax-m3": (
+        f"{M3}<tool_call>",
+        "",
+        f'\n{M3}<invoke name="{{{{ f.name }}}}">{ELEMENT}{M3}</invoke>',
+        f"\n\n{M3}</tool_call>",
+    ),
     "minicpm5": ("", "\n", f'<function name="{{{{ f.name }}}}">{SHORT}</function>', ""),
     "hy3": ("<tool_calls>\n", "\n", HY3, "\n</tool_calls>"),
     "hy3-opensource": tuple(text.replace(">", ":opensource>") for text in ("<tool_calls>\n", "\n", HY3, "\n</tool_calls>")),
@@ -213,7 +221,7 @@ def described(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_calls_that_no_reader_understands_are_of_no_family_whichever_one_the_template_names(name: str) -> None:
+def test_calls_that_no_reader_understands_have_no_family(name: str) -> None:
     for call in (
         "@@{{ f.name }}({{ f.arguments | tojson }})",
         '<tool_call><{{ f.name }} a="{{ f.arguments | tojson }}"/></tool_call>',

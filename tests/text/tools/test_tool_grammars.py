@@ -125,7 +125,7 @@ ODD = {
     "required": ["date", "level", "when", "size"],
     "additionalProperties": False,
 }
-WORDED = [name for name in FAMILY if name not in ("gemma4", "function-gemma")]
+WORDED = [name for name in FAMILY if name not in ("gemma4", "function-gemma", "minimax-m3")]
 
 
 @pytest.mark.parametrize("name", WORDED)
@@ -153,7 +153,7 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "deepseek-v4", "kimi-k3", "lfm2", "gemma4"])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "deepseek-v4", "kimi-k3", "lfm2", "gemma4", "seed", "minimax-m3"])
 def test_arguments_that_have_no_name_are_held_to_their_schema_too(name: str) -> None:
     compiler, family = vocabulary("tokens"), FAMILY[name]
     tools = read_tools([function("f", BESIDE)])
@@ -339,7 +339,7 @@ def test_what_was_asked_for_stands_in_the_final_channel() -> None:
     assert not accepts(compiler, spec, "<|channel|>final<|message|>Hello")
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "lfm2", "gemma4"])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "lfm2", "gemma4", "minimax-m3"])
 def test_an_agents_many_tools_are_compiled_within_the_limits(name: str) -> None:
     compiler = vocabulary("tokens")
     tools = read_tools([function(f"tool_{index}", WEATHER) for index in range(62)])
@@ -371,7 +371,7 @@ JUNK = st.recursive(
 )
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "kimi-k3", "lfm2", "gemma4"])
+@pytest.mark.parametrize("name", ["hermes", "qwen-xml", "kimi-k3", "lfm2", "gemma4", "minimax-m3", "minicpm5"])
 @given(schema=st.dictionaries(WORDS, JUNK, max_size=4))
 @settings(max_examples=60)
 def test_no_schema_is_too_odd_for_a_tool_that_is_not_strict(name: str, schema: dict[str, Any]) -> None:

@@ -62,6 +62,44 @@ def test_text_around_calls_is_kept_and_white_space_at_them_is_not(name: str) -> 
     assert isinstance(deltas[0], Text)
 
 
+ELEMENTS = {
+    "text": ("<b>]<]minimax", {"type": "string"}, "<b>]<]minimax"),
+    "looks like a number": ("5", {"type": "string"}, "5"),
+    "number": ("1.50", {"type": "number"}, 1.5),
+    "nothing or text": ("null", {"type": ["string", "null"]}, None),
+    "text or number": ("[5]", {"type": ["string", "integer"]}, "[5]"),
+    "number or text": ("5", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, 5),
+    "a listed text": ("5", {"enum": ["5", 6]}, "5"),
+    "no items": ("", {"type": "array"}, []),
+    "no fields": ("", {"type": "object"}, {}),
+    "items": ("⟦item⟧a b⟦/item⟧⟦item⟧7⟦/item⟧", {"type": "array", "items": {"type": "string"}}, ["a b", "7"]),
+    "fields": (
+        "⟦x⟧⟦x⟧1⟦/x⟧⟦/x⟧⟦item⟧7⟦/item⟧",
+        {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}, "item": {"type": "string"}}},
+        {"x": {"x": 1}, "item": "7"},
+    ),
+    "whatever it is": ("⟦item⟧⟦a⟧true⟦/a⟧⟦/item⟧⟦item⟧it is⟦/item⟧", {}, [{"a": True}, "it is"]),
+    "one of two": (
+        "⟦item⟧3⟦/item⟧",
+        {"anyOf": [{"type": "object", "properties": {"item": {"type": "integer"}}}, {"type": "string"}]},
+        {"item": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_what_nested_elements_are_says_the_schema(name: str) -> None:
+    mark = "]<]minimax[>["
+    content, schema, value = ELEMENTS[name]
+    known = {"X": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+    tools = read_tools([function("f", {"type": "object", "properties": {"v": schema}, "$defs": known})])
+    inner = content.replace("⟦", f"{mark}<").replace("⟧", ">")
+    text = f'{mark}<tool_call>\n{mark}<invoke name="f">{mark}<v>{inner}{mark}</v>{mark}</invoke>\n{mark}</tool_call>'
+
+    assert calls(read(FAMILY["minimax-m3"], [text], tools)) == [("f", {"v": value})]
+    assert read(FAMILY["minimax-m3"], list(text), tools) == read(FAMILY["minimax-m3"], [text], tools)
+
+
 VALUES = {
     "city": st.text(st.characters(exclude_categories=["Cs"]), max_size=30),
     "days": st.integers(),

@@ -26,7 +26,7 @@ from weft.grammar.constraint import Constraint
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import ConstraintSpec, Submit
 from weft.text.tools import ToolSelection, read_tools
-from weft.text.tools.arguments import Pairs, Tags
+from weft.text.tools.arguments import Elements, Pairs, Tags
 from weft.text.types import CallOpened
 
 CALLS = int(os.environ.get("WEFT_TOOL_CALLS", "20" if ALL else "10"))  # of each family; `make tools` wants 200
@@ -71,7 +71,12 @@ def constraint(name: str, mode: Any) -> Constraint:
 def biases(name: str, strength: float) -> dict[int, float]:
     """A bias towards what ends texts, lists, calls, and most of all the answer."""
     family = FAMILY[name]
-    own = {Tags: lambda tags: [tags.close], Pairs: lambda pairs: pairs.quotes, type(None): lambda _: ()}[type(family.notation)]
+    own = {
+        Tags: lambda tags: [tags.close],
+        Pairs: lambda pairs: pairs.quotes,
+        Elements: lambda elements: [elements.mark],
+        type(None): lambda _: (),
+    }[type(family.notation)]
     texts = ['"', "'", "}", "]", ")", *own(family.notation), family.tail, family.end]
     ends = {ids(COMPILER, text.strip())[0] for text in texts if text.strip()}
     return dict.fromkeys(ends, strength) | {END: strength + 4}

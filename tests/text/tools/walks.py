@@ -21,7 +21,7 @@ from weft.model.resolve import TINY_HYBRID
 from weft.text.tools import CallFormat, ToolSelection
 
 END = 4082
-MARKERS = re.compile(r'<\|"\|>|<\|tool_call>|<tool_call\|>|</?[|｜]?[^<>"= ⟨]+>|\[[A-Z_]+\]')
+MARKERS = re.compile(r'\]<\]minimax\[>\[|<\|"\|>|<\|tool_call>|<tool_call\|>|</?[|｜]?[^<>"= ⟨]+>|\[[A-Z_]+\]')
 
 
 @cache
@@ -46,12 +46,23 @@ def vocabulary(kind: str) -> Compiler:
 @cache
 def form(name: str, compiler: Compiler) -> CallFormat:
     """A family's format over a vocabulary."""
-    found = {mark: ids(compiler, mark) for mark in MARKERS.findall(FAMILY[name].literals)}
-    return CallFormat(FAMILY[name], frozenset((mark, tokens[0]) for mark, tokens in found.items() if len(tokens) == 1))
+    known = added(compiler)
+    return CallFormat(
+        FAMILY[name], frozenset((mark, known[mark]) for mark in MARKERS.findall(FAMILY[name].literals) if mark in known)
+    )
+
+
+@cache
+def added(compiler: Compiler) -> dict[str, int]:
+    """A vocabulary's markers, of which llguidance itself finds only those in angles or brackets in a text."""
+    return {compiler.tokenizer.decode_bytes([token]).decode(): token for token in range(END, compiler.vocab_size)}
 
 
 def ids(compiler: Compiler, text: str) -> list[int]:
-    return list(compiler.tokenizer.tokenize_str(text, parse_special=True))
+    known = added(compiler)
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(known, key=len, reverse=True)))})", text)
+    tokens = ([known[part]] if part in known else compiler.tokenizer.tokenize_str(part) for part in parts if part)
+    return [token for part in tokens for token in part]
 
 
 def ways_out(compiler: Compiler, name: str) -> list[list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from weft.api.dialect import decode_arguments
 from weft.text.tools import Tool, read_tools
-from weft.text.tools.arguments import Pairs, Tags
+from weft.text.tools.arguments import Elements, Pairs, Tags
 from weft.text.tools.call_reader import CallReader, HarmonyReader
 from weft.text.tools.families import FAMILIES, Family
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
@@ -84,6 +84,12 @@ EXAMPLES: dict[str, tuple[str, list[tuple[str, Any]]]] = {
     "minimax": (
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
         '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="list-all">\n</invoke>\n</minimax:tool_call>',
+        [PARIS, ALL],
+    ),
+    "minimax-m3": (
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>[</city>'
+        "]<]minimax[>[<days>3]<]minimax[>[</days>]<]minimax[>[</invoke>\n"
+        ']<]minimax[>[<invoke name="list-all">]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>',
         [PARIS, ALL],
     ),
     "muse": (
@@ -277,10 +283,21 @@ def written_arguments(family: Family, arguments: dict[str, Any]) -> str:
                 tags[key] + (value if isinstance(value, str) else repr(value) if is_python else json.dumps(value)) + close
                 for key, value in arguments.items()
             )
+        case Elements(mark):
+            return elements(arguments, mark)
         case Pairs(assign, quotes, is_json):
             return ", ".join(
                 f"{key}{assign}{repr(value) if is_json else braced(value, quotes[0])}" for key, value in arguments.items()
             )
+
+
+def elements(value: Any, mark: str) -> str:
+    match value:
+        case dict():
+            return "".join(f"{mark}<{key}>{elements(one, mark)}{mark}</{key}>" for key, one in value.items())
+        case list():
+            return "".join(f"{mark}<item>{elements(one, mark)}{mark}</item>" for one in value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def braced(value: Any, quote: str) -> str:

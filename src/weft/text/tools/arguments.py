@@ -44,7 +44,14 @@ class Pairs:
     is_sorted: bool = False
 
 
-Notation = Tags | Pairs | None  # None: arguments are JSON
+@dataclass(frozen=True)
+class Elements:
+    """A notation with each argument, and each key and item within it, in a tag of its own behind a marker."""
+
+    mark: str
+
+
+Notation = Tags | Pairs | Elements | None  # None: arguments are JSON
 
 
 class Piece:
@@ -176,7 +183,7 @@ class TagArguments(Arguments):
             self._quote = ""
             return len(value)
         is_json = self._kind == "json" or (may_be_null and value in self._nulls)
-        made.append(_as_json(value) if is_json else f'{self._quote}{escape(value)}"')
+        made.append(as_json(value) if is_json else f'{self._quote}{escape(value)}"')
         self._kind, self._is_quoted = "", False
         return end + len(close)
 
@@ -275,7 +282,7 @@ def decode_json(text: str) -> Any:
         return None
 
 
-def _as_json(value: str) -> str:
+def as_json(value: str) -> str:
     """Return a value as JSON: unchanged if it is JSON, converted if it is a Python literal, else as a JSON string."""
     text = value.strip()
     if text == "null" or decode_json(text) is not None:

@@ -10,7 +10,18 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from weft.text.stop_strings import split_at
-from weft.text.tools.arguments import Arguments, JsonArguments, PairArguments, Piece, TagArguments, Tags, decode_json, piece
+from weft.text.tools.arguments import (
+    Arguments,
+    Elements,
+    JsonArguments,
+    PairArguments,
+    Piece,
+    TagArguments,
+    Tags,
+    decode_json,
+    piece,
+)
+from weft.text.tools.elements import ElementArguments
 from weft.text.tools.families import Family
 from weft.text.tools.tool import Tool
 from weft.text.types import CallArguments, CallClosed, CallOpened, ContentDelta, Reasoning, Text
@@ -129,6 +140,8 @@ class CallReader(_Reader):
         arguments: Arguments = JsonArguments()
         if isinstance(family.notation, Tags):
             arguments = TagArguments(family.notation, self._tools[words["name"]], family.tail)
+        elif isinstance(family.notation, Elements):
+            arguments = ElementArguments(family.notation, self._tools[words["name"]], family.tail)
         elif family.notation is not None:
             arguments = PairArguments(family.notation.quotes, family.tail[0])
         self._open_call(words["name"], arguments, family.id_form.format(**words))

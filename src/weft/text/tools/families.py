@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from weft.text.tools.arguments import Notation, Pairs, Tags
+from weft.text.tools.arguments import Elements, Notation, Pairs, Tags
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Family:
         """All fixed texts of the format, joined by NUL, in which to look for markers that have a token of their own."""
         own: tuple[str, ...] = self.notation.quotes if isinstance(self.notation, Pairs) else ()
         own = (self.notation.open, self.notation.close) if isinstance(self.notation, Tags) else own
+        own = (self.notation.mark,) if isinstance(self.notation, Elements) else own
         return "\0".join((self.begin, self.call, self.between or "", self.end, self.also, *own))
 
 
@@ -122,6 +123,7 @@ FAMILIES = (
     _framed_keyed("hy3", ""),
     _framed_keyed("hy3-opensource", ":opensource"),
     _invoked("minimax", "minimax:tool_call"),
+    Family("minimax-m3", M3_CALL, Elements(M3), f"{M3}<tool_call>\n", "", f"{M3}</tool_call>"),
     _invoked("muse", "atem:function_calls", "atem:"),
     _invoked("deepseek-v3.2", "｜DSML｜function_calls", "｜DSML｜", ' string="⟨type⟩"'),
     _invoked("deepseek-v4", "｜DSML｜tool_calls", "｜DSML｜", ' string="⟨type⟩"', gap="\n\n"),

@@ -14,7 +14,7 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
-from weft.text.tools.arguments import PLACES, Pairs, Tags
+from weft.text.tools.arguments import PLACES, Elements, Pairs, Tags
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
 from weft.text.tools.python_values import NotWritable, PythonValues, in_order
@@ -31,7 +31,11 @@ DIVIDED = {*DESCRIBING, "type", "properties", "required", "additionalProperties"
 SPELLED = {*DIVIDED, "items", "minItems", "maxItems", "anyOf", "oneOf", "enum", "const"}
 NUMERIC = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 OUTSIDE_REFERENCE = re.compile(r'"\$ref":"#(?!/(?:\$defs|definitions)/)')
-KEYS = {Tags: re.compile(r'[^<>"\n]+'), Pairs: re.compile(r"[A-Za-z_][\w-]*")}  # that can be written
+KEYS = {
+    Tags: re.compile(r'[^<>"\n]+'),
+    Elements: re.compile(r"[^<>\n/\"][^<>\n\"]*"),
+    Pairs: re.compile(r"[A-Za-z_][\w-]*"),
+}  # that can be written
 
 MarkerTokens = frozenset[tuple[str, int]]  # the markers of calls for which a vocabulary has a token
 
@@ -125,6 +129,8 @@ class _Grammar:
                 body = self.tagged(tool, tags)
             case Pairs() as pairs:
                 body = self.paired(tool, tool, pairs, tool.place)
+            case Elements(mark):
+                body = self.elements(tool, tool, mark, tool.place)
             case None if tool.grammar is not None:
                 body = f'"{{" " "? {quoted(quoted(INPUT))} ":" " "? {string_grammar(tool.grammar, tool.place)} " "? "}}"'
             case None:
@@ -145,7 +151,9 @@ class _Grammar:
             elif kind == "json":
                 value = f"{self.loose_json(tool, schema, place)} {self.literal(tags.close)}"
             elif choices := tool.choices(schema):
-                texts = _writable(tool, ["null" if one is None else one for one in choices], tags.close.lstrip("\n"), place)
+                nulls = ["null", "None"] if tags.is_python else ["null"]
+                values = [text for one in choices for text in (nulls if one is None else [one])]
+                texts = _writable(tool, values, tags.close.lstrip("\n"), place)
                 listed = f"({' | '.join(quoted(text) for text in texts if text)}){'?' * ('' in texts)}"
                 # The reader cuts a line break of the tags: one of a text's own stays if theirs is there.
                 opened = opened.removesuffix("?") if any(text[:1] == "\n" for text in texts) else opened
@@ -176,6 +184,50 @@ class _Grammar:
             written.append((self.rule("pair", pair), repeat))
         return in_order(written, self.literal(", "))
 
+    def elements(self, tool: Tool, node: Tool, mark: str, place: str) -> str:
+        """Return an expression for elements in a fixed order: a call's arguments, or the fields of an object."""
+        written = []
+        for key, schema, repeat, where in self.divided(tool, node, place):
+            written.append(f'({self.literal(mark + "<")} {key} ">" {self.element(tool, schema, mark, key, where)}){repeat}')
+        return " ".join(written)
+
+    def element(self, tool: Tool, schema: Any, mark: str, key: str, place: str) -> str:
+        """Return an expression for a value through its closing tag; `key` is the expression for the tag's name."""
+        close = f'{self.literal(mark + "</")} {key} ">"'
+        if tool.grammar is not None:
+            return self.custom_text(tool.grammar, f"{mark}</{INPUT}>", tool.place)
+        known_as = "\0".join((tool.name, key, msgspec.json.encode(schema).decode()))
+        if known_as in self.known:
+            return self.known[known_as]
+        node = tool.resolve(schema)
+        name = self.known[known_as] = self.rule("value", "")  # before its body: it may refer to itself
+        _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
+        if choices := tool.choices(node):
+            words = [quoted(text) for one in choices if (text := one if isinstance(one, str) else json.dumps(one))]
+            texts = [f"({' | '.join(words)}){'?' * ('' in choices)} {close}"]
+        elif branches := alternatives(node):
+            texts = [self.element(tool, branch, mark, key, place) for branch in branches]
+        else:
+            kinds = types(node) or ["string", "array", "object"]
+            texts = [self.content(kind, tool, node, mark, key, place) for kind in kinds]
+        self.rules[name] = " | ".join(texts)
+        return name
+
+    def content(self, kind: str, tool: Tool, node: dict[str, Any], mark: str, key: str, place: str) -> str:
+        close = f'{self.literal(mark + "</")} {key} ">"'
+        match kind:
+            case "string":
+                return f'{self.until(mark)} "</" {key} ">"'
+            case "array":
+                item = f"{self.literal(mark + '<item>')} {self.element(tool, node.get('items', {}), mark, quoted('item'), place)}"
+                low, high = (int(count) if isinstance(count := node.get(word), int) else 0 for word in ("minItems", "maxItems"))
+                return f"({item}){{{low},{high or ''}}} {close}"
+            case "object":
+                return f"{self.elements(tool, Tool(tool.name, msgspec.json.encode(node).decode()), mark, place)} {close}"
+            case _:
+                bounds = {word: node[word] for word in NUMERIC & node.keys()}
+                return f"{_json_value(tool, {'type': kind, **bounds}, place)} {close}"
+
     def divided(self, tool: Tool, node: Tool, place: str) -> list[tuple[str, Any, str, str]]:
         """List arguments as (key expression, schema, repetition, path); repetition is "" if required, else "?" or "*"."""
         _check_keywords(tool, node.parameters, DIVIDED, place)
@@ -189,7 +241,8 @@ class _Grammar:
             parts.append((quoted(key), schema, "" if key in node.required else "?", where))
         if node.is_open:
             known = "|".join(map(_pattern, node.properties))
-            name = self.rule("KEY", f"/{ANY_KEY}/" + (f" & ~/{known}/" if known else ""))
+            pattern = f"/{ANY_KEY}/" + (f" & ~/{known}/" if known else "")
+            name = self.known[pattern] = self.known.get(pattern) or self.rule("KEY", pattern)
             parts.append((name, node.schema_of(""), "*", f"{place}.additionalProperties"))
         if isinstance(self.family.notation, Pairs) and self.family.notation.is_sorted:
             parts.sort(key=lambda part: (part[2] == "*", part[0]))
