@@ -589,6 +589,20 @@ GUARDS = [
         "a fork of a process with an LLM gets an error and does not hang",
     ),
     Guard(
+        "tools-not-described", "text/tools/described.py",
+        "    if conversation.tools:\n",
+        "    if not conversation.tools:\n",
+        "tests/text/tools/test_described_tools.py::test_tools_are_described_before_the_question_each_on_a_line_of_its_own",
+        "tools are described to a model whose template has no place for them", "R070",
+    ),
+    Guard(
+        "described-calls-forced", "text/tools/__init__.py",
+        '        if self.is_described and selection.mode == "auto" and answer is None and not is_bound:\n',
+        '        if self.is_described and selection.mode == "auto" and answer is None:\n',
+        "tests/text/tools/test_described_tools.py::test_a_grammar_holds_calls_that_must_come_and_what_was_asked_of_those_that_may",
+        "a strict tool is held to its schema also where tools are described", "R070",
+    ),
+    Guard(
         "untyped-ids", "text/normalise.py",
         "            if not hiding.has_typed(plain, own):",
         "            if False:",

@@ -135,6 +135,8 @@ class ServerConfig:
     """Web pages that may call the server from a browser, beside those of this machine."""
     late_system: Literal["fold", "hoist"] = "fold"
     """A system message amid a conversation: fold it into its place, or hoist it to the front, which costs the cache."""
+    tools_without_template: Literal["describe", "off"] = "describe"
+    """Tools for a model whose chat template has no place for them: describe them in the system message, or refuse them."""
     parse_special: bool = False
     """Let control tokens that clients write into messages, such as <|im_end|>, act as such; else they are text."""
     memory: int | None = None

@@ -232,6 +232,34 @@ def test_a_template_that_writes_calls_in_no_known_way_is_told_with_the_model(tmp
         assert "in no way that weft knows" in one.get("/v1/models/odd").json()["notice"]
 
 
+def test_a_model_that_was_not_made_for_tools_says_so_in_the_list_and_in_a_header(tmp_path: Path) -> None:
+    source = (
+        "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    (tmp_path / "chat_template.jinja").write_text(source, encoding="utf-8")
+    shutil.copy(TINY_HYBRID / "tokenizer.json", tmp_path)
+    fields: Any = {"messages": [QUESTION], "max_tokens": 2, "model": "m"}
+    with front({"m": []}) as one:
+        made_for = one.get("/v1/models/m").json()
+        one.service.models[0].codec = Codec(tmp_path)
+        row = one.get("/v1/models/m").json()
+        headers = {
+            (choice, streams): one.post(
+                "/v1/chat/completions", {**fields, "tools": [WEATHER], "tool_choice": choice, "stream": streams}
+            ).headers.get("x-weft-tools")
+            for choice in ("auto", "none")
+            for streams in (False, True)
+        }
+        plain = one.post("/v1/chat/completions", fields)
+
+    assert made_for["tools"] == {"shown_by": "template"}
+    assert "tools" in row["capabilities"]
+    assert row["tools"]["shown_by"] == "weft"
+    assert "not made for tools" in row["tools"]["notice"]
+    assert headers == {(choice, way): {"auto": "described"}.get(choice) for choice in ("auto", "none") for way in (False, True)}
+    assert "x-weft-tools" not in plain.headers
+
+
 def test_a_prompt_depends_on_its_request_alone_and_not_on_what_was_answered_before(client: openai.OpenAI) -> None:
     def prompt_tokens(*messages: Any, **more: Any) -> int:
         fields: Any = {"model": "tiny-hybrid", "temperature": 0, "tools": [WEATHER], "max_tokens": 1, "extra_body": more}

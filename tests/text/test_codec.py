@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.errors import InvalidRequest
 from weft.ipc.messages import ConstraintSpec, GrammarSpec
 from weft.model.resolve import TINY_HYBRID
 from weft.text.codec import Codec
@@ -101,15 +101,6 @@ def test_a_client_that_sends_the_reasoning_back_gets_a_prompt_that_begins_as_the
 
     assert next_prompt("I look.")[: len(before.ids) + len(given)] == before.ids + given
     assert next_prompt(None)[: len(before.ids) + 1] != next_prompt("I look.")[: len(before.ids) + 1]
-
-
-def test_a_model_without_a_place_for_tools_refuses_them_by_name(tmp_path: Path) -> None:
-    one = codec(tmp_path, "chatml")
-
-    assert one.calls is None
-    with pytest.raises(UnsupportedParameter, match="no place for tools") as caught:
-        one.encode(asked().prompts[0])
-    assert caught.value.param == "tools"
 
 
 def test_of_shapes_only_a_schema_goes_with_tools() -> None:

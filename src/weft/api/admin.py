@@ -33,6 +33,7 @@ from weft.serving.tenants import Tenant
 from weft.text.bodies import Body, Label, convert
 from weft.text.chat_messages import ChatMessage, read_messages
 from weft.text.tokenizer import Tokenizer
+from weft.text.tools.described import NOTICE
 from weft.text.types import Conversation
 
 MAX_EXCERPT = 200  # characters shown of a cached chunk
@@ -283,6 +284,9 @@ class Admin:
             row["meta"] = {"context_length": context, "size_bytes": model.memory.get("weights", 0)}
             found = {} if codec is None else {"tools": codec.calls, "thinking": codec.markers, "vision": model.image_writer}
             row["capabilities"] = [name for name, way in found.items() if way is not None]
+            if codec is not None and codec.calls is not None:
+                notice = {"notice": NOTICE} if codec.describes_tools else {}
+                row["tools"] = {"shown_by": "weft" if codec.describes_tools else "template", **notice}
             row["speculation"] = {"sources": ready.speculation, "unused": model.unused_sources}
         return row if model.notice is None else row | {"notice": model.notice}
 

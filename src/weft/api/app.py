@@ -45,6 +45,7 @@ MAX_LOGGED_FIELDS = 1000  # names of ignored fields; clients may make up any num
 SILENCE_SECONDS = 60.0  # between two wake-ups of a reply that is not streamed
 MEASURED = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
 # Clients that send one of these come again with more of the same conversation.
+DESCRIBED_TOOLS = {"x-weft-tools": "described"}  # the model was not made for tools
 SESSION_HEADERS = ("x-session-affinity", "x-session-id", "session_id", "session-id", "x-claude-code-session-id")
 
 PartStream = AsyncGenerator[Parts]
@@ -188,7 +189,7 @@ class GeneratingEndpoint:
             finally:
                 watch.cancel()
             account.charge()
-            headers |= self.limiter.headers(tenant_of(request))
+            headers |= self.limiter.headers(tenant_of(request)) | (DESCRIBED_TOOLS if active.has_described_tools else {})
             reply = make_reply(active.sampling)
             if parsed.stream:
                 return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})

@@ -46,6 +46,7 @@ class ListedModel(msgspec.Struct):
     root: str | None = None
     context_length: int | None = None  # known once the model is loaded
     capabilities: list[str] = []
+    tools: dict[str, str] = {}  # who shows them to the model
     status: dict[str, Any] = {}
     rows_running: int = 0
     rows_waiting: int = 0

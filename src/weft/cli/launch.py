@@ -103,7 +103,7 @@ def launch_command(
         return
     if (path := shutil.which(name)) is None:
         raise WeftError(f"{name} is not installed, or not in PATH; install it with `{agent.install}`")
-    if "tools" not in found.capabilities:
+    if found.tools.get("shown_by") != "template":
         sys.stderr.write(f"weft: the chat template of {found.id} has no place for tools, and agents live by them\n")
     if target.context < SHORT_CONTEXT:
         sys.stderr.write(f"weft: {found.id} has a context of {target.context} tokens; an agent's first prompt may be longer\n")

@@ -166,6 +166,7 @@ class ActiveRequest:
         self.model = ""  # the served model's name, once it is known
         self.arrived = time.monotonic()
         self.sampling: Sampling | None = None  # what it gets, once its model is known
+        self.has_described_tools = False  # weft describes them, because the model's template has no place for them
         self.prompts: list[PromptState] = []
         self.choices: list[ChoiceStream] = []
         self.subscription: Subscription | None = None
@@ -175,6 +176,7 @@ class ActiveRequest:
 
     def start(self, codec: Codec, encoded: Sequence[EncodedPrompt], subscription: Subscription) -> None:
         """Store the subscription to the engine's events, and create a ChoiceStream for every choice of every prompt."""
+        self.has_described_tools = self.generation.tool_choice is not None and codec.describes_tools
         self.prompts = [PromptState(prompt) for prompt in encoded]
         self.choices = [ChoiceStream(codec, prompt, self.generation) for prompt in self.prompts for _ in range(self.generation.n)]
         self.subscription = subscription

@@ -40,7 +40,15 @@ class ServerScreen(Protocol):
 class ServedModel:
     """A served model: its name and state, its pool of engines, its text codec and its queue."""
 
-    def __init__(self, name: str, pool: EnginePool, late_system: LateSystem = "fold", *, parse_special: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: EnginePool,
+        late_system: LateSystem = "fold",
+        *,
+        parse_special: bool = False,
+        describes_tools: bool = True,
+    ) -> None:
         self.name = name  # the fallback's, where that is served
         self.pool = pool
         self.codec: Codec | None = None
@@ -51,7 +59,13 @@ class ServedModel:
         self.needed_bytes = 0  # to load it, where that was computed
         self.queue = RequestQueue()
         self.processes = TextProcesses()  # for the chat template, and for answers that are checked by schemas
-        self._make_text_codec = partial(Codec, late_system=late_system, runner=self.processes, parse_special=parse_special)
+        self._make_text_codec = partial(
+            Codec,
+            late_system=late_system,
+            runner=self.processes,
+            parse_special=parse_special,
+            describes_tools=describes_tools,
+        )
         self._counted_drafts = DraftTotals()  # those that are in the metrics
         self._folder: str | None = None  # of which the codec was made
         self.settled = asyncio.Event()  # it answers, or never will

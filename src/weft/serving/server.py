@@ -194,7 +194,8 @@ def _engine_key(config: ServerConfig) -> EngineKey | None:
 
 
 def _served(name: str, pool: EnginePool, config: ServerConfig) -> ServedModel:
-    return ServedModel(name, pool, config.late_system, parse_special=config.parse_special)
+    describes_tools = config.tools_without_template == "describe"
+    return ServedModel(name, pool, config.late_system, parse_special=config.parse_special, describes_tools=describes_tools)
 
 
 def _raise_file_limit() -> None:

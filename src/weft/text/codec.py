@@ -22,6 +22,7 @@ from weft.text.template import ChatTemplate, TemplateRunner
 from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
 from weft.text.tools.call_writer import spelling_of
+from weft.text.tools.described import describe_tools
 from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, ReuseExplanation, Token
 
 CONTEXT = 40  # characters shown in front of the first token that was not cached; so many tokens surely have as many
@@ -68,6 +69,7 @@ class Codec:
         runner: TemplateRunner | None = None,
         *,
         parse_special: bool = False,
+        describes_tools: bool = True,
     ) -> None:
         self.tokenizer = Tokenizer(folder)
         self.control = None if parse_special else ControlTokens(self.tokenizer)  # None: whoever writes one, it is a token
@@ -76,8 +78,10 @@ class Codec:
         self.markers = None if template is None else find_markers(template.source, self.tokenizer)
         capabilities = None if self.writer is None else self.writer.capabilities
         self.images = ImageWriter.of(folder, self.tokenizer, capabilities)  # how prompts hold images; None: not at all
-        self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer)
-        if self.writer is not None and self.calls is not None:
+        self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer, describes=describes_tools)
+        if self.writer is not None and self.describes_tools:
+            self.writer.reword = describe_tools
+        elif self.writer is not None and self.calls is not None:
             self.writer.spelling = spelling_of(self.calls.family)
         self.gap = self._find_gap()
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
@@ -89,11 +93,27 @@ class Codec:
         return LengthCheck(self.tokenizer, self._length_bound, context_length, is_wanted)
 
     def fitted(self, generation: GenerationRequest) -> GenerationRequest:
-        """Return the request, without effort and thinking budget if it is flexible and this model can not honour them."""
+        """Return the request as this model can take it.
+
+        Tools that may not be called are left out where its template has no place for them. Effort and thinking budget are left
+        out if the request is flexible and the model can not honour them.
+        """
+        if (
+            generation.tool_choice is not None
+            and generation.tool_choice.mode == "none"
+            and (self.calls is None or self.describes_tools)
+        ):
+            prompts = tuple(replace(one, tools=()) if isinstance(one, Conversation) else one for one in generation.prompts)
+            generation = replace(generation, prompts=prompts, tool_choice=None)
         if not generation.is_flexible or self.markers is not None or self.writer is None:
             return generation
         has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
         return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
+
+    @property
+    def describes_tools(self) -> bool:
+        """Whether tools are described in the system message: the model was not made for them."""
+        return self.calls is not None and self.calls.is_described
 
     def encode_request(self, generation: GenerationRequest, check: LengthCheck | None = None) -> list[EncodedPrompt]:
         """Encode a request's prompts, each with the spec of its output constraint, not yet compiled. Raises RequestError."""

@@ -45,6 +45,7 @@ class PromptWriter:
     def __init__(self, template: ChatTemplate, late_system: LateSystem = "fold") -> None:
         self.template = template
         self.late_system = late_system
+        self.reword: Callable[[Conversation], Conversation] = _as_it_is  # before a conversation is normalised
         self.capabilities = Capabilities(template)
         self._with_tools = Capabilities(template, with_tools=True)
         self.spelling: CallSpelling | None = None  # set when the model's format is known
@@ -61,14 +62,17 @@ class PromptWriter:
     def arrange(self, conversation: Conversation) -> Conversation:
         """Return a conversation with tool results in the order of the calls, each call in its own turn if the template needs it.
 
-        Raises InvalidRequest naming a call without a result or a result without a call.
+        Where the template shows no tools, they and their calls are described. Raises InvalidRequest naming a call without a
+        result or a result without a call.
         """
         _check_options(conversation)
-        if not any(message.tool_calls or message.role == "tool" for message in conversation.messages):
+        if _has_calls(conversation):
+            is_answered = conversation.add_generation_prompt or conversation.continue_final_message
+            conversation = replace(conversation, messages=pair_results(conversation.messages, is_answered=is_answered))
+        conversation = self.reword(conversation)
+        if not _has_calls(conversation):
             return conversation
-        is_answered = conversation.add_generation_prompt or conversation.continue_final_message
-        messages = pair_results(conversation.messages, is_answered=is_answered)
-        capabilities = self._capabilities_for(conversation)
+        messages, capabilities = conversation.messages, self._capabilities_for(conversation)
         spelling = self._spelling_for(capabilities)
         if not (capabilities.several_calls if spelling is None else spelling.is_several):
             messages = one_call_per_turn(messages)
@@ -127,6 +131,10 @@ class PromptWriter:
             message = "messages have half a character in them (a lone surrogate); send valid Unicode"
             raise InvalidRequest(message, "messages") from error
         return prompt
+
+
+def _has_calls(conversation: Conversation) -> bool:
+    return any(message.tool_calls or message.role == "tool" for message in conversation.messages)
 
 
 def _as_answer(turn: Turn, spelling: CallSpelling) -> Turn:
@@ -311,13 +319,18 @@ def _as_text(content: Content) -> str:
 
 def _tools(conversation: Conversation, capabilities: Capabilities) -> list[dict[str, Any]] | None:
     if conversation.tools and not capabilities.tools:
-        raise UnsupportedParameter("this model's chat template has no place for tools; send none", "tools")
+        advice = "send none, or start weft with --tools-without-template describe"
+        raise UnsupportedParameter(f"this model's chat template has no place for tools: {advice}", "tools")
     defaults = {} if capabilities.bare_tools else {"description": "", "parameters": {"type": "object", "properties": {}}}
     tools = []
     for tool in conversation.tools:
         given = {key: value for key, value in tool["function"].items() if value is not None}
         tools.append({**tool, "function": given | defaults | given})  # given values win, and come first
     return tools or None
+
+
+def _as_it_is(conversation: Conversation) -> Conversation:
+    return conversation
 
 
 def _check_options(conversation: Conversation) -> None:

@@ -15,6 +15,7 @@ from weft.text.tokenizer import Tokenizer
 from weft.text.tools.arguments import Pairs, decode_json
 from weft.text.tools.call_reader import CallReader, HarmonyReader
 from weft.text.tools.custom_tools import CustomInputReader, custom_input, wrap_custom_input
+from weft.text.tools.described import NOTATION
 from weft.text.tools.families import FAMILIES, Family
 from weft.text.tools.grammar import MarkerTokens, tool_grammar
 from weft.text.tools.tool import Tool, ToolSelection, read_tool_selection, read_tools, template_tools
@@ -39,16 +40,23 @@ class CallFormat:
 
     family: Family
     tokens: MarkerTokens
+    is_described: bool = False  # by weft, in the system message: the template does not show the model tools or their format
 
     @classmethod
-    def of(cls, writer: PromptWriter, tokenizer: Tokenizer) -> Self | None:
-        """Detect the call format from a model's chat template, logging a warning for a guess; None if it takes no tools."""
+    def of(cls, writer: PromptWriter, tokenizer: Tokenizer, *, describes: bool = False) -> Self | None:
+        """Detect the call format from a model's chat template, logging a warning for a guess.
+
+        If the template takes no tools, or writes calls in no known way: the format in which weft describes them if it
+        `describes` any, else None.
+        """
         vocabulary = tokenizer.vocabulary
         added = {vocabulary.added[token].content: token for token in vocabulary.reserved_ids}
-        family = find_family(writer, added)
-        if family is None:
+        found = find_family(writer, added)
+        if found is None and not describes:
             return None
-        form = cls(family, frozenset((text, token) for text, token in added.items() if text.strip() and text in family.literals))
+        family = found or NOTATION
+        tokens = frozenset((text, token) for text, token in added.items() if text.strip() and text in family.literals)
+        form = cls(family, tokens, is_described=found is None)
         if form.notice is not None:
             log.warning("%s", form.notice)
         return form
@@ -71,8 +79,14 @@ class CallFormat:
     def reader(self, tools: Sequence[Tool]) -> CallReader | HarmonyReader:
         return HarmonyReader(tools) if self.family.is_harmony else CallReader(self.family, tools)
 
-    def grammar(self, selection: ToolSelection, answer: GrammarSpec | None = None) -> GrammarSpec:
-        """Return the grammar of an answer with calls. Raises InvalidRequest for a strict tool that can not be enforced."""
+    def grammar(self, selection: ToolSelection, answer: GrammarSpec | None = None) -> GrammarSpec | None:
+        """Return the grammar of an answer with calls; None where a described tool's call is read as the model writes it.
+
+        Raises InvalidRequest for a strict tool that can not be enforced.
+        """
+        is_bound = not selection.is_parallel or any(tool.strict or tool.grammar is not None for tool in selection.tools)
+        if self.is_described and selection.mode == "auto" and answer is None and not is_bound:
+            return None
         return tool_grammar(self.family, selection, self.tokens, answer)
 
 
