@@ -345,3 +345,53 @@ def test_forced_calls_in_a_crowd_are_all_valid_and_plain_neighbours_say_what_the
         reason, names = one.result()
         assert reason == "tool_calls"
         assert names
+
+
+def streamed_texts(server: Server, path: str, body: dict[str, Any]) -> tuple[str, str]:
+    """The answer's text, and why it ended, in the dialect of this path; streamed and whole are the same."""
+    reply = server.post(path, {**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line.startswith(("data: {", "{"))]
+    events = [json.loads(line) for line in lines]
+    whole = server.post(path, {**body, "stream": False}).json()
+    if path == "/v1/messages":
+        texts = [event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"]
+        reasons = [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"]
+        found = "".join(block.get("text", "") for block in whole["content"]), whole["stop_reason"]
+    elif path == "/api/chat":
+        texts = [event["message"]["content"] for event in events]
+        reasons = [event["done_reason"] for event in events if event["done"]]
+        found = whole["message"]["content"], whole["done_reason"]
+    else:
+        texts = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+        reasons = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+        found = whole["choices"][0]["message"]["content"] or "", whole["choices"][0]["finish_reason"]
+    assert ("".join(texts), reasons[-1]) == found
+    return found
+
+
+ADDRESSED: dict[str, Any] = {"model": "tiny-hybrid", "messages": [QUESTION]}
+DESCRIBED = {"name": "get_weather", "description": "Get the weather in a city", "input_schema": WEATHER["function"]["parameters"]}
+CUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "required": ("/v1/chat/completions", {"tools": [WEATHER], "tool_choice": "required", "reasoning_effort": "none"}),
+    "auto": ("/v1/chat/completions", {"tools": [WEATHER], "reasoning_effort": "none"}),
+    "any": ("/v1/messages", {"tools": [DESCRIBED], "tool_choice": {"type": "any"}, "thinking": {"type": "disabled"}}),
+    "messages": ("/v1/messages", {"tools": [DESCRIBED], "thinking": {"type": "disabled"}}),
+    "ollama": ("/api/chat", {"tools": [WEATHER], "think": False}),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_that_is_cut_anywhere_is_no_text_in_any_dialect(server: Server, name: str) -> None:
+    path, fields = CUT[name]
+    reasons = set()
+    for limit in range(1, 24):
+        limits = (
+            {"options": {"num_predict": limit, "temperature": 0}} if name == "ollama" else {"max_tokens": limit, "temperature": 0}
+        )
+        text, reason = streamed_texts(server, path, {**ADDRESSED, **fields, **limits})
+        assert not text.strip(), (limit, text)
+        reasons.add(reason)
+
+    assert {"length", "max_tokens"} & reasons
+    assert reasons - {"length", "max_tokens"}

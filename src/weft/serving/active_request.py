@@ -94,13 +94,13 @@ class ChoiceStream:
             self.last_at = now
             new += self.reader.feed(event.token, event.logprob)
         if event.finish is not None:
-            new += self.reader.finish()
+            new += self.reader.finish(is_cut=event.finish == "length")
             if self.generation.echo and event.stop is not None and event.logprob is not None:  # scorers count prompt + 1 tokens
                 new.append(Text("", self.codec.tokens([event.stop], [event.logprob])))
         self.has_calls = self.has_calls or any(isinstance(delta, CallOpened) for delta in new)
         if self.checked_by is not None:
             self._answer += [delta.text for delta in new if isinstance(delta, Text)]
-        if event.finish is not None or self.reader.stopped is not None:
+        if event.finish is not None or self.reader.is_over:
             self.finish = self._finish(event)
             new.append(self.finish)
         if self._is_echo_due:
@@ -130,7 +130,7 @@ class ChoiceStream:
 
     def _finish(self, event: TokenEvent) -> Finish:
         stopped: Ending = "tool_calls" if self.has_calls else "stop"
-        if self.reader.stopped is not None or event.finish is None:
+        if self.reader.is_over or event.finish is None:
             return Finish(stopped, self.reader.stopped, self.usage)
         # The model's own end token is not reported as a stop.
         stop = event.stop if event.stop in self.generation.sampling.get("stop_token_ids", ()) else None

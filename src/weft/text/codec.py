@@ -206,7 +206,8 @@ class Codec:
             and not begun
             and (selection is not None or (grammar is not None and self._has_channels(generation)))
         ):
-            grammar = self.calls.grammar(selection or ToolSelection("none", ()), grammar)
+            goes_on = bool(generation.sampling.get("min_tokens") or generation.sampling.get("ignore_eos"))
+            grammar = self.calls.grammar(selection or ToolSelection("none", ()), grammar, goes_on=goes_on)
         if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
             may_open = not prompt.opened and not prompt.closed and not begun
             trigger = self.calls.trigger if self.calls is not None and selection is not None else ""
@@ -225,7 +226,9 @@ class Codec:
         selection = generation.tool_choice
         tools = selection.tools if selection is not None and selection.mode != "none" else ()
         calls = self.calls if tools or self._has_channels(generation) else None
-        call_reader = None if calls is None else calls.reader(tools)
+        is_required = selection is not None and selection.mode == "required"
+        reads_bare = not is_required and generation.grammar is None  # an answer in a form of its own may look like a call
+        call_reader = None if calls is None else calls.reader(tools, is_required=is_required, reads_bare=reads_bare)
         markers = self.markers if generation.split_thinking else None
         splitter = None if markers is None else ReasoningSplitter(markers, prompt.opened, self.tokenizer)
         shown: frozenset[int] = frozenset() if calls is None else calls.shown

@@ -63,18 +63,25 @@ class StreamReader:
             self._settle(pieces, max(len(splitter.held), len(mark)) if splitter else 0)
         return self._until_stop(pieces)
 
-    def finish(self) -> list[Delta]:
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended before the model ended it."""
+        return self.stopped is not None or (self._calls is not None and self._calls.is_over)
+
+    def finish(self, *, is_cut: bool = False) -> list[Delta]:
+        """Return the deltas of what was held back; `is_cut` means that the answer would have gone on."""
         if self.stopped is not None:
             return []
         pieces = self._splitter.finish() if self._splitter else []
         if self._calls is not None:
-            pieces = [*self._read_calls(self._calls, pieces), *self._calls.finish()]
+            pieces = [*self._read_calls(self._calls, pieces), *self._calls.finish(is_cut=is_cut)]
         self._settle(pieces, 0)
         deltas = self._until_stop(pieces)
         if self.stopped is None:
             rest = self._stops.finish()
             is_reasoning = any(one is not None and one.is_reasoning for one in (self._splitter, self._calls))
-            tokens = self._tokens.take_rest() if self._tokens is not None and not is_reasoning else ()
+            is_text = not is_reasoning and not (self._calls is not None and self._calls.held)
+            tokens = self._tokens.take_rest() if self._tokens is not None and is_text else ()
             if rest or tokens:
                 deltas.append(Text(rest, tokens))
         return deltas

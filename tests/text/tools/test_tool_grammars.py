@@ -41,7 +41,7 @@ def test_a_forced_answer_is_calls_and_nothing_else(name: str, kind: str) -> None
     compiler = vocabulary(kind)
     for text in walks(compiler, name, ToolSelection("required", TOOLS), 12):
         assert check(name, text)
-        assert texts(read(FAMILY[name], [text])) == ""
+        assert texts(read(FAMILY[name], [text], is_required=True)) == ""
 
 
 @pytest.mark.parametrize("kind", ["spelt", "tokens"])

@@ -219,17 +219,19 @@ EXAMPLES: dict[str, tuple[str, list[tuple[str, Any]]]] = {
 }
 
 
-def reader(family: Family, tools: tuple[Tool, ...] = TOOLS) -> CallReader | HarmonyReader:
+def reader(family: Family, tools: tuple[Tool, ...] = TOOLS, **more: bool) -> CallReader | HarmonyReader:
     """A reader that counts its ids."""
     ids = count()
     make_id = lambda: f"id{next(ids)}"  # noqa: E731 - as short as it is
-    return HarmonyReader(tools, make_id) if family.is_harmony else CallReader(family, tools, make_id)
+    return HarmonyReader(tools, make_id) if family.is_harmony else CallReader(family, tools, make_id, **more)
 
 
-def read(family: Family, pieces: list[str], tools: tuple[Tool, ...] = TOOLS) -> list[ContentDelta]:
+def read(
+    family: Family, pieces: list[str], tools: tuple[Tool, ...] = TOOLS, *, is_cut: bool = False, **more: bool
+) -> list[ContentDelta]:
     """The deltas of a text in pieces, with neighbours of one kind made one."""
-    one = reader(family, tools)
-    return joined([delta for piece in pieces for delta in one.feed(piece)] + one.finish())
+    one = reader(family, tools, **more)
+    return joined([delta for piece in pieces for delta in one.feed(piece)] + one.finish(is_cut=is_cut))
 
 
 def joined(deltas: list[ContentDelta]) -> list[ContentDelta]:

@@ -76,18 +76,22 @@ class CallFormat:
         """The text that announces a call, which is forbidden in reasoning; "" if the family has no such text."""
         return "" if self.family.is_anchored or self.family.is_harmony else self.family.trigger
 
-    def reader(self, tools: Sequence[Tool]) -> CallReader | HarmonyReader:
-        return HarmonyReader(tools) if self.family.is_harmony else CallReader(self.family, tools)
+    def reader(self, tools: Sequence[Tool], *, is_required: bool = False, reads_bare: bool = False) -> CallReader | HarmonyReader:
+        if self.family.is_harmony:
+            return HarmonyReader(tools)
+        return CallReader(self.family, tools, is_required=is_required, reads_bare=reads_bare)
 
-    def grammar(self, selection: ToolSelection, answer: GrammarSpec | None = None) -> GrammarSpec | None:
+    def grammar(
+        self, selection: ToolSelection, answer: GrammarSpec | None = None, *, goes_on: bool = False
+    ) -> GrammarSpec | None:
         """Return the grammar of an answer with calls; None where a described tool's call is read as the model writes it.
 
-        Raises InvalidRequest for a strict tool that can not be enforced.
+        An answer that `goes_on` may not end by itself. Raises InvalidRequest for a strict tool that can not be enforced.
         """
         is_bound = not selection.is_parallel or any(tool.strict or tool.grammar is not None for tool in selection.tools)
         if self.is_described and selection.mode == "auto" and answer is None and not is_bound:
             return None
-        return tool_grammar(self.family, selection, self.tokens, answer)
+        return tool_grammar(self.family, selection, self.tokens, answer, goes_on=goes_on)
 
 
 def find_family(writer: PromptWriter, vocabulary: Collection[str] = ()) -> Family | None:

@@ -2,7 +2,8 @@
 
 Markup that is no valid call (unknown name, wrong shape) is emitted unchanged as text. An open call is never taken back: if its
 arguments are malformed, it is not closed and the rest is text; if the answer ends within them, they end there too. White space
-before and after calls belongs to the markup.
+before and after calls belongs to the markup. In an answer that was cut, what may be the beginning of a call is no text. Where a
+call is required there is no text at all, and whatever comes after a call and begins no other ends the answer.
 """
 
 import re
@@ -21,6 +22,7 @@ from weft.text.tools.arguments import (
     decode_json,
     piece,
 )
+from weft.text.tools.bare_calls import FENCE, BareCall, BareCallFinder
 from weft.text.tools.elements import ElementArguments
 from weft.text.tools.families import Family
 from weft.text.tools.tool import Tool
@@ -41,6 +43,7 @@ class _Reader:
     def __init__(self, tools: Sequence[Tool], make_id: Callable[[], str]) -> None:
         self.held = ""  # undecided
         self.is_reasoning = False
+        self.is_over = False  # the calls that were required are made, and something else came
         self._tools = {tool.name: tool for tool in tools}
         self._make_id = make_id
         self._state: Callable[[], bool]  # reads the beginning of what is held, and returns whether it got anywhere
@@ -51,7 +54,7 @@ class _Reader:
 
     def feed(self, text: str) -> list[ContentDelta]:
         self.held += text
-        while self.held and self._state():
+        while self.held and not self.is_over and self._state():
             pass
         found, self._found = self._found, []
         return found
@@ -85,9 +88,18 @@ class _Reader:
 class CallReader(_Reader):
     """Splits an answer in one family's call format into text and tool calls."""
 
-    def __init__(self, family: Family, tools: Sequence[Tool], make_id: Callable[[], str] = new_id) -> None:
+    def __init__(
+        self,
+        family: Family,
+        tools: Sequence[Tool],
+        make_id: Callable[[], str] = new_id,
+        *,
+        is_required: bool = False,
+        reads_bare: bool = False,
+    ) -> None:
         super().__init__(tools, make_id)
         self._family = family
+        self._is_required = is_required
         self._brace = "{" if family.notation is None else ""  # the first letter of arguments, where that is known
         self._opening = piece((family.begin + family.head).lstrip() + self._brace)
         self._following = piece(((family.between or "") + family.head).lstrip() + self._brace)
@@ -95,13 +107,26 @@ class CallReader(_Reader):
         self._is_list = bool(family.end) or (family.is_anchored and family.between is not None)  # what follows is known
         self._free = (lambda: self._emit_text(self.held)) if family.is_anchored else self._read_text  # anchored: no call can come
         self._state = self._read_head if family.is_anchored else self._read_text
+        self._undecided = (self._read_text, self._read_head, self._read_bare, self._read_fence)  # what is held may be no text
+        self._bare = BareCallFinder(frozenset(self._tools))
+        self._in_fence = False
+        if reads_bare and family.has_bare_calls:
+            self._state = self._read_bare
         self._rest: JsonArguments | None = None  # of the object around the arguments
         self._follows_call = False
 
-    def finish(self) -> list[ContentDelta]:
-        """Return deltas for the text held back; markup after complete arguments is dropped, markup before them becomes text."""
+    def finish(self, *, is_cut: bool = False) -> list[ContentDelta]:
+        """Return deltas for the text held back; markup after complete arguments is dropped, markup before them becomes text.
+
+        Where the answer `is_cut`, the beginning of a call stays held: it is no text.
+        """
         if self._arguments is not None:
             self._emit_arguments(self._arguments.finish(self.held))
+        elif is_cut and self._state == self._read_bare and (call := self._bare.find(self.held)) is not None:
+            self._open_bare(call)
+        elif is_cut and self.held.strip() and self._state in self._undecided:
+            found, self._found = self._found, []
+            return found
         elif self._state not in (self._read_tail, self._read_next):
             self._emit_text(self.held)
         self.held = ""
@@ -111,9 +136,41 @@ class CallReader(_Reader):
         self.held = self.held[len(text) :]
         if self._follows_call:
             text = text.lstrip()
-        if text:
+        if text and self._is_required:
+            self.is_over = bool(self._ids)
+        elif text:
             self._follows_call = False
             self._found.append(Text(text))
+        return True
+
+    def _read_bare(self) -> bool:
+        """Read a call without marks; if none begins here, go on with free text."""
+        call = self._bare.find(self.held)
+        if call is not None and call.end is not None:
+            self._open_bare(call)
+            self._found.append(CallClosed(len(self._ids) - 1))
+            self.held, self._bare = self.held[call.end :], BareCallFinder(frozenset(self._tools))
+            self._in_fence |= call.has_fence
+            self._state = self._read_fence if self._in_fence else self._read_bare
+            return True
+        if self._bare.may_come:
+            return False
+        self._state = self._read_text
+        return True
+
+    def _open_bare(self, call: BareCall) -> None:
+        self._open_call(call.name, JsonArguments())
+        self._emit_arguments(call.arguments)
+        self._arguments, self._follows_call = None, True
+
+    def _read_fence(self) -> bool:
+        """Read the end of a fence after a call, or another call within it."""
+        text = self.held.lstrip()
+        if FENCE.startswith(text) and text != FENCE:
+            return False
+        self._in_fence = not text.startswith(FENCE)
+        self.held = text.removeprefix(FENCE)
+        self._state = self._read_bare
         return True
 
     def _read_text(self) -> bool:
@@ -200,10 +257,10 @@ class HarmonyReader(_Reader):
         super().__init__(tools, make_id)
         self._state = self._read_header
 
-    def finish(self) -> list[ContentDelta]:
+    def finish(self, *, is_cut: bool = False) -> list[ContentDelta]:
         """Return deltas for the text held back; an incomplete header and text held within a call are dropped."""
         rest, self.held = self.held, ""
-        is_header = self._state == self._read_header and rest.lstrip().startswith("<|")
+        is_header = self._state == self._read_header and (is_cut or rest.lstrip().startswith("<|"))
         if rest and self._arguments is None and not is_header:
             self._found.append(Reasoning(rest) if self.is_reasoning else Text(rest))
         return self.feed("")

@@ -39,6 +39,11 @@ class Family:
     def trigger(self) -> str:  # announces a call
         return re.split("[ \n⟨]", self.begin or self.head)[0]
 
+    @property
+    def has_bare_calls(self) -> bool:
+        """Whether a call is a JSON object between marks, which models also write without the marks."""
+        return OBJECT in self.call and not self.is_anchored
+
     @cached_property
     def marks(self) -> frozenset[str]:
         """What tells this format in a text that only describes it: its tags with bars, else its tags and words, if any."""

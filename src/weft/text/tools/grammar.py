@@ -1,6 +1,7 @@
 """Builds the engine's Lark grammar from tools and tool choice, so that every call the model makes is valid.
 
-If a call is required, the answer is calls only; otherwise it is free text until the trigger, where the call grammar begins. In
+If a call is required, the answer begins with one; anything may come after it, and the reader ends the answer at what is no
+further call. Otherwise it is free text until the trigger, or bare calls at its start, where the call grammar begins. In
 llguidance's Lark a marker's token is not matched by the marker's letters, so tokens are named by their ids.
 """
 
@@ -15,6 +16,7 @@ from weft.errors import InvalidRequest
 from weft.ipc.messages import JSON_OPTIONS, GrammarSpec
 from weft.text.schema import json_schema_grammar
 from weft.text.tools.arguments import PLACES, Elements, Pairs, Tags
+from weft.text.tools.bare_calls import BARE_HEAD
 from weft.text.tools.custom_tools import INPUT, plain_grammar, quoted, recursive_grammar, string_grammar
 from weft.text.tools.families import Family
 from weft.text.tools.python_values import NotWritable, PythonValues, in_order
@@ -40,22 +42,28 @@ KEYS = {
 MarkerTokens = frozenset[tuple[str, int]]  # the markers of calls for which a vocabulary has a token
 
 
-def tool_grammar(family: Family, selection: ToolSelection, tokens: MarkerTokens, answer: GrammarSpec | None) -> GrammarSpec:
-    """Build the grammar of answers that are calls or fit `answer`. Raises InvalidRequest for what the family can not enforce."""
+def tool_grammar(
+    family: Family, selection: ToolSelection, tokens: MarkerTokens, answer: GrammarSpec | None, *, goes_on: bool = False
+) -> GrammarSpec:
+    """Build the grammar of answers that are calls or fit `answer`. Raises InvalidRequest for what the family can not enforce.
+
+    An answer that `goes_on` by the client's wish has further calls where calls are required, and nothing else.
+    """
     if selection.mode == "none" and answer is not None and not family.is_harmony:
         return answer
     if answer is not None and answer.kind != "json_schema":
         raise InvalidRequest(f"a {answer.kind} can not be asked for together with tools; leave one of them out", "tools")
-    return GrammarSpec("lark", _Grammar(family, selection, dict(tokens)).write(answer), is_ours=True)
+    return GrammarSpec("lark", _Grammar(family, selection, dict(tokens), goes_on=goes_on).write(answer), is_ours=True)
 
 
 class _Grammar:
     """Builder of one Lark grammar; its methods return expressions, and add the rules that these expressions use."""
 
-    def __init__(self, family: Family, selection: ToolSelection, tokens: dict[str, int]) -> None:
+    def __init__(self, family: Family, selection: ToolSelection, tokens: dict[str, int], *, goes_on: bool) -> None:
         self.family, self.mode, self.tools = family, selection.mode, selection.tools
         self.is_parallel = selection.is_parallel and family.between is not None
         self.tokens = tokens
+        self.goes_on = goes_on
         self.rules = {"start": "", "TEXT": f"/{ANY_TEXT}/"}  # capitals: terminals
         self.known: dict[str, str] = {}  # rules for arguments by a tool's name, for values by that and their schema
 
@@ -66,7 +74,7 @@ class _Grammar:
 
     def start(self, free: str) -> str:
         if self.mode == "required":
-            return f'("\\n" "\\n"?)? {self.calls()}'  # as some templates write it
+            return f'("\\n" "\\n"?)? {self.calls()} {self.ending()}'  # as some templates write it
         if free != "TEXT":
             return f"{free} | {self.calls()}"
         if self.family.is_anchored:
@@ -76,7 +84,40 @@ class _Grammar:
             self.rules["PLAIN"] = f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{_pattern(trigger)}{ANY_TEXT}/"
             return "PLAIN"
         section = f"{self.until(trigger)} {self.calls(len(trigger))}"
+        if self.family.has_bare_calls:
+            return self.bare_or(section)
         return f"({section})* TEXT" if self.is_parallel else f"TEXT | {section}"
+
+    def bare_or(self, section: str) -> str:
+        """Return an expression for free text with sections of calls, or bare calls at the start of the answer."""
+        names = [re.escape(tool.name) for tool in self.tools]
+        begins = f"/{BARE_HEAD.format(names='|'.join(names))}{ANY_TEXT}/"
+        self.rules["OTHER"] = f"{self.rules['TEXT']} & ~{begins}"
+        first = f"{self.until(self.family.trigger, but=begins)} {self.calls(len(self.family.trigger))}"
+        calls = []
+        for index, (tool, name) in enumerate(zip(self.tools, names, strict=True)):
+            self.rules[f"BARE_{index}"] = f"/{BARE_HEAD.format(names=name)}/"
+            calls.append(f"BARE_{index} {self.arguments(tool)} CLOSED")
+        self.rules["CLOSED"] = r"/\s*\}/"
+        bare = f"({' | '.join(calls)})"
+        if self.is_parallel:
+            return f"{bare}* (OTHER | {first} ({section})* TEXT)"
+        self.rules["FENCE"] = r"/\s*```\s*/"
+        return f"{bare} FENCE? | OTHER | {first}"
+
+    def ending(self) -> str:
+        """Return an expression for what may come after required calls that no frame ends: calls, or other text, which is dropped.
+
+        Without it a model that wants to end, but by a line break or a word, would have to make another call.
+        """
+        if not self.is_parallel or self.family.end:
+            return ""
+        trigger = self.family.trigger
+        self.rules["GAP"] = r"/[ \t\r\n]+/"
+        first = "" if self.longest_mark(trigger) else _pattern(trigger[:1])
+        self.rules["OTHER"] = rf"/[^ \t\r\n{first}]{ANY_TEXT}/"
+        head = self.literal(self.family.head.partition("⟨name⟩")[0])
+        return f"(GAP? {head} call)*" + " (GAP? OTHER | GAP)?" * (not self.goes_on)
 
     def anchored(self) -> str:
         """Return an expression for free text that does not begin like a call, or for calls at the beginning of the answer."""
@@ -117,7 +158,8 @@ class _Grammar:
 
     def more_calls(self, is_framed: bool = True) -> str:
         head = (self.family.between or "") + self.family.head.partition("⟨name⟩")[0]
-        more = f"({self.literal(head)} {self.call()})*" if self.is_parallel and is_framed else ""
+        is_more = self.is_parallel and is_framed and (bool(self.family.end) or self.mode != "required")
+        more = f"({self.literal(head)} {self.call()})*" if is_more else ""
         end = self.literal(self.family.end)
         return f"{more} ({end})?" if self.family.is_closing else f"{more} {end}"
 
@@ -343,12 +385,18 @@ class _Grammar:
             atoms.append(f"/{self.family.id_pattern}/" if part == "⟨id⟩" else fixed)
         return " ".join(atoms)
 
-    def until(self, text: str) -> str:
-        """Return an expression for free text through the first `text`, which comes as marker tokens or spelled out."""
-        spelled = f"until_{len(self.rules)}"
-        self.rules[f"{spelled}[lazy]"] = f"/{ANY_TEXT}{_pattern(text)}/"
+    def until(self, text: str, but: str = "") -> str:
+        """Return an expression for free text through the first `text`, which comes as marker tokens or spelled out.
+
+        The free text does not match the regex `but`, which must be that of OTHER.
+        """
+        other = f" & ~{but}" if but else ""
+        spelled, free = f"until_{len(self.rules)}", "OTHER" if but else "TEXT"
+        self.rules[f"UNTIL_{len(self.rules)}"] = f"/{ANY_TEXT}{_pattern(text)}/{other}"
+        self.rules[f"{spelled}[lazy]"] = f"UNTIL_{len(self.rules) - 1}"
         before, mark, after = self.cut_at_mark(text)
-        free = self.rule("TEXT", f"/{ANY_TEXT}{_pattern(before)}/") if before else "TEXT"
+        if before:
+            free = self.rule("TEXT", f"/{ANY_TEXT}{_pattern(before)}/{other}")
         return f"({free} <[{self.tokens[mark]}]> {self.literal(after)} | {spelled})" if mark else spelled
 
     def cut_at_mark(self, text: str) -> tuple[str, str, str]:
