@@ -16,6 +16,7 @@ import weft.model
 from weft.errors import GrammarRejected, RowFailed
 from weft.grammar.compiler import Compiler
 from weft.grammar.constraint import Constraint, Masks, TokenDemand
+from weft.grammar.reasoning_budget import missing_bytes
 from weft.ipc.messages import ConstraintSpec, GrammarSpec, ReasoningSpec
 
 FOLDER = Path(weft.model.__file__).parent / "tiny-hybrid"
@@ -39,6 +40,9 @@ GRAMMARS = [
 
 def thinking(**changes: object) -> ReasoningSpec:
     return ReasoningSpec(**{"open": "<think>", "close": "</think>", "opened": True, "may_open": False, **changes})  # type: ignore[arg-type]
+
+
+LACKING = np.array([missing_bytes(COMPILER.tokenizer.decode_bytes([token])) > 0 for token in range(VOCABULARY)])
 
 
 def constraint(grammar: GrammarSpec | None = None, thought: ReasoningSpec | None = None) -> Constraint:
@@ -177,7 +181,9 @@ def test_a_fork_goes_its_own_way() -> None:
 def test_the_close_marker_is_forced_when_the_budget_is_spent(budget: int) -> None:
     one = constraint(GRAMMARS[0], thinking(budget=budget, gap="\n\n"))
     for _ in range(budget):
-        assert mask_of(one)[0].sum() == VOCABULARY - 1  # anything but an end
+        never = np.flatnonzero(~mask_of(one)[0])  # an end, and what begins a character that the budget has no room for
+        assert END in never
+        assert all(token == END or LACKING[token] for token in never)
         one.accept(ids("hm")[0])
     forced = ids("</think>") + ids("\n\n")
     for token in forced:
@@ -206,36 +212,31 @@ def test_what_is_thought_never_reaches_the_grammar() -> None:
     assert one.demand(ENDS) == TokenDemand(never=ENDS)
 
 
-def test_a_character_is_not_cut_by_the_end_of_the_budget() -> None:
-    emoji = ids("👍")
-    assert len(emoji) > 2
-    one = constraint(None, thinking(budget=1))
-    one.accept(emoji[0])
-    for token in emoji[1:]:
-        assert one.demand(ENDS) is None  # the character may be finished
-        one.accept(token)
+@pytest.mark.parametrize("budget", range(1, 9))
+def test_no_character_is_cut_by_the_end_of_the_budget_and_no_token_more_is_spent(budget: int) -> None:
+    rng = np.random.default_rng(budget)
+    for _ in range(20):
+        one, taken = constraint(None, thinking(budget=budget)), []
+        while (demand := one.demand(ENDS)) is None or demand.only is None:
+            cut = np.flatnonzero(mask_of(one)[0] & LACKING)  # the model writes nothing but characters of several tokens
+            missing = missing_bytes(COMPILER.tokenizer.decode_bytes(taken))
+            token = ids("\x80")[-1] if missing else int(rng.choice(cut if cut.size else np.flatnonzero(mask_of(one)[0])))
+            assert mask_of(one)[0, token], "a character that was begun may be finished"
+            one.accept(token)
+            taken.append(token)
 
-    assert one.demand(ENDS) == TokenDemand(only=tuple(ids("</think>")))
-
-
-def test_bytes_that_never_become_a_character_do_not_put_the_end_off_for_ever() -> None:
-    one = constraint(None, thinking(budget=1))
-    half = ids("👍")[0]
-    count = 0
-    while one.demand(ENDS) is None:
-        one.accept(half)
-        count += 1
-
-    assert count <= 6
+        assert len(taken) == budget
+        assert missing_bytes(COMPILER.tokenizer.decode_bytes(taken)) == 0
+        assert demand == TokenDemand(only=tuple(ids("</think>")))
 
 
-def test_thinking_again_is_counted_too() -> None:
+def test_thinking_again_is_counted_too_where_a_model_may() -> None:
     (again,) = ids("<think>")
-    one = constraint(None, thinking(budget=3))
+    one = constraint(None, thinking(budget=3, reopens=True))
     for token in [*ids("a b"), *ids("</think>"), *ids("the answer"), again]:
         one.accept(token)
     spent = len(ids("a b"))
-    while one.demand(ENDS) is None:
+    while (demand := one.demand(ENDS)) is None or demand.only is None:
         one.accept(ids("hm")[0])
         spent += 1
 
@@ -243,6 +244,47 @@ def test_thinking_again_is_counted_too() -> None:
     for token in [*ids("</think>"), again]:
         one.accept(token)
     assert one.demand(ENDS) == TokenDemand(only=tuple(ids("</think>")))  # nothing is left of it
+
+
+@pytest.mark.parametrize(("open_marker", "close_marker"), [("<think>", "</think>"), ("<reasoning>", "</reasoning>")])
+@pytest.mark.parametrize("how", [{"opened": False}, {}], ids=["thinking off", "thinking over"])
+def test_reasoning_closes_once_whatever_marker_the_answer_has(open_marker: str, close_marker: str, how: dict[str, bool]) -> None:
+    one = constraint(None, thinking(open=open_marker, close=close_marker, budget=20, gap="\n\n", **how))
+    for token in () if how else ids(f"a{close_marker}"):
+        one.accept(token)
+    for token in ids(f"an {open_marker} and a {close_marker} in the answer, {open_marker} again"):
+        assert one.demand(ENDS) is None
+        one.accept(token)
+
+
+@pytest.mark.parametrize("answer", ["<html>", "<r", "< reasoning>", "<reasonin>", "<Reasoning>", "x<reasoning>", "</reasoning>"])
+def test_nothing_but_the_whole_marker_opens_the_reasoning(answer: str) -> None:
+    one = constraint(None, thinking(open="<reasoning>", close="</reasoning>", opened=False, may_open=True, budget=0))
+    for token in ids(answer):
+        assert one.demand(ENDS) is None
+        one.accept(token)
+
+    assert one.demand(ENDS) is None
+
+
+@pytest.mark.parametrize("answer", ["<html>", "<r", "\n<p>", "<reasoning"])
+def test_an_answer_that_begins_like_the_open_marker_is_what_the_grammar_asks(answer: str) -> None:
+    spec = thinking(open="<reasoning>", close="</reasoning>", opened=False, may_open=True, gap="\n")
+    choice = GrammarSpec("choice", json.dumps([answer]))
+    one = constraint(choice, spec)
+    forbidding = constraint(choice)
+    for count, token in enumerate(tokens := COMPILER.tokenizer.tokenize_str(answer)):
+        assert mask_of(one)[0, token]
+        one.accept(token)
+        one.rollback(1)
+        one.accept(token)
+        forbidding.accept(token)
+        assert len(tokens) - count > 1 or (mask_of(one)[0] >= mask_of(forbidding)[0]).all()
+
+    thinks = constraint(choice, spec)
+    for token in [*ids("<reasoning>"), *ids("hm</reasoning>"), *ids("\n")]:
+        thinks.accept(token)
+    assert (mask_of(thinks) == mask_of(constraint(choice))).all()
 
 
 def test_markers_of_several_tokens_work() -> None:

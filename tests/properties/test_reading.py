@@ -1,7 +1,7 @@
 """The law of the reader: what is told token by token is what a plain reading of the whole text gives.
 
 The plain reading below knows no pieces: it writes the whole answer down, with one letter that no text can have for each
-marker token, and takes it apart with regular expressions.
+token that is not shown, and takes it apart with a regular expression.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from readers import reader_of
 from weft.model.resolve import TINY_HYBRID
 from weft.text.reasoning import Markers
 from weft.text.stream import StreamReader
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.types import Delta, Reasoning, Text
 
 TOKENIZER = Tokenizer(TINY_HYBRID)
 THINK = Markers("<think>", "</think>")
-OPEN, CLOSE = "\ud800", "\ud801"
-MARKS = {TOKENIZER.id_of("<think>"): OPEN, TOKENIZER.id_of("</think>"): CLOSE}
-BEGINS = re.compile(rf"\s{{0,32}}(?:<think>|{OPEN})")
-ENDS = re.compile(rf"{OPEN}*".join("</think>") + rf"|{CLOSE}")  # an open marker inside the thinking is nothing
+MARKS = frozenset(map(TOKENIZER.id_of, THINK))
+BREAK = "\ud800"  # a token that is not shown: no marker reaches over it
+BEGINS = re.compile(r"[ \t\n\r\v\f]{0,32}<think>")
 
 
 def encode(text: str) -> list[int]:
@@ -66,30 +65,19 @@ def joined(parts: list[list[int]]) -> list[int]:
 
 
 def whole(ids: list[int]) -> str:
-    """The text at once; each marker token as its letter."""
-    text = ""
-    for is_mark, stretch in itertools.groupby(ids, MARKS.__contains__):
-        tokens = list(stretch)
-        text += "".join(MARKS[token] for token in tokens) if is_mark else TOKENIZER.decode(tokens)
-    return text
+    """The text at once, with a BREAK for each token that is not shown."""
+    detokenizer = Detokenizer(TOKENIZER, shown=MARKS)
+    return "".join(BREAK if token in detokenizer.skipped else detokenizer.feed(token) for token in ids)
 
 
-def sections(text: str, thinking: bool) -> list[tuple[str, str]]:
-    """The text as thoughts and answers, in turn."""
-    found: list[tuple[str, str]] = []
-    if begin := BEGINS.match(text):
-        thinking, text = True, text[begin.end() :]
-    while text:
-        if thinking:
-            end = ENDS.search(text)
-            thought = (text[: end.start()] if end else text).replace(OPEN, "").lstrip("\n")
-            found.append(("thought", thought.rstrip("\n") if end else thought))
-            thinking, text = False, text[end.end() :].lstrip("\n" + CLOSE) if end else ""
-        else:
-            answer, _, text = text.partition(OPEN)
-            found.append(("answer", answer.replace(CLOSE, "")))
-            thinking = True
-    return found
+def sections(text: str, opened: bool) -> tuple[str, str]:
+    """The thought, and the answer."""
+    begin = BEGINS.match(text)
+    if not begin and not opened:
+        return "", text.replace(BREAK, "")
+    thought, closed, answer = text[begin.end() if begin else 0 :].partition("</think>")
+    thought, answer = thought.replace(BREAK, "").lstrip("\n"), answer.replace(BREAK, "").lstrip("\n")
+    return thought.rstrip("\n") if closed else thought, answer
 
 
 def cut(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
@@ -100,16 +88,9 @@ def cut(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     return text, None
 
 
-def expected(ids: list[int], thinking: bool, stops: tuple[str, ...]) -> tuple[str, str, str | None]:
-    thought = answer = ""
-    for kind, text in sections(whole(ids), thinking):
-        if kind == "thought":
-            thought += text
-            continue
-        answer += text
-        if (stopped := cut(answer, stops))[1] is not None:
-            return thought, *stopped
-    return thought, answer, None
+def expected(ids: list[int], opened: bool, stops: tuple[str, ...]) -> tuple[str, str, str | None]:
+    thought, answer = sections(whole(ids), opened)
+    return thought, *cut(answer, stops)
 
 
 def fed(reader: StreamReader, ids: list[int]) -> list[Delta]:

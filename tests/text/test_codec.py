@@ -131,7 +131,7 @@ def test_where_answers_have_channels_they_are_read_and_shaped_by_them_also_witho
 def test_wishes_about_thinking_are_left_out_where_a_model_does_not_think_and_demands_are_not(tmp_path: Path) -> None:
     wish = replace(PLAIN, effort="high", thinking_budget=5, is_flexible=True)
     plain, channels = codec(tmp_path, "chatml"), codec(tmp_path, "gpt-oss")
-    plain.markers = channels.markers = None  # the tiny vocabulary has tokens for thinking, those of such models have not
+    plain.reasoning = channels.reasoning = None  # the tiny vocabulary has tokens for thinking, those of such models have not
 
     fitted = {name: one.fitted(wish) for name, one in (("plain", plain), ("channels", channels), ("tiny", Codec(TINY_HYBRID)))}
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import tokenizers
 
-from readers import reader_of
+from readers import reader_of, splitter_of
+from weft.errors import UnsupportedParameter
 from weft.ipc.messages import TokenLogprob
 from weft.model.resolve import TINY_HYBRID
-from weft.text.reasoning import KNOWN, Markers, ReasoningSplitter, find_markers, opens_in
+from weft.text.marker_stops import MarkerStops
+from weft.text.reasoning import KNOWN, Markers, find_markers, opens_in
 from weft.text.stream import StreamReader
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -74,7 +76,7 @@ def test_an_answer_cut_inside_a_character_has_no_replacement_character() -> None
         (" \n<think>hm</think>Hi", False, "hm", "Hi"),
         ("<think>\nhm</think>Hi", True, "hm", "Hi"),
         ("\n\nHi", False, "", "\n\nHi"),
-        (" " * 33 + "<think>", False, "", " " * 33),
+        (" " * 33 + "<think>", False, "", " " * 33 + "<think>"),
         ("no end\n", True, "no end\n", ""),
         ("no end </thi", True, "no end </thi", ""),
         ("<think>\n\n</think>\n\n", False, "", ""),
@@ -88,36 +90,58 @@ def test_thinking_is_told_apart_without_markers_and_their_line_breaks(text: str,
 def test_markers_that_are_no_tokens_are_found_in_the_text_however_it_is_cut() -> None:
     text = "[THINK]\nhm [/THIN\n[/THINK]\n\nHi [THINK] there"
 
-    splitter = ReasoningSplitter(SPELLED, opened=False)
+    splitter = splitter_of(SPELLED)
     by_letter = [piece for letter in text for piece in splitter.feed(letter)] + splitter.finish()
     by_token = read(reader_of(TOKENIZER, markers=SPELLED), encode(text))
 
-    assert ReasoningSplitter(SPELLED, opened=False, tokenizer=TOKENIZER).marker_tokens == {}
     assert told(by_letter) == told(by_token) == ("hm [/THIN", "Hi [THINK] there")
 
 
-def test_thinking_opens_again_by_the_token_but_not_by_its_letters() -> None:
+@pytest.mark.parametrize("markers", [THINK, SPELLED, Markers("<reasoning>", "</reasoning>")])
+@pytest.mark.parametrize("way", ["opened", "may open", "off"])
+@pytest.mark.parametrize("place", range(6))
+def test_reasoning_closes_once_and_later_markers_are_text(markers: Markers, way: str, place: int) -> None:
+    """Wherever in the answer they are, as their token or spelled; with log-probabilities their tokens are listed."""
+    beginning = {"opened": f"hm{markers.close}", "may open": f"{markers.open}hm{markers.close}", "off": ""}[way]
+    words = ["Split ", "at ", "it: ", "x.split(", "'')[1]", " done"]
+    words.insert(place, f"{markers.open}{markers.close}{markers.open}" if place % 2 else f"{markers.close}{markers.open}")
+    answer = "x" * (way == "off") + "".join(words)
+    spelled = [token for letter in answer for token in encode(letter)]
+
+    for ids in (encode(answer), spelled):
+        for logprobs in (False, True):
+            reader = reader_of(
+                TOKENIZER, markers=markers, opened=way == "opened", spec={"may_open": way == "may open"}, logprobs=logprobs
+            )
+            deltas = read(reader, encode(beginning) + ids)
+            assert told(deltas) == ("" if way == "off" else "hm", answer)
+            if logprobs:
+                assert [token.id for token in tokens(deltas)] == ids
+
+
+def test_thinking_opens_again_by_the_token_alone_where_the_template_says_so() -> None:
     letters = [token for letter in "<think>" for token in encode(letter)]
+    again = {"spec": {"reopens": True}, "reopening": encode("<think>")[0], "markers": THINK}
 
-    by_token = read(reader_of(TOKENIZER, markers=THINK), encode("a <think>hm</think> b"))
-    by_letter = read(reader_of(TOKENIZER, markers=THINK), encode("a ") + letters + encode("hm"))
+    by_token = reader_of(TOKENIZER, **again)
 
-    assert told(by_token) == ("hm", "a  b")
-    assert told(by_letter) == ("", "a <think>hm")
+    assert told(read(by_token, encode("a <think>hm</think> b<think>x</think>"))) == ("hmx", "a  b")
+    assert by_token.num_reasoning_tokens == len(encode("hm")) + len(encode("x"))
+    assert told(read(reader_of(TOKENIZER, **again), encode("a ") + letters + encode("hm"))) == ("", "a <think>hm")
 
 
 def test_a_half_written_marker_before_the_token_is_answer() -> None:
     letters = [token for letter in "<thi" for token in encode(letter)]
+    ids = letters + encode("<think>hm</think>Hi")
 
-    deltas = read(reader_of(TOKENIZER, markers=THINK, logprobs=True), letters + encode("<think>hm</think>Hi"))
+    deltas = read(reader_of(TOKENIZER, markers=THINK, logprobs=True), ids)
 
-    assert told(deltas) == ("hm", "<thiHi")
-    assert [token.id for token in tokens(deltas)] == letters + encode("Hi")
+    assert told(deltas) == ("", "<thi<think>hm</think>Hi")
+    assert [token.id for token in tokens(deltas)] == ids
 
 
-def test_a_stray_close_token_and_a_second_open_one_are_dropped() -> None:
-    assert told(read(reader_of(TOKENIZER, markers=THINK), encode("Hi</think> there"))) == ("", "Hi there")
-    assert told(read(reader_of(TOKENIZER, markers=THINK, opened=True), encode("a<think>b</think>c"))) == ("ab", "c")
+def test_a_second_open_marker_within_the_reasoning_is_text() -> None:
+    assert told(read(reader_of(TOKENIZER, markers=THINK, opened=True), encode("a<think>b</think>c"))) == ("a<think>b", "c")
 
 
 def test_an_unfinished_character_does_not_reach_over_a_marker() -> None:
@@ -125,30 +149,104 @@ def test_an_unfinished_character_does_not_reach_over_a_marker() -> None:
 
     deltas = read(reader_of(TOKENIZER, markers=THINK, opened=True), [*encode("a"), *smile[:-1], *encode("</think>"), smile[-1]])
 
-    assert told(deltas) == ("a", "\ufffd")
+    assert told(deltas) == ("a\ufffd", "\ufffd")
 
 
 def test_special_marker_tokens_are_heard_though_special_tokens_are_skipped(tmp_path: Path) -> None:
     tokenizer = with_special(tmp_path, "<|channel>", "<channel|>")
-    text = "<|channel>thought\nhm<channel|>Hi <|channel>thought\nwait<channel|>you<|im_end|>"
+    text = "<|channel>thought\nhm<channel|>Hi <|channel>thought\nwait<channel|>you"
 
     reader = reader_of(tokenizer, markers=CHANNEL)
 
-    assert told(read(reader, encode(text, tokenizer))) == ("hmwait", "Hi you")
+    assert told(read(reader, encode(f"{text}<|im_end|>", tokenizer))) == ("hm", text.partition("<channel|>")[2])
     assert told(read(reader_of(tokenizer, markers=CHANNEL), encode("<|channel>other", tokenizer))) == ("", "<|channel>other")
+
+
+@pytest.mark.parametrize("gap", ["", "\n", "\n\n", " \n", "<|start|>answer:"])
+@pytest.mark.parametrize("answer", ["\nYes", "\n\n- abc", "Yes", "\n", " \n\n\nx", "<|start|>a"])
+def test_before_a_grammar_nothing_is_dropped_but_the_gap_that_the_engine_put_there(gap: str, answer: str) -> None:
+    for opened in (True, False):
+        start = [] if opened else encode("<think>")
+        reader = reader_of(TOKENIZER, markers=THINK, opened=opened, before_grammar=True, spec={"gap": gap})
+
+        assert told(read(reader, [*start, *encode("hm</think>"), *encode(gap), *encode(answer)])) == ("hm", answer)
+
+
+def test_what_a_template_puts_around_the_answer_is_no_part_of_it() -> None:
+    markers, frame = Markers("to=self<|message|>", "<|eom|>"), "<|start|>assistant to=user<|message|>"
+    spec = {"gap": frame, "begin": " to=user<|message|>"}
+    for text, both in (
+        (f" to=self<|message|>hm<|eom|>{frame}Hi", ("hm", "Hi")),
+        (" to=user<|message|>Hi", ("", "Hi")),
+        (" to=user<|message|>", ("", "")),
+        ("to=you Hi", ("", "to=you Hi")),
+        (f" to=self<|message|>hm<|eom|>Hi{frame}", ("hm", f"Hi{frame}")),
+    ):
+        letters = [token for letter in text for token in encode(letter)]
+        for ids in (encode(text), letters):
+            assert told(read(reader_of(TOKENIZER, markers=markers, spec=spec), ids)) == both
 
 
 def test_without_markers_thinking_is_part_of_the_answer() -> None:
     assert told(read(reader_of(TOKENIZER), encode("<think>hm</think>Hi"))) == ("", "<think>hm</think>Hi")
 
 
-def test_tokens_of_the_thinking_are_counted_with_the_one_that_closes_it() -> None:
-    thought, answer = encode("\nlet me see"), encode("\n\nHi")
-    reader = reader_of(TOKENIZER, markers=THINK, opened=True)
+@pytest.mark.parametrize("markers", [THINK, SPELLED])
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_tokens_of_the_thinking_are_counted_without_its_markers(markers: Markers, opened: bool) -> None:
+    thought, answer = encode("\nlet [/me </see [/"), encode("\n\nHi")
+    reader = reader_of(TOKENIZER, markers=markers, opened=opened)
 
-    read(reader, [*thought, *encode("</think>"), *answer])
+    read(reader, [*([] if opened else encode(markers.open)), *thought, *encode(markers.close), *answer])
 
-    assert reader.num_reasoning_tokens == len(thought) + 1
+    assert reader.num_reasoning_tokens == len(thought)
+
+
+def test_thinking_that_is_cut_is_counted_up_to_what_may_be_its_close_marker() -> None:
+    reader = reader_of(TOKENIZER, markers=SPELLED, opened=True)
+
+    read(reader, [*encode("let me"), *encode(" "), *encode("[/THI")])
+
+    assert reader.num_reasoning_tokens == len([*encode("let me"), *encode(" ")])
+
+
+@pytest.mark.parametrize("min_tokens", range(12))
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_no_stop_string_ends_an_answer_within_its_least_tokens(min_tokens: int, logprobs: bool) -> None:
+    ids = [token for letter in "aaSTOPaSTOPa" for token in encode(letter)]
+    reader = reader_of(TOKENIZER, stops=("STOP",), min_tokens=min_tokens, logprobs=logprobs)
+
+    deltas = read(reader, ids)
+
+    first = next((place for place in (2, 7) if place >= min_tokens), None)
+    assert told(deltas)[1] == "aaSTOPaSTOPa"[:first]
+    assert (reader.stopped is None) == (first is None)
+    assert not logprobs or [token.id for token in tokens(deltas)] == ids[:first]
+
+
+@pytest.mark.parametrize("markers", [THINK, SPELLED])
+@pytest.mark.parametrize("white", ["", "\n", "\n\n"])
+def test_a_stop_string_that_is_a_marker_ends_the_answer_there(markers: Markers, white: str) -> None:
+    text = f"{markers.open}\nhm\n{markers.close}\n\nHi"
+    letters = [token for letter in text for token in encode(letter)]
+    for ids in (encode(text), letters):
+        closing, opening = f"{white}{markers.close}", f"{white}{markers.open}"
+        marks = {"opening": markers.open, "closing": markers.close}
+        at_close = reader_of(TOKENIZER, stops=(closing,), markers=markers, marker_stops=MarkerStops.of((closing,), **marks))
+        at_open = reader_of(TOKENIZER, stops=(opening,), markers=markers, marker_stops=MarkerStops.of((opening,), **marks))
+
+        assert told(read(at_close, ids)) == ("hm", "")
+        assert told(read(at_open, ids)) == ("", "")
+        assert (at_close.stopped, at_open.stopped) == (closing, opening)
+
+
+@pytest.mark.parametrize("stop", ["hm</think>", "</think>\n\nHi", "a<think>", "<tool_call>{"])
+def test_a_stop_string_that_has_a_marker_and_more_is_refused_by_name(stop: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        MarkerStops.of((stop,), opening="<think>", closing="</think>", call="<tool_call>")
+
+    assert caught.value.param == "stop"
+    assert repr(stop) in str(caught.value)
 
 
 def test_a_stop_string_ends_the_answer_and_what_follows_gives_nothing() -> None:
@@ -311,7 +409,19 @@ def test_a_call_is_told_apart_from_thinking_and_text() -> None:
     deltas = read(reader, encode(f"a <tool_call>?</think>\n\nLet me see.\n{CALL}"))
 
     assert called(deltas) == [Reasoning("a <tool_call>?"), Text("Let me see."), *CALLED]
-    assert reader.num_reasoning_tokens == len(encode("a <tool_call>?</think>"))
+    assert reader.num_reasoning_tokens == len(encode("a <tool_call>?"))
+
+
+@pytest.mark.parametrize("stop", ["<tool_call>", "\n<tool_call>", "</tool_call>", "</tool_call>\n"])
+def test_a_stop_string_that_is_a_calls_marker_ends_the_answer_there(stop: str) -> None:
+    marker_stops = MarkerStops.of((stop,), call="<tool_call>", call_end="\n</tool_call>")
+    text = f"Let me see\n{CALL}\n{CALL}"
+    letters = [token for letter in text for token in encode(letter)]
+    for ids in (encode(text), letters):
+        reader = with_calls(stops=(stop,), marker_stops=marker_stops)
+
+        assert called(read(reader, ids)) == [Text("Let me see"), *(CALLED if "/" in stop else [])]
+        assert reader.stopped == stop
 
 
 def test_what_a_stop_held_back_is_told_before_the_call_and_no_stop_cuts_a_call() -> None:

@@ -27,7 +27,7 @@ from weft.grammar.gbnf import to_lark
 from weft.grammar.grammar_cache import NOBODY, GrammarCache, Owner
 from weft.grammar.grammar_tokens import GrammarTokens
 from weft.grammar.json_rules import with_number_rules, with_number_rules_within
-from weft.grammar.reasoning_budget import ForbiddenText, ReasoningBudget
+from weft.grammar.reasoning_budget import CutCharacters, ForbiddenText, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 Made = TypeVar("Made")
@@ -71,6 +71,10 @@ class Compiler:
         tokenizer = self.tokenizer
         return np.array([len(tokenizer.decode_bytes([token])) for token in range(tokenizer.vocab_size)], np.int32)
 
+    @cached_property
+    def _cut_characters(self) -> CutCharacters:
+        return CutCharacters(self.tokenizer)
+
     def start(
         self,
         spec: ConstraintSpec,
@@ -95,8 +99,8 @@ class Compiler:
         text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
         if text not in self._forbidden:
             self._forbidden[text] = ForbiddenText(text, self.tokenizer)
-        before = matcher is not None
-        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, self._forbidden[text], before_grammar=before))
+        before, texts = matcher is not None, (self._forbidden[text], self._cut_characters)
+        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, *texts, before_grammar=before))
 
     def _begun(self, grammar: GrammarSpec, text: str, owner: Owner, is_private: bool) -> Matcher:
         """Return a new matcher that has read the beginning of an answer. Raises GrammarRejected if there is none such."""

@@ -93,7 +93,7 @@ class Constraint:
         self.matcher = matcher
         self.reasoning = reasoning
         self._history = [reasoning.begin() if reasoning is not None else ReasoningState("answer")]
-        self._fed: list[bool] = []  # by token: whether the grammar took it
+        self._fed: list[int] = []  # by token: how many tokens the grammar took then
 
     def limit_to(self, max_tokens: int) -> None:
         """Limit reasoning, also without a budget, so that `max_tokens` leave room for the answer. Call before the first token."""
@@ -113,13 +113,23 @@ class Constraint:
             return TokenDemand(only=now.forced[:1])
         if now.phase == "reasoning" and self.reasoning is not None:
             never = ends if self.matcher is not None else ()  # no end before the answer
-            never += self.reasoning.forbidden.after(now.tail)
+            never += self.reasoning.never(now)
             return TokenDemand(never=never) if never else None
         if self.matcher is None:
             return None
-        opening = self.reasoning.open_ids[:1] if self.reasoning is not None and now.phase == "start" else ()
+        opening = self.reasoning.opening(now) if self.reasoning is not None else ()
+        matcher = self._matcher_after(now.undecided)
+        if matcher is None:
+            return TokenDemand(only=opening)
         late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()  # it goes on wherever its grammar lets it
-        return TokenDemand(matcher=self.matcher, also=opening, late=late)
+        return TokenDemand(matcher=matcher, also=opening, late=late)
+
+    def _matcher_after(self, undecided: tuple[int, ...]) -> Matcher | None:
+        """Return the matcher as if it had taken the undecided tokens; None if it refuses them: they begin the open marker."""
+        if not undecided or self.matcher is None:
+            return self.matcher
+        fork = self.matcher.fork()
+        return fork if all(map(fork.inner.consume_token, undecided)) else None
 
     @property
     def may_end(self) -> bool:
@@ -127,19 +137,22 @@ class Constraint:
         if self.matcher is None:
             return True
         now = self._history[-1]
-        return not now.forced and now.phase != "reasoning" and self.matcher.may_end
+        if now.forced or now.phase == "reasoning":
+            return False
+        matcher = self._matcher_after(now.undecided)
+        return matcher is not None and matcher.may_end
 
     def accept(self, token: int) -> None:
         """Advance grammar or reasoning budget by the sampled token. Raises RowFailed, which fails this sequence alone."""
         now = self._history[-1]
-        feeds = self._is_answer(now, token)
-        if feeds and self.matcher is not None:
-            self.matcher.accept(token)
-            now = ReasoningState("answer", spent=now.spent)
-        elif self.reasoning is not None:
-            now = self.reasoning.after(now, token)
-        self._history.append(now)
-        self._fed.append(feeds)
+        after = now if self.reasoning is None or self._is_answering(now) else self.reasoning.after(now, token)
+        is_answer = not now.forced and now.phase != "reasoning" and after.phase == "answer"
+        taken = (*now.undecided, token) if is_answer and self.matcher is not None else ()
+        for one in taken:
+            assert self.matcher is not None
+            self.matcher.accept(one)
+        self._history.append(after)
+        self._fed.append(len(taken))
 
     def ahead(self, tokens: Iterable[int]) -> Iterator[Self]:
         """Yield the constraint as it will be after each of these tokens, up to the first that it refuses."""
@@ -188,13 +201,9 @@ class Constraint:
                 demand.matcher.inner.compute_bitmask()
             self.accept(token)
 
-    def _is_answer(self, now: ReasoningState, token: int) -> bool:
-        """Whether the grammar must accept this token: there is a grammar, and the token is not part of the reasoning."""
-        if self.matcher is None or now.forced or now.phase == "reasoning":
-            return False
-        if now.phase == "answer" or self.reasoning is None:
-            return True
-        return token != self.reasoning.open_ids[0] or self.matcher.allows(token)
+    def _is_answering(self, now: ReasoningState) -> bool:
+        """Whether all that comes is for the grammar: the reasoning is over and does not open again."""
+        return self.matcher is not None and now.phase == "answer" and not now.forced
 
     def rollback(self, count: int) -> None:
         if count:

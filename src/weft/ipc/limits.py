@@ -26,6 +26,7 @@ MAX_ENTRIES = 256  # of small objects and lists: metadata, template variables, w
 MAX_CHOICE_TEXTS = 50_000  # of a list of texts to choose from
 MAX_TOKEN_IDS = 1 << 20  # of one list
 MAX_STOP_TOKENS = 1_024
+MAX_BLANKS = 32  # white space at the beginning of an output; with more of it in front an open marker is answer
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 256  # stop strings of a request, and the characters of one: a table of 8,192 states
 
 

@@ -42,6 +42,8 @@ class ReasoningSpec(msgspec.Struct, frozen=True):
     budget: int | None = None  # tokens of reasoning, then the close marker is forced; None: no limit
     gap: str = ""  # what the model was trained to write between the close marker and the answer
     forbidden: str = ""  # a text that must not come within the reasoning
+    begin: str = ""  # what the model was trained to write in front of an answer without reasoning
+    reopens: bool = False  # behind the answer's beginning the open marker's own token begins a further section
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):

@@ -109,8 +109,9 @@ class ChoiceStream:
         return new
 
     def _echo(self) -> Delta:
-        ids = self.prompt.encoded.ids
-        text = self.codec.tokenizer.decode(ids, skip_special_tokens=False)  # what was sent, to the letter
+        ids, text = self.prompt.encoded.ids, self.prompt.encoded.text
+        if text is None:  # token ids were sent
+            text = self.codec.tokenizer.decode(ids, skip_special_tokens=False)
         if self.generation.sampling.get("logprobs") is None:
             return Text(text)
         return Text(text, self.codec.tokens(ids, [None, *self.prompt.logprobs]))

@@ -13,9 +13,11 @@ from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, Re
 from weft.log import escape_unprintable
 from weft.text.control_tokens import ControlTokens, Hiding
 from weft.text.image_writer import ImageWriter
+from weft.text.marker_stops import MarkerStops, Stops
 from weft.text.normalise import INSTRUCTING, PromptWriter, least_bytes
 from weft.text.prompt_length import LengthBound, LengthCheck
-from weft.text.reasoning import BUDGETS, TEMPLATE_WORDS, ReasoningSplitter, find_markers, opens_in
+from weft.text.reasoning import BUDGETS, Markers, ReasoningSplitter, opens_in
+from weft.text.reasoning_format import EffortWords, find_format
 from weft.text.sampling import merge_sampling, recommended_sampling
 from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate, TemplateRunner
@@ -36,6 +38,7 @@ MISS_CAUSES = {
     "off": "nothing is kept, because --cache-megabytes is 0",
 }
 MAX_BETWEEN = 1 << 18  # characters that a template may write between two texts: tools, calls with a file in their arguments
+HARMONY_MARKS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
 MIN_INSTRUCTIONS = 16  # tokens; shorter instructions are not worth a cut
 QUESTION, ANSWER, INSTRUCTION = Message("user", "Hello"), Message("assistant", "Hi"), Message("system", "Be brief")
 
@@ -48,6 +51,8 @@ class EncodedPrompt:
     opened: bool = False  # the prompt ends inside the reasoning
     closed: bool = False  # the prompt ends right after an empty reasoning section: the model is not to reason
     budget: int | None = None  # reasoning tokens that the requested effort allows
+    text: str | None = None  # the client's own, where the prompt is one
+    goes_on: bool = False  # the answer goes on with a text of the client
     boundaries: tuple[int, ...] = ()  # where later prompts may diverge from this one
     constraint: ConstraintSpec | None = None
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer
@@ -75,7 +80,6 @@ class Codec:
         self.control = None if parse_special else ControlTokens(self.tokenizer)  # None: whoever writes one, it is a token
         template = ChatTemplate.of(folder, runner)
         self.writer = None if template is None else PromptWriter(template, late_system)
-        self.markers = None if template is None else find_markers(template.source, self.tokenizer)
         capabilities = None if self.writer is None else self.writer.capabilities
         self.images = ImageWriter.of(folder, self.tokenizer, capabilities)  # how prompts hold images; None: not at all
         self.calls = None if self.writer is None else CallFormat.of(self.writer, self.tokenizer, describes=describes_tools)
@@ -83,7 +87,10 @@ class Codec:
             self.writer.reword = describe_tools
         elif self.writer is not None and self.calls is not None:
             self.writer.spelling = spelling_of(self.calls.family)
-        self.gap = self._find_gap()
+        has_channels = self.calls is not None and self.calls.family.is_harmony
+        found = None if self.writer is None else find_format(self.writer, self.tokenizer, has_channels=has_channels)
+        self.reasoning = found  # how the model writes its reasoning; None: not at all, or in channels
+        self.efforts = None if self.writer is None else EffortWords.of(self.writer)
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
         self.recommended = recommended_sampling(folder)
         self._length_bound = LengthBound(self.tokenizer)
@@ -107,8 +114,18 @@ class Codec:
             generation = replace(generation, prompts=prompts, tool_choice=None)
         if not generation.is_flexible or self.markers is not None or self.writer is None:
             return generation
-        has_words = self.writer.capabilities.thinking_switch or "reasoning_effort" in self.writer.template.variables
-        return replace(generation, effort=generation.effort if has_words else None, thinking_budget=None)
+        has_words = self.efforts is not None or self.writer.capabilities.thinking_switch
+        can_honour = has_words and not (generation.effort == "none" and self._always_reasons)
+        return replace(generation, effort=generation.effort if can_honour else None, thinking_budget=None)
+
+    @property
+    def markers(self) -> Markers | None:
+        return None if self.reasoning is None else self.reasoning.markers
+
+    @property
+    def _always_reasons(self) -> bool:
+        """Whether nothing that weft knows keeps this model from reasoning: it writes it in channels (gpt-oss)."""
+        return self.calls is not None and self.calls.family.is_harmony
 
     @property
     def describes_tools(self) -> bool:
@@ -136,9 +153,10 @@ class Codec:
         if check is not None and isinstance(prompt, str):
             check.check(prompt)
         if isinstance(prompt, str):
-            return EncodedPrompt(self.tokenizer.encode(prompt, add_special_tokens=True))
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True)
+            return EncodedPrompt(ids, text=prompt, goes_on=prompt != "")
         if not isinstance(prompt, Conversation):
-            return EncodedPrompt(list(prompt))
+            return EncodedPrompt(list(prompt), goes_on=True)
         if self.writer is None:
             message = "this model has no chat template, so it can not take messages; use /v1/completions with a prompt"
             raise InvalidRequest(message, "messages")
@@ -155,11 +173,14 @@ class Codec:
             own, text = (own, own) if hiding is None else hiding.settle(own)
         ids, boundaries = self.boundaries.encode(conversation, text, own)
         images = () if self.images is None else self.images.placed(conversation, ids)
+        last = conversation.messages[-1].texts[-1] if conversation.continue_final_message else ""
         begun = self._begun(conversation, text)
+        found = EncodedPrompt(ids, goes_on=last != "", boundaries=boundaries, images=images, begun=begun)
         if self.markers is None:
-            return EncodedPrompt(ids, boundaries=boundaries, images=images, begun=begun)
-        closed = own.rstrip().endswith(self.markers.close)
-        return EncodedPrompt(ids, opens_in(own, self.markers), closed, budget, boundaries, images=images, begun=begun)
+            return found
+        opened = opens_in(own, self.markers, last)
+        closed = not opened and (last.strip() != "" or own.rstrip().endswith(self.markers.close))
+        return replace(found, opened=opened, closed=closed, budget=budget, begun="" if opened else begun)
 
     def _begun(self, conversation: Conversation, prompt: str) -> str:
         """Return the beginning of the answer that the prompt ends with; "" if there is none, or only one of reasoning."""
@@ -172,9 +193,12 @@ class Codec:
         return text if prompt.endswith(text) else text.lstrip()  # templates trim
 
     def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
-        """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not reason."""
-        if "reasoning_effort" in writer.template.variables and effort != "none":
-            return {"reasoning_effort": TEMPLATE_WORDS.get(effort, effort)}, None
+        """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not do it."""
+        if effort == "none" and self._always_reasons:
+            message = "reasoning_effort none: this model always reasons before it answers; leave it out or ask for low"
+            raise UnsupportedParameter(message, "reasoning_effort")
+        if self.efforts is not None and effort != "none":
+            return self.efforts.variables(effort), None
         if writer.capabilities.thinking_switch:
             return {"enable_thinking": effort != "none"}, None if effort == "none" else BUDGETS[effort]
         if self.markers is not None or effort == "none":
@@ -182,20 +206,14 @@ class Codec:
         message = f"reasoning_effort {effort}: this model does not think before it answers; leave it out or set it to none"
         raise UnsupportedParameter(message, "reasoning_effort")
 
-    def _find_gap(self) -> str:
-        """Return the white space that the template writes between an empty reasoning section and the answer; "" if unknown."""
-        if self.writer is None or self.markers is None or not self.writer.capabilities.thinking_switch:
-            return ""
-        question = Conversation((Message("user", "Hello"),), template_kwargs={"enable_thinking": False})
-        after = self.writer.write(question).rpartition(self.markers.close)[2]
-        return "" if after.strip() else after
-
     def constraint(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ConstraintSpec | None:
         """Return the output grammar and reasoning limits, or None; slow for many tools. Raises InvalidRequest."""
         budget = generation.thinking_budget if generation.thinking_budget is not None else prompt.budget
         if self.markers is None and generation.thinking_budget is not None:
-            message = "thinking_token_budget: this model does not think before it answers; leave it out"
-            raise UnsupportedParameter(message, "thinking_token_budget")
+            why = (
+                "has no markers around its reasoning to end it by" if self._always_reasons else "does not think before it answers"
+            )
+            raise UnsupportedParameter(f"thinking_token_budget: this model {why}; leave it out", "thinking_token_budget")
         grammar, selection, reasoning = generation.grammar, generation.tool_choice, None
         # An answer that is begun is neither a call nor reasoning any more.
         begun = "" if grammar is None or (selection is not None and selection.mode == "required") else prompt.begun
@@ -208,11 +226,38 @@ class Codec:
         ):
             goes_on = bool(generation.sampling.get("min_tokens") or generation.sampling.get("ignore_eos"))
             grammar = self.calls.grammar(selection or ToolSelection("none", ()), grammar, goes_on=goes_on)
-        if self.markers is not None and generation.split_thinking and (grammar is not None or budget is not None):
-            may_open = not prompt.opened and not prompt.closed and not begun
-            trigger = self.calls.trigger if self.calls is not None and selection is not None else ""
-            reasoning = ReasoningSpec(self.markers.open, self.markers.close, prompt.opened, may_open, budget, self.gap, trigger)
+        if grammar is not None or budget is not None:
+            reasoning = self.reasoning_spec(generation, prompt)
+        self._marker_stops(generation)  # refused before the request is submitted
         return None if grammar is None and reasoning is None else ConstraintSpec(grammar, reasoning, begun)
+
+    def reasoning_spec(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ReasoningSpec | None:
+        """Return where this answer's reasoning begins and ends, for the engine and the reader; None if it is not split off."""
+        if self.reasoning is None or not generation.split_thinking:
+            return None
+        budget = generation.thinking_budget if generation.thinking_budget is not None else prompt.budget
+        has_calls = self.calls is not None and generation.tool_choice is not None
+        return ReasoningSpec(
+            self.reasoning.markers.open,
+            self.reasoning.markers.close,
+            prompt.opened,
+            may_open=not prompt.opened and not prompt.closed,
+            budget=budget,
+            gap=self.reasoning.gap,
+            forbidden=self.calls.trigger if self.calls is not None and has_calls else "",
+            begin=self.reasoning.begin,
+            reopens=self.reasoning.reopens and not prompt.closed and budget != 0,
+        )
+
+    def _marker_stops(self, generation: GenerationRequest) -> MarkerStops | None:
+        """Return the stop strings that are markers of this request's answers. Raises UnsupportedParameter."""
+        markers = self.markers if generation.split_thinking else None
+        opening, closing = ("", "") if markers is None else markers
+        calls = self.calls if generation.tool_choice is not None and generation.tool_choice.mode != "none" else None
+        family = None if calls is None or calls.family.is_harmony else calls.family
+        ends = ("", "") if family is None else (family.trigger if not family.is_anchored else "", family.end or family.tail)
+        channels = HARMONY_MARKS if self._has_channels(generation) else ()
+        return MarkerStops.of(generation.stops, opening=opening, closing=closing, call=ends[0], call_end=ends[1], never=channels)
 
     def _has_channels(self, generation: GenerationRequest) -> bool:
         """Whether reasoning is to be split off and the model writes it in channels of the harmony format (gpt-oss)."""
@@ -229,12 +274,19 @@ class Codec:
         is_required = selection is not None and selection.mode == "required"
         reads_bare = not is_required and generation.grammar is None  # an answer in a form of its own may look like a call
         call_reader = None if calls is None else calls.reader(tools, is_required=is_required, reads_bare=reads_bare)
-        markers = self.markers if generation.split_thinking else None
-        splitter = None if markers is None else ReasoningSplitter(markers, prompt.opened, self.tokenizer)
+        spec = self.reasoning_spec(generation, prompt)
+        has_grammar = prompt.constraint is not None and prompt.constraint.grammar is not None
+        splitter = None
+        if spec is not None:
+            splitter = ReasoningSplitter(spec, before_grammar=has_grammar, reopening=self.tokenizer.id_of(spec.open))
         shown: frozenset[int] = frozenset() if calls is None else calls.shown
-        detokenizer = Detokenizer(self.tokenizer, generation.skip_special_tokens, shown)
+        if self.reasoning is not None and spec is not None:
+            shown |= self.reasoning.tokens
+        follows_text = prompt.goes_on or has_grammar
+        detokenizer = Detokenizer(self.tokenizer, generation.skip_special_tokens, shown, follows_text=follows_text)
+        stops = Stops(generation.stops, self._marker_stops(generation), generation.sampling.get("min_tokens") or 0)
         logprobs = generation.sampling.get("logprobs") is not None
-        return StreamReader(detokenizer, generation.stops, splitter, call_reader, logprobs=logprobs)
+        return StreamReader(detokenizer, stops, splitter, call_reader, logprobs=logprobs)
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprob | None]) -> tuple[Token, ...]:
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))

@@ -3,17 +3,17 @@
 from itertools import chain
 from typing import NamedTuple
 
+from weft.ipc.limits import MAX_BLANKS
+from weft.ipc.messages import ReasoningSpec
 from weft.text.stop_strings import split_at
 from weft.text.tokenizer import Tokenizer
 from weft.text.types import Delta, Effort, Reasoning, Text
 
-MAX_BLANKS = 32  # more white space than this before an open marker, and it is an answer
+BLANKS = " \t\n\r\v\f"  # white space as the engine has it, which reads bytes
 
 # Reasoning tokens by effort, where the template has no words for it; the engine enforces them. None: no limit.
 BUDGETS: dict[Effort, int | None] = {"none": 0, "minimal": 256, "low": 1024, "medium": 4096, "high": 16384}
 BUDGETS |= {"xhigh": None, "max": None}
-# gpt-oss and its kin read `reasoning_effort` and know three words.
-TEMPLATE_WORDS: dict[Effort, str] = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 class Markers(NamedTuple):
@@ -43,25 +43,36 @@ def find_markers(template_source: str, tokenizer: Tokenizer) -> Markers | None:
     return next(chain(mentioned, (markers for markers in KNOWN if tokenizer.id_of(markers.close) is not None)), None)
 
 
-def opens_in(prompt_text: str, markers: Markers) -> bool:
-    """Whether the prompt ends with the open marker (and white space), so that the output begins inside the reasoning."""
-    return prompt_text.rstrip().endswith(markers.open)
+def opens_in(prompt_text: str, markers: Markers, begun: str = "") -> bool:
+    """Whether the output begins inside the reasoning: the prompt ends with the open marker, or `begun` is not closed yet.
+
+    `begun` is the text that the output goes on with, if it is not blank: an open marker opens it at its beginning alone.
+    """
+    if not begun.strip():
+        return prompt_text.rstrip().endswith(markers.open)
+    before = prompt_text.rpartition(begun.strip())[0] if begun.strip() in prompt_text else ""
+    is_open = begun.lstrip().startswith(markers.open) or before.rstrip().endswith(markers.open)
+    return is_open and markers.close not in begun
 
 
 class ReasoningSplitter:
     """Splits streamed text into reasoning and answer, dropping the markers and the line breaks next to them.
 
-    The open marker is recognised at the start of the output, after at most white space; later it is text, unless it comes
-    through `mark`. If the close marker never comes, all text is reasoning.
+    The open marker is recognised at the start of the output, behind at most MAX_BLANKS of white space. Reasoning closes once:
+    all later markers are text, unless the model reopens its reasoning. If the close marker never comes, all text is reasoning.
+    Before a grammar's answer no line break is dropped but those that the engine put there.
     """
 
-    def __init__(self, markers: Markers, opened: bool, tokenizer: Tokenizer | None = None) -> None:
-        self.is_reasoning = opened
+    def __init__(self, spec: ReasoningSpec, *, before_grammar: bool = False, reopening: int | None = None) -> None:
+        self.spec = spec
+        self.reopening = reopening if spec.reopens and not before_grammar else None  # the token that reopens the reasoning
+        self.is_reasoning = spec.opened
         self.held = ""  # may become a marker
-        self.marker_tokens = {} if tokenizer is None else _marker_tokens(markers, tokenizer)  # with their texts
-        self._open, self._close = markers.open, markers.close
-        self._may_open = True  # an open marker may come
-        self._is_fresh = opened  # line breaks are dropped until something else came
+        self.num_closing = 0  # characters of the text so far from the beginning of the last close marker on
+        self._may_open = spec.opened or spec.may_open  # an open marker may come
+        self._before_grammar = before_grammar
+        self._lead: str | None = None  # a text that may still come in front of the answer and is no part of it
+        self._is_fresh = spec.opened  # the reasoning's first line breaks are dropped until something else came
         self._newlines = 0  # at the end of the reasoning so far: given when more follows, dropped before the close marker
 
     def feed(self, text: str) -> list[Delta]:
@@ -72,31 +83,42 @@ class ReasoningSplitter:
                 return []
         return self._reason(text) if self.is_reasoning else self._answer(text)
 
-    def mark(self, text: str) -> list[Delta]:
-        """Like `feed`, for a marker token's text: an open marker may also reopen reasoning; a misplaced marker is dropped."""
-        pieces = [] if self._open.startswith((self.held + text).lstrip()) else self._without_opening()
-        self._may_open |= not self.is_reasoning and self._open.startswith(text)
-        is_read = self._may_open or (self.is_reasoning and text in self._close)
-        return pieces + self.feed(text) if is_read else pieces
+    def interrupt(self) -> list[Delta]:
+        """Take a token that has no text: no marker reaches over it."""
+        pieces = self._without_opening()
+        if self.is_reasoning:
+            text, self.held = self.held, ""
+            pieces += self._tell(text)
+        return pieces
+
+    def reopen(self) -> list[Delta]:
+        """Take the open marker's own token within the answer."""
+        rest = self._lead_so_far()
+        self.is_reasoning = self._is_fresh = True
+        return rest
 
     def finish(self) -> list[Delta]:
         pieces = self._without_opening()
+        if not self.is_reasoning:
+            return pieces + self._lead_so_far()
         rest = "\n" * self._newlines + self.held
         self._newlines, self.held = 0, ""
-        return [*pieces, Reasoning(rest)] if rest else pieces  # only reasoning still holds anything
+        return [*pieces, Reasoning(rest)] if rest else pieces
 
     def _after_opening(self, text: str) -> str:
         """Return the text after the open marker, or all text if no open marker can come; "" (text is held) while undecided."""
         text = self.held + text
-        start = text.lstrip()
-        can_open = len(text) - len(start) <= MAX_BLANKS
-        if can_open and self._open.startswith(start) and start != self._open:
+        start = text.lstrip(BLANKS)
+        can_open, opening = len(text) - len(start) <= MAX_BLANKS, self.spec.open
+        if can_open and opening.startswith(start) and start != opening:
             self.held = text
             return ""
         self._may_open, self.held = False, ""
-        if can_open and start.startswith(self._open):
+        if can_open and start.startswith(opening):
             self.is_reasoning = self._is_fresh = True
-            return start[len(self._open) :]
+            return start[len(opening) :]
+        if not self.is_reasoning:
+            self._lead = self.spec.begin or None
         return text
 
     def _without_opening(self) -> list[Delta]:
@@ -107,8 +129,16 @@ class ReasoningSplitter:
         return self.feed(text)
 
     def _reason(self, text: str) -> list[Delta]:
-        reasoning, closed, rest = split_at(self.held + text, self._close)
+        reasoning, closed, rest = split_at(self.held + text, self.spec.close)
         self.held = "" if closed else rest
+        pieces = self._tell(reasoning)
+        if closed:
+            self.is_reasoning, self._newlines, self.num_closing = False, 0, len(closed) + len(rest)
+            pieces += self._begin_answer(rest)
+        return pieces
+
+    def _tell(self, reasoning: str) -> list[Delta]:
+        """Return reasoning without line breaks at its beginning and at its end so far."""
         reasoning = reasoning.lstrip("\n") if self._is_fresh else reasoning
         body = reasoning.rstrip("\n")
         pieces: list[Delta] = []
@@ -116,20 +146,30 @@ class ReasoningSplitter:
             pieces.append(Reasoning("\n" * self._newlines + body))
             self._newlines, self._is_fresh = 0, False
         self._newlines += len(reasoning) - len(body)
-        if closed:
-            self.is_reasoning, self._is_fresh, self._newlines = False, True, 0
-            pieces += self._answer(rest)
         return pieces
 
+    def _begin_answer(self, text: str) -> list[Delta]:
+        """Begin the answer with what came in one token with the close marker."""
+        if not self._before_grammar:
+            self._lead = self.spec.gap.strip("\n")
+            return self._answer(text)
+        self._lead = None if text else self.spec.gap or None  # as the engine: its gap follows nothing but the bare marker
+        return [Text(text)] if text.strip() else []
+
     def _answer(self, text: str) -> list[Delta]:
-        if self._is_fresh:
-            text = text.lstrip("\n")
-            self._is_fresh = not text
+        if self._lead is not None:
+            text = self._after_lead(self._lead, text)
         return [Text(text)] if text else []
 
+    def _after_lead(self, lead: str, text: str) -> str:
+        """Return the text behind what comes in front of the answer; "" while it is undecided."""
+        text = self.held + text
+        start = text if self._before_grammar else text.lstrip("\n")
+        is_undecided = not start or (lead.startswith(start) and start != lead)
+        self.held, self._lead = (start, lead) if is_undecided else ("", None)
+        return "" if is_undecided else start.removeprefix(lead)
 
-def _marker_tokens(markers: Markers, tokenizer: Tokenizer) -> dict[int, str]:
-    """Map token ids to texts: tokens that are a whole marker, and special tokens in a marker, which detokenizers might skip."""
-    ids = [token for marker in markers for token in tokenizer.encode(marker, add_special_tokens=False)]
-    texts = {token: tokenizer.token_text(token) for token in ids}
-    return {token: text for token, text in texts.items() if text in markers or token in tokenizer.special_ids}
+    def _lead_so_far(self) -> list[Delta]:
+        """Stop waiting for what comes in front of the answer, and return what was held of it."""
+        text, self.held, self._lead = self.held, "", None
+        return [Text(text)] if text and not self._before_grammar else []

@@ -3,6 +3,7 @@
 from collections import deque
 
 from weft.ipc.messages import TokenLogprob
+from weft.text.marker_stops import Stops
 from weft.text.reasoning import ReasoningSplitter
 from weft.text.stop_strings import StopFinder
 from weft.text.tokenizer import Detokenizer, Tokenizer
@@ -14,53 +15,68 @@ class StreamReader:
     r"""Converts one choice's tokens to deltas; text that may still become a marker, tool call or stop string is held back.
 
     Stop strings are searched in the answer only: in the reasoning a stop like "\n\n" would end every request, and a call would
-    be cut by it. With `logprobs` each Text carries its tokens: no tokens of the reasoning, of a marker or of the stop string, no
-    tokens without text, and none after a call began.
+    be cut by it. A stop string that is a marker ends the answer at that marker (`MarkerStops`). None acts within the first
+    `min_tokens` tokens. With `logprobs` each Text carries its tokens: no tokens of the reasoning, of a marker that was one or of
+    the stop string, no tokens without text, and none after a call began.
     """
 
     def __init__(
         self,
         detokenizer: Detokenizer,
-        stops: tuple[str, ...] = (),
+        stops: Stops = Stops(),  # noqa: B008 - it is frozen
         splitter: ReasoningSplitter | None = None,
         calls: CallReader | HarmonyReader | None = None,
         *,
         logprobs: bool = False,
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the answer; later tokens give nothing
-        self.num_reasoning_tokens = 0  # tokens while the reasoning was open, its close marker included
+        self.num_reasoning_tokens = 0  # tokens of reasoning; those of its markers, and with a part of its close marker, are not
+        self._undecided: deque[int] = deque()  # lengths of the last tokens of reasoning, which may be its close marker
         self._detokenizer = detokenizer
         self._splitter = splitter
         self._calls = calls
-        self._stops = StopFinder(stops)
+        self._reopening = None if splitter is None else splitter.reopening
+        self._stops = StopFinder(() if stops.min_tokens else stops.texts)
+        self._later_stops = stops.texts  # searched from the token behind the first `min_tokens`
+        self._marker_stops = stops.markers
+        self._num_unstoppable = stops.min_tokens
         self._tokens = AnswerTokens(detokenizer.tokenizer, detokenizer.skipped) if logprobs else None
-        self._is_plain = not stops and not logprobs  # feed returns early: the front's hot path
+        self._is_plain = not stops.texts and not logprobs  # feed returns early: the front's hot path
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta]:
         if self.stopped is not None:
             return []
-        splitter, mark = self._splitter, ""
+        splitter, calls, mark = self._splitter, self._calls, ""
         pieces: list[Delta] = []
-        self.num_reasoning_tokens += self._calls is not None and self._calls.is_reasoning
-        if splitter is None:
-            if text := self._detokenizer.feed(token):
-                pieces = [Text(text)]
-        else:
-            self.num_reasoning_tokens += splitter.is_reasoning
-            if token in splitter.marker_tokens:
-                self._detokenizer.unfinished = b""  # a marker ends a character as the end of the answer does
-                text = mark = splitter.marker_tokens[token]
-                pieces = splitter.mark(mark)
-            elif text := self._detokenizer.feed(token):
-                pieces = splitter.feed(text)
-        if self._calls is not None:
-            pieces = self._read_calls(self._calls, pieces)
+        was_reasoning = splitter is not None and splitter.is_reasoning
+        if splitter is not None and token == self._reopening and not was_reasoning:
+            text = mark = splitter.spec.open
+            self._detokenizer.unfinished = b""  # the marker ends a character as the end of the answer does
+            pieces = splitter.reopen()
+        elif text := self._detokenizer.feed(token):
+            pieces = [Text(text)] if splitter is None else splitter.feed(text)
+        elif splitter is not None and token in self._detokenizer.skipped:
+            pieces = splitter.interrupt()
+        if was_reasoning and splitter is not None:
+            if splitter.is_reasoning and not splitter.held and not self._undecided:
+                self.num_reasoning_tokens += 1
+            else:
+                self._count(text, splitter)
+        if calls is not None:
+            was_channel = calls.is_reasoning
+            pieces = self._read_calls(calls, pieces)
+            self.num_reasoning_tokens += was_channel and calls.is_reasoning
         if self._is_plain:
             return pieces
         if self._tokens is not None:
             self._tokens.read(token, logprob, text, is_unfinished=bool(self._detokenizer.unfinished))
             # A text that a marker brought to light ends before the marker.
             self._settle(pieces, max(len(splitter.held), len(mark)) if splitter else 0)
+        if self._num_unstoppable:
+            return self._unstopped(pieces)
+        if self._marker_stops is not None:
+            is_reasoning = splitter is not None and splitter.is_reasoning
+            return self._until_marker(*self._marker_stops.cut(pieces, was_reasoning, is_reasoning))
         return self._until_stop(pieces)
 
     @property
@@ -88,6 +104,34 @@ class StreamReader:
 
     def _read_calls(self, calls: CallReader | HarmonyReader, pieces: list[Delta]) -> list[Delta]:
         return [one for piece in pieces for one in (calls.feed(piece.text) if isinstance(piece, Text) else [piece])]
+
+    def _count(self, text: str, splitter: ReasoningSplitter) -> None:
+        """Count the tokens of reasoning that end before the close marker, or what may become it; `text` is the newest one's."""
+        undecided = self._undecided
+        undecided.append(len(text))
+        num_after = sum(undecided) - undecided[0]
+        num_marker = len(splitter.held) if splitter.is_reasoning else splitter.num_closing
+        while undecided and num_after >= num_marker:
+            undecided.popleft()
+            self.num_reasoning_tokens += 1
+            num_after -= undecided[0] if undecided else 0
+        if not splitter.is_reasoning:
+            undecided.clear()
+
+    def _unstopped(self, pieces: list[Delta]) -> list[Delta]:
+        """Give the pieces of one of the first `min_tokens` tokens, in which no stop string is searched."""
+        deltas = self._until_stop(pieces)
+        self._num_unstoppable -= 1
+        if not self._num_unstoppable:
+            self._stops = StopFinder(self._later_stops)
+        return deltas
+
+    def _until_marker(self, pieces: list[Delta], stop: str | None) -> list[Delta]:
+        deltas = self._until_stop(pieces)
+        if stop is not None and self.stopped is None:
+            rest, self.stopped = self._stops.finish(), stop
+            deltas += [Text(rest, self._tokens.take(len(rest)) if self._tokens is not None else ())] if rest else []
+        return deltas
 
     def _settle(self, pieces: list[Delta], num_held: int) -> None:
         """Assign pending tokens to the answer text in `pieces`; `num_held` characters stay undecided. No-op if a call opens."""

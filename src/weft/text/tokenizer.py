@@ -51,14 +51,24 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes token ids one by one, optionally skipping special tokens; holds back only bytes of an incomplete character."""
+    """Decodes token ids one by one, optionally skipping special tokens; holds back only bytes of an incomplete character.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> None:
+    Some vocabularies put a space in front of a text; it is dropped, unless the tokens follow a text or are held to a grammar.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        *,
+        follows_text: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.unfinished = b""  # the beginning of a character
         self.skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._bytes_of = tokenizer.bytes_of
-        self._drops_space = tokenizer.bytes_of.drops_first_space
+        self._drops_space = tokenizer.bytes_of.drops_first_space and not follows_text
 
     def feed(self, token: int) -> str:
         if token in self.skipped:
