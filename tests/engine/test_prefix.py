@@ -189,15 +189,16 @@ class TestWhatIsTold:
     def test_why_a_prompt_was_computed(self, adapter: Adapter) -> None:
         run = Run(adapter, CACHED)
         rows = []
-        for prompt in (TRUNK + TAIL, TRUNK + TAIL, TRUNK + OTHER, TRUNK + TAIL[::-1]):
+        for prompt in (TRUNK + TAIL, TRUNK + TAIL, TRUNK + OTHER, TRUNK + TAIL[::-1], TRUNK[:90] + OTHER):
             rows.append(run.submit(prompt, 1))
             run.finish()
 
         assert told(rows[0]) == PrefixReuse("differs", 0, 0, TRUNK[0], None)
         assert told(rows[1]) == PrefixReuse("whole", 119)
-        assert told(rows[2]) == PrefixReuse("checkpoint", 64, 100, OTHER[0], TAIL[0])
-        assert told(rows[3]) == PrefixReuse("differs", 96, 100, TAIL[-1], OTHER[0])  # two parted there, so now it is kept
-        assert rows[3].timings.cached_tokens == 96
+        assert told(rows[2]) == PrefixReuse("differs", 96, 100, OTHER[0], TAIL[0])
+        assert told(rows[3]) == PrefixReuse("differs", 96, 100, TAIL[-1], OTHER[0])
+        assert told(rows[4]) == PrefixReuse("checkpoint", 64, 90, OTHER[0], TRUNK[90])  # at 80 none was kept
+        assert [row.timings.cached_tokens for row in rows] == [0, 119, 96, 96, 64]
 
     def test_that_all_of_it_had_to_be_read(self, adapter: Adapter) -> None:
         run = Run(adapter, CACHED)
@@ -280,7 +281,7 @@ class TestDisk:
         rows = [run.submit(TRUNK + tail, 3) for tail in (TAIL, OTHER, TAIL)]
         run.finish()
 
-        assert sum(counts) == 119 - 64  # what the second has after the trunk's last checkpoint
+        assert sum(counts) == 119 - 96  # what the second has after the trunk's last checkpoint
         assert [row.output for row in rows] == answers(adapter, [TRUNK + tail for tail in (TAIL, OTHER, TAIL)], 3)
 
     def test_damage_costs_the_time_to_compute_again(self, adapter: Adapter, tmp_path: Path) -> None:

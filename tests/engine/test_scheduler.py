@@ -60,6 +60,20 @@ def test_no_chunk_has_one_token_unless_the_prompt_has_no_more(has_checkpoints: b
         assert min(sizes) > 1 or length == 2, (length, boundary)
 
 
+@pytest.mark.parametrize("has_checkpoints", [True, False])
+def test_a_chunk_ends_at_a_boundary_wherever_it_is(has_checkpoints: bool) -> None:
+    """Also right behind a multiple of the chunk size or the checkpoint near a prompt's end, as no chunk has one token."""
+    scheduler = Scheduler(
+        CONFIG, MemoryBudget(lambda tokens: tokens, 0), Bisection(), ChunkRules(has_checkpoints=has_checkpoints)
+    )
+    for length in range(5, 90):
+        for boundary in range(2, length - 2):
+            one = sequence(0, length)
+            one.boundaries = (boundary,)
+
+            assert boundary in scheduler.chunk_ends(one), (length, boundary)
+
+
 def test_prompts_take_turns_chunk_by_chunk() -> None:
     scheduler = scheduler_of()
     for number in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import json
 import re
 import shutil
@@ -155,6 +156,30 @@ def prefix_node(name: str) -> str:
     return f"This is the long beginning called {name}. " + "The little dog ran to the big house by the river. " * 80
 
 
+def last_words(
+    server: Server, words: int, number: int, system: str, is_thinking: bool, is_strict: bool, salt: str
+) -> dict[str, Any]:
+    """Answer a chat prompt that ends with a number."""
+    text = " ".join(itertools.islice(itertools.cycle(["the", "boat", "and", "tree"]), words))
+    instructions = [{"role": "system", "content": system}] if system else []
+    schema = {
+        "type": "object",
+        "properties": {"marker": {"const": number}},
+        "required": ["marker"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "marker", "strict": True, "schema": schema}}
+    body = {
+        "messages": [*instructions, {"role": "user", "content": f"Look at {text} and say {number}"}],
+        "chat_template_kwargs": {"enable_thinking": is_thinking},
+        "cache_salt": salt,
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    reply: dict[str, Any] = server.post("/v1/chat/completions", body | ({"response_format": form} if is_strict else {})).json()
+    return reply
+
+
 class TestEightAtOnce:
     def test_a_common_beginning_is_computed_once(self, server: Server) -> None:
         shared = prefix_node("eight")
@@ -199,6 +224,25 @@ class TestEightAtOnce:
         assert [json.loads(reply["choices"][0]["message"]["content"]) for reply in replies] == [
             {"marker": number} for number in range(8)
         ]
+
+    @pytest.mark.parametrize("is_strict", [True, False], ids=["strict", "free"])
+    @pytest.mark.parametrize("is_thinking", [True, False], ids=["thinking", "not thinking"])
+    @pytest.mark.parametrize("system", ["", SYSTEM[:76]], ids=["user only", "with a system message"])
+    def test_of_chat_prompts_eight_hit_after_one_and_fourteen_of_fifteen_cold(
+        self, server: Server, system: str, is_thinking: bool, is_strict: bool
+    ) -> None:
+        for words in (5, 15, 45):
+            mark = f"{words} {system} {is_thinking} {is_strict}"
+            ask = lambda number, salt: last_words(server, words, number, system, is_thinking, is_strict, salt)  # noqa: B023, E731
+            first = ask(99, mark)
+            (model,) = server.get("/v1/cache").json()["models"]
+            warm = at_once(lambda number: ask(number + 10, mark))  # noqa: B023
+            cold = at_once(lambda number: ask(number + 10, f"cold {mark}"), 15)  # noqa: B023
+
+            assert any(node["has_checkpoint"] and node["length"] == min(map(cached, warm)) for node in model["nodes"])
+            assert all(0 < cached(reply) < reply["usage"]["prompt_tokens"] for reply in warm), [*map(cached, warm)]
+            assert sum(cached(reply) > 0 for reply in cold) >= 14, [*map(cached, cold)]
+            assert first["usage"]["prompt_tokens"] - min(map(cached, warm)) <= 2 * 16 + 16
 
     def test_each_has_its_own_marker_under_its_own_schema(self, server: Server) -> None:
         shared = prefix_node("markers")

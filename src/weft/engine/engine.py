@@ -69,7 +69,8 @@ class Engine:
         can_split = adapter.is_positional and not whole_images
         tree = PrefixTree(config.cache_bytes, clock, own_cuts=own_cuts, can_split=can_split) if is_caching else None
         has_checkpoints = is_caching and not can_split
-        rules = ChunkRules(has_checkpoints, whole_images, adapter.ragged is not None, adapter.cuts_freely)
+        splits = tree is not None and tree.can_split
+        rules = ChunkRules(has_checkpoints, whole_images, adapter.ragged is not None, adapter.cuts_freely, splits)
         self.scheduler = Scheduler(config, self.budget, self.bisection, rules)
         self.prefix = PrefixSharing(tree, self.runner, self.scheduler.chunk_ends, disk if is_caching else None)
         # Emitted tokens of a resumed row that are decoded again; more are prefilled, which is faster, and for some models exact.

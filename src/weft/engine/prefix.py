@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from weft.engine.runner import Runner
-from weft.engine.scheduler import Row
+from weft.engine.scheduler import TAIL_TOKENS, Row, tail_end
 from weft.engine.sequence import Sequence
 from weft.errors import WeftError
 from weft.ipc.messages import AskPrefixes, Prefixes, PrefixNode, PrefixReuse
 from weft.memory.disk import DiskTier
 from weft.memory.disk_files import Entry, Packed
-from weft.memory.prefix_tree import Node, PrefixTree, key_of
+from weft.memory.prefix_tree import MIN_SHARED, Node, PrefixTree, key_of
 from weft.model.saved_state import LayerCaches, SavedState, pack
 
 log = logging.getLogger("weft.engine")
@@ -24,6 +24,7 @@ log = logging.getLogger("weft.engine")
 COPY_BYTES_PER_SECOND = 1e9  # cost of restoring states; measured 0.9 (smollm2) and 2.4 (tiny-hybrid) on two busy CPU cores
 RETAINED_SHARE = 8  # one in so many of the bytes for cached prefixes goes to retained caches
 MAX_NODES_SENT = 2000
+MIN_SHARED_AT_TAIL = 4  # tokens; fewer than MIN_SHARED are left there, and prompts that arrive together differ behind them
 
 ChunkEnds = Callable[[Sequence], Iterator[int]]
 
@@ -100,7 +101,9 @@ class PrefixSharing:
         node = sequence.prefix.node
         if self.tree is None or node is None or sequence.prefix.is_private:
             return None
-        return self.tree.best_cut(node, sequence.prefill_ids, end, [other.prefill_ids for other in others])
+        is_at_tail = node.length == tail_end(len(sequence.prefill_ids))
+        least = MIN_SHARED_AT_TAIL if is_at_tail else MIN_SHARED
+        return self.tree.best_cut(node, sequence.prefill_ids, end, [other.prefill_ids for other in others], least)
 
     def begin(self, sequence: Sequence) -> None:
         """Give a sequence without KV caches the retained ones at its prefix node, if any; record why no more was cached."""
@@ -135,14 +138,25 @@ class PrefixSharing:
             return
         block, checkpoint = saved
         node = self.tree.enter(cursor.node, tokens, block, checkpoint, is_retained=sequence.request.is_retained)
-        node.keep = node.keep or node.length in sequence.boundaries
-        if sequence.is_prefilled:  # the next turn goes on from here, or diverges within the last chunk
-            node.keep = cursor.node.keep = True
+        self._keep_checkpoints(sequence, cursor.node, node, self.tree)
         if cursor.first_own_node is None or cursor.first_own_node.is_detached:
             cursor.first_own_node = node
         self._pin(sequence, node)
         if sequence.is_prefilled:
             self._store(node)
+
+    @staticmethod
+    def _keep_checkpoints(sequence: Sequence, parent: Node, node: Node, tree: PrefixTree) -> None:
+        """Mark those nodes of a prompt from which others go on: boundaries, its end, and the last one before its last words.
+
+        A conversation has the last of these only once: its next turn goes on from a boundary or the end.
+        """
+        tail = tail_end(len(sequence.prefill_ids))
+        node.keep = node.keep or node.length in sequence.boundaries
+        parent.is_tail = parent.is_tail or parent.length <= tail < node.length
+        if sequence.is_prefilled:  # the next turn goes on from here, or diverges within the last chunk
+            node.keep = parent.keep = True
+            tree.forget_tails(one for one in node.path() if one.length < tail - TAIL_TOKENS)
 
     def fork(self, leader: Sequence, fork: Sequence) -> None:
         """Start a fork (further answer) from its leader's computed prompt: pin the leader's prefix node, or copy its states."""

@@ -16,11 +16,12 @@ from weft.engine.mask_prices import MaskPrices
 from weft.engine.sequence import Sequence
 from weft.engine.step_shares import StepShares
 from weft.ipc.messages import IMAGE_KEYS
-from weft.memory.prefix_tree import Node
+from weft.memory.prefix_tree import MIN_SHARED, Node
 
 UPCOMING_CHUNKS = 8  # slabs are sized for the rows whose prompts end within so many chunks
 MAX_HELD_BACK = 3  # plans in a row whose decode step waits for short prompts
 TAIL_TOKENS = 16  # a checkpoint is made one to two times as far before a prompt's end: similar prompts differ in their last words
+SHORT_TAIL, MIN_WITH_TAIL = 8, 20  # tokens: the place of that checkpoint in a prompt too short for it; fewer have none
 SHARED_CHUNK_TOKENS = 16  # of a chunk beside other tenants' tokens: a layer of 128 takes as long as a step of one row
 MIN_SLICE = 0.1  # decode steps: a prompt always gets on beside other tenants' tokens
 FIRST_STEP_SECONDS = 0.05  # a guess at the length of a decode step, until one was measured
@@ -28,6 +29,14 @@ MAX_SURPRISE = 3.0  # times what was expected of a step; one beside a prompt tha
 
 BestCut = Callable[[Sequence, int, list[Sequence]], int | None]
 SharedTokens = tuple[Node, tuple[int, ...]]  # a prefix node, and the tokens of a chunk behind it
+
+
+def tail_end(num_tokens: int) -> int:
+    """Return where a prompt of `num_tokens` tokens has a checkpoint for prompts with other last words; 0: nowhere."""
+    last = num_tokens - 1
+    if last >= 2 * TAIL_TOKENS:
+        return last // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
+    return SHORT_TAIL if num_tokens >= MIN_WITH_TAIL else 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class ChunkRules:
     keeps_images_whole: bool = False  # no chunk ends amid an image
     groups_ragged: bool = False  # chunks of any lengths may be computed together, else only equally long ones
     cuts_freely: bool = False  # a chunk may end anywhere, without a bit that depends on it
+    splits: bool = False  # what prompts have in common of a chunk they share, though they go on differently within it
 
 
 class Scheduler:
@@ -234,19 +244,19 @@ class Scheduler:
         No chunk has one token, unless the prompt has no more: some models compute a single token differently (MLA).
         Where images are kept whole, an end amid one moves to its first token, or behind it if the chunk begins there.
         """
-        tail = (len(sequence.prefill_ids) - 1) // TAIL_TOKENS * TAIL_TOKENS - TAIL_TOKENS
-        is_needed = self.rules.has_checkpoints and (sequence.prefix.cut_at is None or sequence.prefix.cut_at <= tail)
-        return self._chunk_ends(sequence, tail if is_needed else 0)
+        return self._chunk_ends(sequence, tail_end(len(sequence.prefill_ids)) if self.rules.has_checkpoints else 0)
 
     def _chunk_ends(self, sequence: Sequence, tail: int = 0) -> Iterator[int]:
         size, last, end = self.config.chunk_tokens, len(sequence.prefill_ids) - 1, sequence.num_computed
         while end < last:
             places = [position for position in sequence.boundaries if position > end + 1][:1]
-            if tail >= end + TAIL_TOKENS:
+            if tail and tail >= end + min(tail, TAIL_TOKENS):
                 places.append(tail)
             if sequence.prefix.chunk_limit > end + 1:
                 places.append(sequence.prefix.chunk_limit)
             start, end = end, min(((end + 1) // size + 1) * size, *places, last)
+            if end not in sequence.boundaries and end + 1 in sequence.boundaries:
+                end += 1  # from `end` on it would be a chunk of one token, so the boundary would be passed over
             end = self._around_image(sequence.prefill_ids, start, end) if self.rules.keeps_images_whole else end
             end = last if end == last - 1 else end
             yield end
@@ -373,13 +383,13 @@ class Scheduler:
             return False  # it goes on from there when that is computed
         return self._find_cut(one, best_cut) is None  # else what it shares with another prompt is computed first, by itself
 
-    @staticmethod
-    def _shared_tokens(row: Row) -> SharedTokens | None:
-        """Return a chunk's prefix node and tokens, which prompts with the same ones share; None if nobody may share it."""
+    def _shared_tokens(self, row: Row) -> SharedTokens | None:
+        """Return a chunk's prefix node and the tokens, all or the first, by which prompts share it; None if nobody may."""
         cursor = row.sequence.prefix
         if cursor.node is None or cursor.is_private:
             return None
-        return cursor.node, tuple(row.sequence.prefill_ids[row.start : row.start + row.count])
+        count = min(row.count, MIN_SHARED) if self.rules.splits else row.count
+        return cursor.node, tuple(row.sequence.prefill_ids[row.start : row.start + count])
 
     def _find_cut(self, one: Sequence, best_cut: BestCut | None) -> int | None:
         """Return where to end a prompt's next chunk because other prompts diverge there; None for no such cut."""

@@ -52,6 +52,7 @@ class Node:
         self.hits = 0  # sequences that went on from it or from behind it
         self.used_at = 0.0
         self.keep = False  # its checkpoint is worth its bytes: a prompt ended here, or two diverged
+        self.is_tail = False  # so is this one's: a prompt ended soon behind it, and others may have other last words
         self.is_protected = False  # one-off prompts do not push it out
         self.is_detached: bool = parent is not None and parent.is_detached  # it was evicted or invalidated while in use
         self.is_rest = False  # its chunk was split, and its parent is the first part
@@ -63,9 +64,9 @@ class Node:
 
     @property
     def is_worth_a_checkpoint(self) -> bool:
-        """Whether to keep a checkpoint: it has 0 bytes, `keep` is set, or the node is a leaf, a fork or at a depth of 4 · n."""
+        """Whether to keep a checkpoint: it has 0 bytes, it is marked, or the node is a leaf, a fork or at a depth of 4 · n."""
         is_free = self.checkpoint is not None and not self.checkpoint.nbytes
-        return is_free or self.keep or len(self.children) != 1 or self.depth % LATTICE == 0
+        return is_free or self.keep or self.is_tail or len(self.children) != 1 or self.depth % LATTICE == 0
 
     def path(self) -> list[Self]:
         """Return the nodes from the first chunk to this node, without the root."""
@@ -158,14 +159,20 @@ class PrefixTree:
         assert child.parent is not None
         return self._split(child, end - (end == last - 1) - child.parent.length)
 
-    def best_cut(self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]]) -> int | None:
-        """Return where to cut the chunk after `node` to share most tokens with known prompts and `others`; None for no cut."""
+    def best_cut(
+        self, node: Node, prompt: Sequence[int], end: int, others: Iterable[Sequence[int]], least: int = MIN_SHARED
+    ) -> int | None:
+        """Return where to cut the chunk after `node` to share most tokens with known prompts and `others`; None for no cut.
+
+        It shares `least` tokens with one of the others, or MIN_SHARED with a known prompt.
+        """
         if self.own_cuts or self.can_split:
             return None
-        shared = [_num_same(child.tokens, prompt, node.length) for child in _recent(node)]
-        shared += [_num_same(tuple(other[node.length : min(end, len(other) - 1)]), prompt, node.length) for other in others]
-        size = end - node.length
-        places = {min(count, size - 2) for count in shared if MIN_SHARED <= count < size}  # no token is computed alone
+        known = [_num_same(child.tokens, prompt, node.length) for child in _recent(node)]
+        beside = [_num_same(tuple(other[node.length : min(end, len(other) - 1)]), prompt, node.length) for other in others]
+        size, shared = end - node.length, known + beside
+        found = [count for count in known if count >= MIN_SHARED] + [count for count in beside if count >= least]
+        places = {min(count, size - 2) for count in found if count < size} - {0, 1}  # no token is computed alone
         if not places:
             return None
         return node.length + max(places, key=lambda place: place * sum(count >= place for count in shared))
@@ -229,12 +236,23 @@ class PrefixTree:
     def unpin(self, node: Node) -> None:
         """Release one pin; at zero pins drop a checkpoint not worth its bytes. Then evict down to the budget."""
         node.pins -= 1
+        self._drop_checkpoint(node)
+        self.shrink()
+        self._forget_empty_root(node)
+
+    def forget_tails(self, nodes: Iterable[Node]) -> None:
+        """Drop the checkpoints that nodes have only because a prompt ended soon behind them."""
+        for node in nodes:
+            if node.is_tail:
+                node.is_tail = False
+                self._drop_checkpoint(node)
+
+    def _drop_checkpoint(self, node: Node) -> None:
+        """Drop the checkpoint of a node that no sequence uses, unless it is worth its bytes."""
         if node.parent is not None and not node.pins and not node.is_worth_a_checkpoint and node.checkpoint is not None:
             self._resize(node, -node.checkpoint.nbytes)
             node.checkpoint = None
             self.on_change(node, node.key)
-        self.shrink()
-        self._forget_empty_root(node)
 
     def shrink(self, budget_bytes: int | None = None) -> None:
         """Evict unpinned leaves until the budget holds: new nodes before protected ones, each in LRU order."""
