@@ -489,6 +489,22 @@ GUARDS = [
         "prompts that begin alike are not computed together, each its own copy, where one could go on from the other", "R044",
     ),
     Guard(
+        "engine-gone-while-encoding", "serving/service.py",
+        "                if request.may_wait and model.is_loading:  # the engine went while a thread encoded",
+        "                if False:",
+        "tests/serving/test_engine_gone_while_encoding.py::"
+        "test_a_stream_waits_for_the_next_engine_and_tells_the_sampling_that_was_used",
+        "a stream waits for the next engine also if its engine dies while its prompt is encoded", "R035",
+    ),
+    Guard(
+        "sampling-of-a-waiting-reply", "api/app.py",
+        "reply = make_reply(lambda: active.sampling)",
+        "reply = make_reply(lambda sampling=active.sampling: sampling)",
+        "tests/serving/test_engine_gone_while_encoding.py::"
+        "test_a_stream_waits_for_the_next_engine_and_tells_the_sampling_that_was_used",
+        "a reply that waited for its engine says the sampling that was used", "R035",
+    ),
+    Guard(
         "slices", "engine/scheduler.py",
         "        return Plan(steps, chunk, self._slice_seconds(spare), beside, self._upcoming(), room)",
         "        return Plan(steps, chunk, None, beside, self._upcoming(), room)",

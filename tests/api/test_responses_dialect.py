@@ -50,7 +50,7 @@ from weft.text.types import (
     Usage,
 )
 
-HEADER = replace(PLAIN_HEADER, sampling=Sampling(temperature=0.6, top_p=0.9))
+HEADER = replace(PLAIN_HEADER, read_sampling=lambda: Sampling(temperature=0.6, top_p=0.9))
 USAGE = Usage(9, 4, cached_tokens=5, reasoning_tokens=2, reuse=ReuseExplanation("differs", 5, "because", 5))
 STOPPED = Finish("stop", usage=USAGE)
 ADD = {"type": "function", "name": "add", "parameters": PARAMETERS}

@@ -165,10 +165,10 @@ class GeneratingEndpoint:
             account.model = model.name
             headers = self.unknown.headers(parsed.ignored)
 
-            def make_reply(sampling: Sampling | None = None) -> Reply:
+            def make_reply(read_sampling: Callable[[], Sampling | None] = lambda: None) -> Reply:
                 ready = next((one.ready for one in self.service.models), None)
                 fingerprint = ready.versions if ready is not None else "weft"
-                return parsed.reply(ReplyHeader(reply_id, int(time.time()), model.name, fingerprint, sampling))
+                return parsed.reply(ReplyHeader(reply_id, int(time.time()), model.name, fingerprint, read_sampling))
 
             if not parsed.generation.prompts:  # the client wants the model loaded and nothing else
                 await deadline.hold(model.settled.wait())
@@ -190,7 +190,7 @@ class GeneratingEndpoint:
                 watch.cancel()
             account.charge()
             headers |= self.limiter.headers(tenant_of(request)) | (DESCRIBED_TOOLS if active.has_described_tools else {})
-            reply = make_reply(active.sampling)
+            reply = make_reply(lambda: active.sampling)
             if parsed.stream:
                 return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
             body = await collect_body(reply, active, parts, request.receive, deadline)

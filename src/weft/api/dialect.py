@@ -35,7 +35,12 @@ class ReplyHeader:
     created: int  # seconds since 1970
     model: str  # the served model's name
     fingerprint: str  # versions of weft and mlx
-    sampling: Sampling | None = None  # with the model's defaults; None while these are not known
+    read_sampling: Callable[[], Sampling | None] = lambda: None  # asked when a frame is made: a reply may wait for its engine
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The request's sampling with the model's defaults; None while these are not known."""
+        return self.read_sampling()
 
 
 class Reply:

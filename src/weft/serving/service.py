@@ -78,7 +78,10 @@ class Service:
                 generation = request.generation = codec.fitted(generation)
                 generation = request.generation = await self._see(codec, ready, generation)
                 encoded, samplings = await self._encode(request, codec, ready.limits)
-                model.require()  # the engine may have gone while a thread encoded
+                if request.may_wait and model.is_loading:  # the engine went while a thread encoded
+                    async for _ in self._until_loaded(request, model, silence):
+                        yield []
+                model.require()
                 request.check()
                 dispatcher, request.sampling = model.pool.dispatcher, samplings[0]
                 submits = [_submit(dispatcher.new_numbers(len(samplings)), prompt, samplings, generation) for prompt in encoded]

@@ -27,12 +27,17 @@ class OpenAIReply(Reply):
         self._include_usage = bool(request.stream_options and request.stream_options.include_usage)
         head = {"id": f"{self.id_prefix}-{header.id}", "object": self.chunk_object, "created": header.created}
         self._head = {**head, "model": header.model, "system_fingerprint": header.fingerprint}
-        used = {} if header.sampling is None else {name: getattr(header.sampling, name) for name in RECOMMENDABLE}
-        self._sampling = {"sampling": used} if used else {}  # with the defaults of the model, or of weft
+        self._header = header
         self._finishes: dict[int, Finish] = {}
         # Nearly every frame is a lone text, so the bytes before and after it are made only once.
         blanks = [] if has_logprobs else [self._chunk(choice, self.show_run(choice, [Text("\0")])) for choice in self.choices]
         self._around = [blank.rpartition(encode_json("\0"))[::2] for blank in blanks]
+
+    @property
+    def _sampling(self) -> dict[str, Any]:
+        """The sampling that was used, with the defaults of the model, or of weft; {} while it is not known."""
+        sampling = self._header.sampling
+        return {} if sampling is None else {"sampling": {name: getattr(sampling, name) for name in RECOMMENDABLE}}
 
     def show_run(self, choice: int, run: Sequence[Delta], /) -> dict[str, Any]:
         """Return a chunk's choice fields for consecutive deltas of one kind; {} if there is nothing to show."""
