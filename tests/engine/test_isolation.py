@@ -66,10 +66,10 @@ def test_exactly_the_guilty_row_fails(
 @pytest.mark.parametrize("pipelined", [True, False])
 def test_a_fault_that_passes_costs_nobody_anything(adapter: Adapter, pipelined: bool) -> None:
     # Long enough that enough rows share the step: it fails as a whole and as a half, then passes.
-    run, rows = started(adapter, 3, Rule("decode", MARK, after=10, times=2), num_tokens=25, pipelined=pipelined)
+    run, rows = started(adapter, 6, Rule("decode", MARK, after=11, times=2), num_tokens=25, pipelined=pipelined)
     run.finish()
 
-    prompts = [[*prompt, MARK, 3] if place == 3 else prompt for place, prompt in enumerate(PROMPTS)]
+    prompts = [[*prompt, MARK, 3] if place == 6 else prompt for place, prompt in enumerate(PROMPTS)]
     assert [row.output for row in rows] == answers(adapter, prompts, 25)
 
 

@@ -18,6 +18,7 @@ from driver import SMALL, Clock, Run, random_prompts
 from failing_layers import FAILURES, failing
 from weft.config import EngineConfig
 from weft.engine.faults import Rule
+from weft.engine.scheduler import tail_end
 from weft.engine.sequence import Sequence
 from weft.errors import InternalError
 from weft.ipc.limits import Sampling
@@ -180,6 +181,11 @@ def test_beside_rows_that_decode_a_forward_has_no_more_tokens_than_a_chunk(build
     assert any(len({*counts}) > 1 for counts in forwards)
 
 
+def first_end(run: Run) -> int:
+    """Where the first chunk of a prompt of 20 tokens ends."""
+    return tail_end(20) if run.engine.scheduler.rules.has_checkpoints else 19
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5"])
 @pytest.mark.parametrize("turns", [1, 2, 4])
 def test_one_that_leaves_amid_a_chunk_costs_the_others_nothing(build: Build, solo: Solo, name: str, turns: int) -> None:
@@ -198,7 +204,7 @@ def test_one_that_leaves_amid_a_chunk_costs_the_others_nothing(build: Build, sol
     run.finish()
 
     check(run, [*staying, again], [*solo(name)[:2], solo(name)[5]])
-    assert [19, 19, 19] in forwards
+    assert [first_end(run)] * 3 in forwards
     assert len(neighbour.output) == 60
 
 
@@ -224,7 +230,7 @@ def test_of_prompts_computed_together_the_one_that_fails_fails_alone(
     assert guilty.finish == "error"
     check(run, [first, last], solo(name)[:2])
     assert neighbour is None or neighbour.output == solo(name)[3][0]
-    assert forwards[0] == [19, 19, 19]
+    assert forwards[0] == [first_end(run)] * 3
     assert not run.engine.scheduler.apart
 
 
@@ -250,7 +256,7 @@ def test_what_prompts_share_is_computed_once_all_the_same(build: Build) -> None:
 
     assert [one.timings.cached_tokens for one in sequences].count(0) == 1
     assert sum(one.timings.cached_tokens >= len(trunk) for one in sequences) == 3
-    assert forwards == [[24, 19], [11] * 4]  # what they share once, beside another prompt; then their tails
+    assert forwards == [[tail_end(36), 19], [11] * 4]  # what they share once, first beside another prompt; then their tails
 
 
 def test_prompts_of_different_tenants_are_not_computed_together(build: Build) -> None:

@@ -318,16 +318,22 @@ class Scheduler:
         if not ready:
             return None
         first = self._first(ready)
-        if not first.has_caches:
-            first = next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
+        first = self._with_caches(first, ready)
         if (position := self._find_cut(first, best_cut)) is not None:
             first.cut(position)  # where other prompts diverge, so that what they share is computed once
+            first = self._with_caches(first, ready)  # another may have been cut there before
         others = (one for one in self.prompts if one is not first and not one.must_read_prompt)
         self.following = [one for one in others if self._shares_chunk(one, first)]
         if self.rules.cuts_freely and self.shares.is_shared(first, spared) and not first.is_amid_chunk:
             for one in (first, *self.following):
                 one.limit_chunk(first.num_computed + SHARED_CHUNK_TOKENS)
         return Row(first, first.num_computed, next(self.chunk_ends(first)) - first.num_computed)
+
+    def _with_caches(self, first: Sequence, ready: list[Sequence]) -> Sequence:
+        """Return a prompt that needs the same chunk as `first` and has caches; `first` itself if it has some or nobody does."""
+        if first.has_caches:
+            return first
+        return next((one for one in ready if one.has_caches and self._shares_chunk(one, first)), first)
 
     def _beside(self, chunk: Row | None, ready: Collection[Sequence], best_cut: BestCut | None) -> tuple[Row, ...]:
         """Return chunks of other prompts to compute in one forward with a chunk that begins, as many as there is room for.
