@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
@@ -14,17 +13,17 @@ from weft.vocabulary import Vocabulary
 UTF_8_BYTES = {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}  # all that a text can have
 
 
-@dataclass(frozen=True)
-class OwnTokens:
-    """The attributes from which llguidance makes its tokenizer; it calls the object to encode text that a grammar forces."""
+class OwnTokens(TokenizerWrapper):
+    """The object from which llguidance makes its tokenizer, and which it calls to encode text that a grammar forces."""
 
-    tokens: Sequence[bytes]
-    special_token_ids: Sequence[int]
-    eos_token_id: int | None  # None: llguidance appends an end token, which the model can not sample
-    spell: Spelling
-    bos_token_id: int | None = None
+    def __init__(self, tokens: Sequence[bytes], reserved: Sequence[int], eos_token_id: int | None, spell: Spelling) -> None:
+        self.tokens, self.special_token_ids = tokens, reserved
+        self.eos_token_id = eos_token_id  # type: ignore[assignment]  # None: llguidance appends an end token
+        self.bos_token_id = None
+        self.is_tokenizer_wrapper = True
+        self.spell = spell
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str) -> tuple[int, ...]:  # type: ignore[override]  # llguidance takes any sequence of ids
         return self.spell(text)
 
 
@@ -65,7 +64,7 @@ class GrammarTokens:
             return f"its tokenizer.json is not read as the tokenizers library decodes it: {difference}"
         first = self.eos_tokens[0] if self.eos_tokens else None
         reserved = sorted(token for token in self.reserved if token < self.vocab_size)
-        own = TokenizerWrapper(OwnTokens(self._bytes, reserved, first, self._spell))
+        own = OwnTokens(self._bytes, reserved, first, self._spell)
         try:
             self._inner = LLTokenizer(own, eos_token=self.eos_tokens or None)
         except BaseException as error:  # a panic in llguidance is none of Exception; it must not end the engine
@@ -80,7 +79,7 @@ class GrammarTokens:
     def tokenize_str(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Encode a text that stands in an answer; `parse_special`: reserved tokens are used for their texts."""
         if not parse_special:
-            return self._spell(text)
+            return list(self._spell(text))
         added = self._vocabulary.added
         texts = {added[token].content: token for token in self._vocabulary.reserved_ids if token < self.vocab_size}
         longest_first = sorted((one for one in texts if one in text), key=len, reverse=True)

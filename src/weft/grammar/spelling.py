@@ -29,11 +29,9 @@ class Spelling:
         self._encoder = _amid_text(vocabulary.inner)
         self._cached = lru_cache(NUM_CACHED)(self._spell)
 
-    def __call__(self, text: str) -> list[int]:
+    def __call__(self, text: str) -> tuple[int, ...]:
         """Return tokens that have the bytes of `text`, without the characters that no ordinary token has."""
-        if not isinstance(text, str):
-            raise TypeError("only text is encoded")  # llguidance's wrapper tries bytes first
-        return list(self._cached(text) if len(text) <= MAX_CACHED_LENGTH else self._spell(text))
+        return self._cached(text) if len(text) <= MAX_CACHED_LENGTH else self._spell(text)
 
     def can_write(self, text: str) -> bool:
         """Whether ordinary tokens have every character of `text`."""
