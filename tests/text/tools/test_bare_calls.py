@@ -33,7 +33,7 @@ WRITTEN = [
 
 
 def test_the_families_with_bare_calls_are_those_that_put_name_and_arguments_into_one_object_between_marks() -> None:
-    assert {"hermes", "mistral-list", "phi", "granite", "nemotron"} <= {*BARE}
+    assert {"hermes", "mistral-list", "phi", "gigachat3.1", "nemotron"} <= {*BARE}
     assert not {"qwen-xml", "glm", "mistral", "llama3", "json", "harmony", "kimi-k2", "pythonic"} & {*BARE}
 
 
@@ -123,8 +123,11 @@ def test_a_bare_call_is_held_to_its_schema_and_no_other_text_is(name: str, kind:
     assert auto is not None
     assert single is not None
 
-    for text in (plain, f"```json\n{json.dumps(OBJECT, indent=2)}\n```", f"{plain}\n{plain}", f"{plain} Bye. {plain}"):
+    several = (f"{plain}\n{plain}", f"{plain} Bye. {plain}")
+    for text in (plain, f"```json\n{json.dumps(OBJECT, indent=2)}\n```"):
         assert accepts(compiler, auto, text)
+    for text in several:
+        assert accepts(compiler, auto, text) == (FAMILY[name].between is not None)
     for text in (plain, f"```json\n{plain}\n```"):
         assert accepts(compiler, single, text)
     assert not accepts(compiler, single, f"{plain}\n{plain}")

@@ -96,7 +96,7 @@ def test_without_a_known_format_such_calls_are_refused_and_the_cause_is_said() -
 def test_the_marks_of_calls_are_control_tokens_and_those_of_clients_are_not(tmp_path: Path) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(TINY_HYBRID / file, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(SOURCE)
+    (tmp_path / "chat_template.jinja").write_text(f"{{# calls: <|tool_call_start|>[…]<|tool_call_end|> #}}{SOURCE}")
     codec = Codec(tmp_path)
     mark = "<|im_end|>"
     plain = codec.encode(Conversation(turn(2, (1, 0)), TOOLS)).ids
@@ -105,8 +105,9 @@ def test_the_marks_of_calls_are_control_tokens_and_those_of_clients_are_not(tmp_
     ids = codec.encode(Conversation((asked, Message("assistant", mark, tool_calls=typed), *results), TOOLS)).ids
 
     assert codec.calls is not None
+    assert codec.calls.family.name == "lfm2"
     prompt, written = (codec.tokenizer.decode(one, skip_special_tokens=False) for one in (plain, ids))
-    assert prompt.count(codec.calls.family.trigger) == 2
+    assert prompt.count(codec.calls.family.trigger) == 1  # a list of both calls
     for token in codec.tokenizer.special_ids:
         assert ids.count(token) == plain.count(token)
     assert written.count(mark) == prompt.count(mark) + 3
