@@ -16,6 +16,7 @@ import pytest
 from fronts import front
 from servers import Server
 from weft.api.openai.chat import translate
+from weft.errors import UnsupportedParameter
 from weft.model.resolve import TINY_HYBRID
 from weft.text.codec import Codec
 from weft.text.types import Conversation, ToolCall
@@ -221,15 +222,32 @@ def test_a_custom_call_that_is_sent_back_is_a_call_with_that_text() -> None:
     assert [tool["type"] for tool in conversation.tools] == ["function"]
 
 
-def test_a_template_that_writes_calls_in_no_known_way_is_told_with_the_model(tmp_path: Path) -> None:
-    source = (TINY_HYBRID / "chat_template.jinja").read_text(encoding="utf-8")
-    (tmp_path / "chat_template.jinja").write_text(source.replace("<tool_call>", "<tell>"), encoding="utf-8")
+def test_a_format_that_is_a_guess_is_told_with_the_model(tmp_path: Path) -> None:
+    words = "{{ tools }} <|tool_call_start|>[name()]<|tool_call_end|>{% for one in messages %}{{ one.content }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(words, encoding="utf-8")
     shutil.copy(TINY_HYBRID / "tokenizer.json", tmp_path)
     with front({"odd": []}) as one:
         assert "notice" not in one.get("/v1/models/odd").json()
         one.service.models[0].codec = Codec(tmp_path)
 
-        assert "in no way that weft knows" in one.get("/v1/models/odd").json()["notice"]
+        assert "read like those of lfm2" in one.get("/v1/models/odd").json()["notice"]
+
+
+@pytest.mark.parametrize("describes", [True, False])
+def test_where_calls_are_written_in_no_known_way_tools_are_described_or_refused(tmp_path: Path, describes: bool) -> None:
+    source = (TINY_HYBRID / "chat_template.jinja").read_text(encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(source.replace("<tool_call>", "<tell>"), encoding="utf-8")
+    shutil.copy(TINY_HYBRID / "tokenizer.json", tmp_path)
+    codec = Codec(tmp_path, describes_tools=describes)
+    asked = translate({"messages": [QUESTION], "tools": [WEATHER]}).generation
+
+    if describes:
+        (prompt,) = codec.encode_request(asked)
+        assert "You may call tools" in codec.tokenizer.decode(prompt.ids)
+        assert codec.describes_tools
+    else:
+        with pytest.raises(UnsupportedParameter, match="--tools-without-template"):
+            codec.encode_request(asked)
 
 
 def test_a_model_that_was_not_made_for_tools_says_so_in_the_list_and_in_a_header(tmp_path: Path) -> None:

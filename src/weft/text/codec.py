@@ -215,6 +215,10 @@ class Codec:
             )
             raise UnsupportedParameter(f"thinking_token_budget: this model {why}; leave it out", "thinking_token_budget")
         grammar, selection, reasoning = generation.grammar, generation.tool_choice, None
+        if self.calls is None and self.writer is not None and selection is not None and selection.mode != "none":
+            advice = "send none, or start weft with --tools-without-template describe"
+            message = f"this model's chat template writes tool calls in no way that weft knows: {advice}"
+            raise UnsupportedParameter(message, "tools")
         # An answer that is begun is neither a call nor reasoning any more.
         begun = "" if grammar is None or (selection is not None and selection.mode == "required") else prompt.begun
         if grammar is not None and grammar.kind == "json_schema":
