@@ -16,13 +16,14 @@ from test_corpus import COMPILER, compiled, takes
 from thoroughness import ALL
 from weft.errors import InvalidRequest
 from weft.grammar.constraint import Matcher
+from weft.text.schema import find_schema_errors, json_schema_grammar
 from weft.text.tools.families import FAMILIES
 from weft.text.tools.grammar import tool_grammar
 from weft.text.tools.tool import read_tool_selection, read_tools
 
 Node = dict[str, Any]
 
-BOUNDS: list[Any] = [None, -1000, -3.5, -1, -0.5, -1e-05, 0, 1e-09, 0.1, 0.25, 0.3, 1, 1.5, 7, 7.25, 99.99, 100, 1e15]
+BOUNDS: list[Any] = [None, -1000, -3.5, -1, -0.5, -1e-05, 0, 5e-70, 1e-09, 0.1, 0.25, 0.3, 1, 1.5, 7, 7.25, 99.99, 100, 1e15]
 WORDS = [*itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))]
 STEPS: list[Any] = [None, 1, 0.5, 0.01, 3]
 COUNT = 1000 if ALL else 12
@@ -132,7 +133,7 @@ def within(low: Any, high: Any, rng: random.Random) -> list[float]:
     most = min(high, 1e200) if high is not None else 1e200
     found = [least + (most - least) * rng.random() for _ in range(COUNT)] + [float(least), float(most)]
     for _ in range(COUNT):
-        size = 10.0 ** rng.uniform(-40, 40)
+        size = 10.0 ** rng.uniform(-55, 90)
         found += [value for value in (size, -size, least + size, most - size) if least <= value <= most]
     return found
 
@@ -140,9 +141,14 @@ def within(low: Any, high: Any, rng: random.Random) -> list[float]:
 def too_near(text: str, low: Any, high: Any) -> bool:
     """Whether a number is within the last digits of a bound or of 0, where the rules are narrower."""
     value = float(text)
-    return any(abs(value - bound) <= abs(bound) * 1e-13 for bound in (low, high) if bound is not None) and value not in (
-        low,
-        high,
+    return (
+        0 < abs(value) < 1e-55
+        or any(abs(value - bound) <= abs(bound) * 1e-13 for bound in (low, high) if bound is not None)
+        and value
+        not in (
+            low,
+            high,
+        )
     )
 
 
@@ -276,3 +282,23 @@ def test_arguments_of_strict_tools_have_them_in_every_notation(name: str) -> Non
         assert takes(matcher, TOOL_CALLS[name] % number), number
     for number in ("0", "0.51", "1e5", "-0.1"):
         assert not takes(matcher, TOOL_CALLS[name] % number), number
+
+
+def test_where_an_exponent_must_come_digits_end() -> None:
+    matcher = compiled({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5})
+
+    assert takes(matcher, f"2.{'6' * 17}e-5")
+    assert not takes(matcher, f"2.{'6' * 18}e-5")
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"exclusiveMinimum": 0}, {"exclusiveMinimum": 0, "maximum": 0.5}, {"exclusiveMaximum": 0}, {"minimum": 0}]
+)
+def test_what_the_grammar_takes_the_check_takes_too(bounds: Node) -> None:
+    spec = json_schema_grammar({"type": "number", **bounds}, False, "s")
+    matcher = COMPILER.compile(spec)
+    numbers = [f"{sign}{digit}e-{size:02}" for sign in ("", "-") for digit in ("1", "9.99") for size in range(310)]
+    taken = [text for text in numbers if takes(matcher, text)]
+
+    assert len(taken) > 100
+    assert [text for text in taken if find_schema_errors(spec, text)] == []

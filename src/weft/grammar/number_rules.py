@@ -7,13 +7,13 @@ inclusive; where a number must not be 0 the front writes SMALLEST.
 from decimal import Decimal
 from itertools import groupby
 
-SMALLEST = Decimal("1e-20")
+SMALLEST = Decimal("1e-60")
 FARTHEST = 300  # the exponent of a number with one digit before the point: a float reaches further
-NEAREST = -280  # of a number with up to 20 zeros behind the point
+ZEROS = 19  # behind the point of a plain number without bounds
 DIGITS, FRACTION = "[0-9]*", r"(\.[0-9]+)?"
-MANTISSA = r"[1-9](\.[0-9]+)?"
+MANTISSA = r"[1-9](\.[0-9]{1,17})?"  # as many digits as floats have: where an exponent must come, it is not put off for ever
 # The forms of a number above 0 without further bounds; its exponent follows or does not.
-ANY_POSITIVE = rf"([1-9]{DIGITS}{FRACTION}|0\.0{{0,19}}[1-9]{DIGITS})"
+ANY_POSITIVE = rf"([1-9]{DIGITS}{FRACTION}|0\.0{{0,{ZEROS}}}[1-9]{DIGITS})"
 
 Terminal = str  # a Lark expression of regexes
 
@@ -32,24 +32,33 @@ def number_terminal(low: Decimal | None, high: Decimal | None) -> Terminal | Non
 
 def _positive(sign: str, low: Decimal, high: Decimal | None) -> list[Terminal]:
     """Return terminals for the numbers above 0 from `low` to `high`, with a sign before them."""
+    low = max(low, SMALLEST) if low else low
     if high is not None and low > high:
         return []
     if low <= SMALLEST and high is None:
-        return [f"/{sign}{ANY_POSITIVE}({_exponent(NEAREST, FARTHEST)})?/"]
+        first = _least_exponent(low)
+        whole = f"/{sign}[1-9]{DIGITS}{FRACTION}{_exponent(first, FARTHEST)}/"
+        return [f"/{sign}{ANY_POSITIVE}({_exponent(first + ZEROS + 1, FARTHEST)})?/", whole]
     return [*_between(sign, ANY_POSITIVE, low, high, ""), *_scientific(sign, low, high)]
 
 
 def _scientific(sign: str, low: Decimal, high: Decimal | None) -> list[Terminal]:
     """Return terminals for numbers with one digit before the point and an exponent, between the bounds."""
-    first = -FARTHEST if low <= SMALLEST else max(low.adjusted(), -FARTHEST)
+    first = _least_exponent(low)
     last = FARTHEST if high is None else min(high.adjusted(), FARTHEST)
     least = low.scaleb(-first) if low > SMALLEST else Decimal(0)
     most = None if high is None else high.scaleb(-last)
+    if first > last:  # nothing but what is written plainly
+        return []
     if first == last:
         return _between(sign, MANTISSA, least, most, _exponent(first, last))
     found = _between(sign, MANTISSA, least, None, _exponent(first, first))
     found += [f"/{sign}{MANTISSA}{_exponent(first + 1, last - 1)}/"] if last - first > 1 else []
     return found + (_between(sign, MANTISSA, Decimal(0), most, _exponent(last, last)) if first < last else [])
+
+
+def _least_exponent(low: Decimal) -> int:
+    return low.adjusted() if low else -FARTHEST
 
 
 def _between(sign: str, form: str, low: Decimal, high: Decimal | None, behind: str) -> list[Terminal]:

@@ -11,7 +11,7 @@ EXACT = 2**53  # floats hold all integers up to here
 LARGEST, STEP = 92 * 10**17, 4096  # floats hold all multiples of STEP up to LARGEST
 DIGITS = 15  # of a number that any reader of JSON reads exactly
 UPWARD, DOWNWARD = Context(prec=DIGITS, rounding=ROUND_CEILING), Context(prec=DIGITS, rounding=ROUND_FLOOR)
-SMALLEST = Decimal("1e-20")  # of a number that must not be 0: as a float it is none, and a rule for it is short
+SMALLEST = Decimal("1e-60")  # of a number that must not be 0: as a float it is none, and llguidance can have a rule for it
 MAX_FACTOR = 10_000  # of a multipleOf without its twos and fives: each remainder is a state
 
 
