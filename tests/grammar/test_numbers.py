@@ -141,15 +141,8 @@ def within(low: Any, high: Any, rng: random.Random) -> list[float]:
 def too_near(text: str, low: Any, high: Any) -> bool:
     """Whether a number is within the last digits of a bound or of 0, where the rules are narrower."""
     value = float(text)
-    return (
-        0 < abs(value) < 1e-55
-        or any(abs(value - bound) <= abs(bound) * 1e-13 for bound in (low, high) if bound is not None)
-        and value
-        not in (
-            low,
-            high,
-        )
-    )
+    is_near = any(abs(value - bound) <= abs(bound) * 1e-13 for bound in (low, high) if bound is not None)
+    return 0 < abs(value) < 1e-55 or (is_near and value not in (low, high))
 
 
 @pytest.mark.parametrize(
