@@ -26,7 +26,7 @@ Node = dict[str, Any]
 BOUNDS: list[Any] = [None, -1000, -3.5, -1, -0.5, -1e-05, 0, 5e-70, 1e-09, 0.1, 0.25, 0.3, 1, 1.5, 7, 7.25, 99.99, 100, 1e15]
 WORDS = [*itertools.product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))]
 STEPS: list[Any] = [None, 1, 0.5, 0.01, 3]
-COUNT = 1000 if ALL else 12
+COUNT = 60 if ALL else 12  # random values of each kind for a pair of bounds: a thousand for each lower bound
 HOLDS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaximum": lt}
 FORMS = ["{:f}", "{:e}", "{:E}", "{:g}"]
 
