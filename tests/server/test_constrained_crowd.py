@@ -162,7 +162,7 @@ def test_eight_at_once_get_their_json_in_whatever_words_it_was_asked_for(server:
 
 WORDY = {
     "type": "object",
-    "properties": {"marker": {"const": "here"}, "note": {"type": "string", "minLength": 60, "maxLength": 90}},
+    "properties": {"marker": {"const": "here"}, "note": {"type": "string", "minLength": 300, "maxLength": 400}},
     "required": ["marker", "note"],
     "additionalProperties": False,
 }
@@ -249,7 +249,7 @@ def decoding(server: Server) -> dict[str, int]:
 
 
 def _constrained(server: Server, stream: bool, turn: int) -> Answer:
-    body = {"response_format": strict(WORDY), "temperature": 1.0, "seed": turn, "max_tokens": 200, **QUIET}
+    body = {"response_format": strict(WORDY), "temperature": 1.0, "seed": turn, "max_tokens": 500, **QUIET}
     return _chat(server, {**body, "messages": [{"role": "user", "content": "Write the note here."}]}, stream)
 
 
