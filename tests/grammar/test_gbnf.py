@@ -50,10 +50,10 @@ def test_a_grammar_has_the_texts_it_has_for_llama_cpp(grammar: str, good: list[s
     assert [text for text in bad if takes(matcher, text)] == []
 
 
-@pytest.mark.parametrize("code", [*range(0x20, 0x7F), 9, 10, 13, 0xE9, 0x2028, 0x1F600])
+@pytest.mark.parametrize("code", [*range(1, 0xA1), 0xE9, 0x2028, 0x1F600])
 def test_every_letter_is_itself_in_every_spelling(code: int) -> None:
     letter = chr(code)
-    plain = "" if letter in '"\\[]^-' or code < 0x20 else letter
+    plain = "" if letter in '"\\[]^-' or code < 0x20 or code == 0x7F else letter
     for spelt in filter(
         None, (plain, f"\\U{code:08x}", f"\\u{code:04x}" if code < 0x10000 else "", f"\\x{code:02x}" if code < 256 else "")
     ):

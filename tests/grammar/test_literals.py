@@ -119,6 +119,25 @@ def test_a_constant_is_written_to_the_letter(kind: str, literal: str) -> None:
     expect(kind, literal, GrammarSpec("choice", json.dumps([literal])), literal)
 
 
+@pytest.mark.parametrize("kind", WITHOUT_BYTES)
+@pytest.mark.parametrize(
+    ("grammar_kind", "text"),
+    [
+        ("regex", "ab|(?:x{0,2}☂)"),
+        ("regex", "[a-c]{2}|[☂]"),
+        ("lark", 'root ::= ([b-d]){2} | "x ☂ y"'),
+        ("lark", "start: /[b-d]{2}|☂/"),
+        ("lark", 'start: "b" | "☂"'),
+    ],
+)
+def test_an_alternative_that_the_vocabulary_can_not_write_is_refused_and_no_dead_end(
+    kind: str, grammar_kind: Any, text: str
+) -> None:
+    with pytest.raises(GrammarRejected, match="has no tokens for '☂'"):
+        answers(kind, GrammarSpec(grammar_kind, text))
+    assert answers(kind, GrammarSpec(grammar_kind, text.replace("☂", "a")))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constant_longer_than_the_trial_of_its_grammar_is_written_to_the_letter(kind: str) -> None:
     literal = "0123456789 " * 20 + "<think> strip <|im_end|> tags\n\n<tool_call>"

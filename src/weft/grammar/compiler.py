@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import cached_property
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from weft.errors import GrammarRejected
 from weft.fair_pool import FairPool
+from weft.grammar.constants import constants_of
 from weft.grammar.constraint import Constraint, Mask, Matcher
 from weft.grammar.gbnf import to_lark
 from weft.grammar.grammar_cache import NOBODY, GrammarCache, Owner
@@ -155,7 +156,7 @@ class Compiler:
         """Return a character of the grammar's constants that the model has no tokens for; None if there is none."""
         if self.tokenizer.has_every_byte:
             return None
-        found = (self.tokenizer.unwritable(text) for text in _constants(spec))
+        found = (self.tokenizer.unwritable(text) for text in constants_of(spec))
         return next((letter for letter in found if letter is not None), None)
 
     def _matcher(self, grammar: str, max_items: int, *, is_private: bool = False) -> Matcher:
@@ -204,22 +205,6 @@ def _grammar(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_lark(with_number_rules_within(grammar) if spec.is_ours else grammar)
         case "structural_tag":
             return _tags(json.loads(spec.text))
-
-
-def _constants(spec: GrammarSpec) -> Iterator[str]:
-    """Yield the constants of a choice or a schema: texts that an answer may have to contain."""
-    if spec.kind == "choice":
-        yield from json.loads(spec.text)
-    elif spec.kind == "json_schema":
-        yield from _schema_constants(json.loads(spec.text))
-
-
-def _schema_constants(schema: object) -> Iterator[str]:
-    if isinstance(schema, dict):
-        yield from (json.dumps(schema[word], ensure_ascii=False) for word in ("const", "enum") if word in schema)
-        yield from schema.get("properties", {})
-    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _schema_constants(inner)
 
 
 def _json_grammar(spec: GrammarSpec) -> str:

@@ -46,7 +46,7 @@ class _Parser(GrammarParser):
         while pos.current() != '"':
             letter, pos = _read_letter(pos)
             text += letter
-        return LiteralNode(json.dumps(text, ensure_ascii=False)[1:-1]), pos.advance()
+        return LiteralNode(_in_quotes(text)), pos.advance()
 
     def _parse_char_class(self, pos: Position) -> tuple[ASTNode, Position]:
         pos, written = pos.advance(), "["
@@ -89,6 +89,11 @@ def _read_letter(pos: Position) -> tuple[str, Position]:
     if kind not in ESCAPES:
         raise GbnfToLarkError(pos, f"Invalid escape sequence \\{kind}")
     return ESCAPES[kind], pos.advance(2)
+
+
+def _in_quotes(text: str) -> str:
+    """Return the text as Lark has it in quotes; JSON leaves DEL as it is, and llguidance reads no raw control character."""
+    return json.dumps(text, ensure_ascii=False)[1:-1].replace("\x7f", "\\u007f")
 
 
 def _in_class(letter: str) -> str:
