@@ -1063,6 +1063,13 @@ GUARDS = [
         "a bound that a schema excludes is not taken", "R064",
     ),
     Guard(
+        "bounds-next-to-zero", "grammar/number_rules.py",
+        "low in (0, Decimal(1).scaleb(first)):",
+        "True:",
+        "tests/grammar/test_number_corners.py::test_bounds_next_to_0_hold_to_their_last_digit",
+        "a bound next to 0 holds to its last digit", "R064",
+    ),
+    Guard(
         "exponents-under-bounds", "grammar/json_rules.py",
         "        if id(document) in self._bounded and SETTINGS in document:\n",
         "        if False:\n",

@@ -1,15 +1,16 @@
 """Regexes of the JSON numbers between two bounds: plain decimals, and decimals with an exponent, which llguidance lacks there.
 
 Every text that a rule takes is within the bounds as the decimal that it is and as the float that clients read. Bounds are
-inclusive; where a number must not be 0 the front writes SMALLEST.
+inclusive; where a number must not be 0 the front writes a bound next to it. Numbers below PLAINEST have an exponent.
 """
 
 from decimal import Decimal
 from itertools import groupby
 
-SMALLEST = Decimal("1e-60")
 FARTHEST = 300  # the exponent of a number with one digit before the point: a float reaches further
+NEAREST = Decimal(1).scaleb(-FARTHEST)  # to 0
 ZEROS = 19  # behind the point of a plain number without bounds
+PLAINEST = Decimal(1).scaleb(-ZEROS - 1)
 DIGITS, FRACTION = "[0-9]*", r"(\.[0-9]+)?"
 MANTISSA = r"[1-9](\.[0-9]{1,17})?"  # as many digits as floats have: where an exponent must come, it is not put off for ever
 # The forms of a number above 0 without further bounds; its exponent follows or does not.
@@ -32,21 +33,23 @@ def number_terminal(low: Decimal | None, high: Decimal | None) -> Terminal | Non
 
 def _positive(sign: str, low: Decimal, high: Decimal | None) -> list[Terminal]:
     """Return terminals for the numbers above 0 from `low` to `high`, with a sign before them."""
-    low = max(low, SMALLEST) if low else low
+    low = max(low, NEAREST) if low else low
     if high is not None and low > high:
         return []
-    if low <= SMALLEST and high is None:
-        first = _least_exponent(low)
+    first = _least_exponent(low)
+    if high is None and low <= PLAINEST and low in (0, Decimal(1).scaleb(first)):
         whole = f"/{sign}[1-9]{DIGITS}{FRACTION}{_exponent(first, FARTHEST)}/"
         return [f"/{sign}{ANY_POSITIVE}({_exponent(first + ZEROS + 1, FARTHEST)})?/", whole]
-    return [*_between(sign, ANY_POSITIVE, low, high, ""), *_scientific(sign, low, high)]
+    least = low if low > PLAINEST else Decimal(0)
+    plain = [] if high is not None and high < PLAINEST else _between(sign, ANY_POSITIVE, least, high, "")
+    return [*plain, *_scientific(sign, low, high)]
 
 
 def _scientific(sign: str, low: Decimal, high: Decimal | None) -> list[Terminal]:
     """Return terminals for numbers with one digit before the point and an exponent, between the bounds."""
     first = _least_exponent(low)
     last = FARTHEST if high is None else min(high.adjusted(), FARTHEST)
-    least = low.scaleb(-first) if low > SMALLEST else Decimal(0)
+    least = low.scaleb(-first)
     most = None if high is None else high.scaleb(-last)
     if first > last:  # nothing but what is written plainly
         return []
@@ -63,7 +66,7 @@ def _least_exponent(low: Decimal) -> int:
 
 def _between(sign: str, form: str, low: Decimal, high: Decimal | None, behind: str) -> list[Terminal]:
     """Return a terminal for the decimals of a form between the bounds, with a sign before and an exponent behind them."""
-    texts = [form, *([_at_least(low)] if low > SMALLEST else []), *([] if high is None else [_at_most(high)])]
+    texts = [form, *([_at_least(low)] if low else []), *([] if high is None else [_at_most(high)])]
     return ["(" + " & ".join(f"/{sign}{text}{behind}/" for text in texts) + ")"]
 
 

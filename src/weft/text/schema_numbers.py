@@ -12,6 +12,7 @@ LARGEST, STEP = 92 * 10**17, 4096  # floats hold all multiples of STEP up to LAR
 DIGITS = 15  # of a number that any reader of JSON reads exactly
 UPWARD, DOWNWARD = Context(prec=DIGITS, rounding=ROUND_CEILING), Context(prec=DIGITS, rounding=ROUND_FLOOR)
 SMALLEST = Decimal("1e-60")  # of a number that must not be 0: as a float it is none, and llguidance can have a rule for it
+LEAST = Decimal("1e-300")  # the same where another bound is nearer to 0 than SMALLEST: only weft's own rules go so far
 MAX_FACTOR = 10_000  # of a multipleOf without its twos and fives: each remainder is a state
 
 
@@ -49,14 +50,19 @@ def _make_inclusive(node: Node, keyword: str) -> None:
         return
     del node[keyword]
     inclusive = "minimum" if is_lower else "maximum"
-    exact = _inside(Decimal(repr(bound)), is_lower, is_exclusive)
+    exact = _beside_zero(node, is_lower) if is_exclusive and not bound else _inside(Decimal(repr(bound)), is_lower, is_exclusive)
     inside = int(exact) if exact % 1 == 0 else float(exact)
     node[inclusive] = (max if is_lower else min)(node.get(inclusive, inside), inside)
 
 
+def _beside_zero(node: Node, is_lower: bool) -> Decimal:
+    """Return the bound of the numbers above 0, or of those below it."""
+    others = (abs(Decimal(repr(node[keyword]))) for keyword in node.keys() & BOUNDS.keys() if BOUNDS[keyword] != is_lower)
+    least = SMALLEST if min(others, default=SMALLEST * 10) > SMALLEST else LEAST
+    return least if is_lower else -least
+
+
 def _inside(bound: Decimal, is_lower: bool, is_exclusive: bool) -> Decimal:
-    if is_exclusive and not bound:
-        return SMALLEST if is_lower else -SMALLEST
     context = UPWARD if is_lower else DOWNWARD
     if not is_exclusive:
         return context.plus(bound)

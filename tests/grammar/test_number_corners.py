@@ -1,0 +1,55 @@
+"""Numbers where floats get thin: bounds next to 0, multiples beyond a float's digits, exponents beyond its range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_corpus import compiled, takes
+from test_numbers import HOLDS, fits, matcher_of
+
+Node = dict[str, Any]
+
+TINY = [0, 1e-19, 1e-20, 1.1e-20, 9e-21, 1e-25, 9.1e-31, 1e-59, 1e-60, 5e-60, 9e-61, 1e-65, 1e-100, 1e-299]
+SIZES = [*range(17, 23), 25, *range(30, 33), *range(58, 67), 99, 100, 101, 298, 299, 300, 301, 305, 323]
+DIGITS = ["1", "1.1", "2", "5", "9", "9.99"]
+TEXTS = ["0", "0.0", "1", "0e5", "0e-100", *(f"{digits}e-{size}" for size in SIZES for digits in DIGITS)]
+TEXTS += [f"0.{'0' * zeros}{digit}" for zeros in (17, 18, 19, 20, 24, 59, 60, 64) for digit in ("1", "11", "9")]
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+
+
+def is_empty(low: Any, high: Any, words: tuple[str, str]) -> bool:
+    """Whether no number fits; `words` are about numbers above 0."""
+    return low is not None and (low > high or (low == high and words != ("minimum", "maximum")))
+
+
+def mirrored(schema: Node) -> Node:
+    """The schema of the same numbers below 0."""
+    names = dict(zip((*LOWER, *UPPER), (*UPPER, *LOWER), strict=True))
+    return {names.get(word, word): -value if word in HOLDS else value for word, value in schema.items()}
+
+
+@pytest.mark.parametrize("low", [None, *TINY])
+def test_bounds_next_to_0_hold_to_their_last_digit(low: float | None) -> None:
+    highs = [None, *TINY[1:]] if low is not None else TINY[1:]
+    pairs = [(high, words) for high in highs for words in [(one, other) for one in LOWER for other in UPPER]]
+    for high, words in pairs:
+        if high is not None and is_empty(low, high, words):
+            continue
+        schema = {"type": "number", words[0]: low, words[1]: high}
+        schema = {word: value for word, value in schema.items() if value is not None}
+        for one, sign in ((schema, ""), (mirrored(schema), "-")):
+            matcher = matcher_of(one)
+            assert matcher is not None, one
+            assert [sign + text for text in TEXTS if not fits(one, sign + text) and takes(matcher, sign + text)] == [], one
+
+
+@pytest.mark.parametrize("high", [1e-21, 1e-25, 1.7e-27, 1e-59, 1e-61, 1e-65, 1e-100, 1e-299])
+def test_numbers_above_0_have_an_exponent_however_near_they_must_be(high: float) -> None:
+    for word in UPPER:
+        matcher = compiled({"type": "number", "exclusiveMinimum": 0, word: high})
+
+        assert takes(matcher, f"{high / 2:e}")
+        assert takes(matcher, f"{high}") == (word == "maximum")
+        for text in (f"{high * 2:e}", "0", "1e-999"):
+            assert not takes(matcher, text), text
