@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
-from test_corpus import compiled, takes
+from test_corpus import COMPILER, compiled, takes
 from test_numbers import HOLDS, fits, matcher_of
+
+from weft.grammar.constraint import Matcher
+from weft.text.tools.families import FAMILIES
+from weft.text.tools.grammar import tool_grammar
+from weft.text.tools.tool import read_tool_selection, read_tools
 
 Node = dict[str, Any]
 
@@ -53,3 +59,49 @@ def test_numbers_above_0_have_an_exponent_however_near_they_must_be(high: float)
         assert takes(matcher, f"{high}") == (word == "maximum")
         for text in (f"{high * 2:e}", "0", "1e-999"):
             assert not takes(matcher, text), text
+
+
+# --- beside other things
+
+KEYWORDS = ["enum", "const", "$defs", "definitions", "$ref", "properties", "patternProperties", "items", "default", "x"]
+
+
+def call(schema: Node) -> Matcher:
+    """The grammar of a call of a tool with this schema, as the json family writes it."""
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}])
+    family = next(family for family in FAMILIES if family.name == "json")
+    return COMPILER.compile(tool_grammar(family, read_tool_selection("required", tools, False), frozenset(), None))
+
+
+def closed(properties: Node, **more: Any) -> Node:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False, **more}
+
+
+@pytest.mark.parametrize("outer", KEYWORDS)
+@pytest.mark.parametrize("inner", KEYWORDS)
+def test_keys_with_the_names_of_keywords_may_be_beside_numbers(outer: str, inner: str) -> None:
+    reference = {"$ref": "#/$defs/D"}
+    deep = closed({outer: closed({inner: reference}), "z": {"type": "array", "items": closed({inner: reference})}})
+    schema = closed({"n": {"type": "number", "minimum": 0}, "p": deep}, **{"$defs": {"D": {"type": "string", "maxLength": 3}}})
+    matcher = call(schema)
+
+    for text, is_good in (("abc", True), ("abcd", False)):
+        arguments = {"n": 1, "p": {outer: {inner: text}, "z": [{inner: text}]}}
+        assert takes(matcher, f'{{"name": "f", "arguments": {json.dumps(arguments)}}}') == is_good
+
+
+def ranged(index: int) -> Node:
+    return {"type": "number", "minimum": -90.5 - index, "maximum": 90.123456789 + index}
+
+
+def test_a_tool_whose_rules_for_numbers_do_not_compile_is_left_to_the_plain_ones() -> None:
+    branches = [closed({"k": {"const": index}, "n": ranged(index)}) for index in range(300)]
+    tools = {
+        "many numbers": (
+            closed({f"n{index}": ranged(index) for index in range(900)}),
+            {f"n{index}": 1.5 for index in range(900)},
+        ),
+        "many branches": (closed({"x": {"anyOf": branches}}), {"x": {"k": 299, "n": 1.5}}),
+    }
+    for name, (schema, arguments) in tools.items():
+        assert takes(call(schema), f'{{"name": "f", "arguments": {json.dumps(arguments)}}}'), name

@@ -143,7 +143,7 @@ class Compiler:
         # Under these limits a compile stays below a second on two Zen 4 cores, but for what the front bounds itself.
         matcher = self._matcher(grammar, MAX_ITEMS[spec.kind], is_private=is_private)
         why = matcher.error or _error_of_trials(matcher)
-        if why and spec.kind == "json_schema" and grammar != (plain := _json_grammar(spec)):
+        if why and grammar != (plain := _plain_grammar(spec, grammar)):
             matcher = self._matcher(plain, MAX_ITEMS[spec.kind], is_private=is_private)
             why = matcher.error or _error_of_trials(matcher)
         if not why and spec.kind == "lark" and not spec.is_ours:
@@ -205,6 +205,13 @@ def _grammar(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_lark(with_number_rules_within(grammar) if spec.is_ours else grammar)
         case "structural_tag":
             return _tags(json.loads(spec.text))
+
+
+def _plain_grammar(spec: GrammarSpec, grammar: str) -> str:
+    """Return a grammar in which numbers are left to llguidance; the given one if weft has written no rules for numbers there."""
+    if spec.kind == "json_schema":
+        return _json_grammar(spec)
+    return LLMatcher.grammar_from_lark(to_lark(spec.text)) if spec.kind == "lark" and spec.is_ours else grammar
 
 
 def _json_grammar(spec: GrammarSpec) -> str:

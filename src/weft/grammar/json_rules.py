@@ -20,6 +20,7 @@ HAS_BOUNDS = re.compile(r'"(?:minimum|maximum)"')
 PIECES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json )', re.DOTALL)
 SETTINGS = "x-guidance"
 DEFINITIONS = ("$defs", "definitions")
+NAMED = ("properties", "patternProperties")  # schemas by names, which may be those of keywords
 REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 # Keywords that llguidance enforces. What is not among them says nothing here: strict schemas have none of them.
 ENFORCED = {"$ref", "anyOf", "oneOf", "allOf", "const", "enum", "type", "items", "additionalItems", "prefixItems", "minItems"}
@@ -271,7 +272,8 @@ def _needed(document: Node, node: Any) -> list[tuple[str, str]]:
                 found.append((match[1], match[2]))
                 rest.append(document[match[1]][match[2]])
         if isinstance(value, dict):
-            rest += [inner for keyword, inner in value.items() if keyword not in ("const", "enum", *DEFINITIONS)]
+            rest += [inner for keyword, inner in value.items() if keyword not in (*NAMED, "const", "enum", *DEFINITIONS)]
+            rest += [inner for keyword in NAMED if isinstance(value.get(keyword), dict) for inner in value[keyword].values()]
         elif isinstance(value, list):
             rest += value
     return found
