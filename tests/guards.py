@@ -1022,8 +1022,8 @@ GUARDS = [
     ),
     Guard(
         "exponents", "text/schema_numbers.py",
-        'in node.get("type", ()) and (step := node.get("multipleOf", 1)) % 1:',
-        'in node.get("type", ()) and (step := node.get("multipleOf", 1)):',
+        'in node.get("type", "number") and (step := node.get("multipleOf", 1)) % 1:',
+        'in node.get("type", "number") and (step := node.get("multipleOf", 1)):',
         "tests/text/test_schema.py::test_numbers_keep_their_exponents",
         "numbers under strict schemas may have exponents", "R064",
     ),

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from test_corpus import COMPILER, compiled, takes
 from test_numbers import HOLDS, fits, matcher_of
 
+from weft.errors import GrammarRejected
 from weft.grammar.constraint import Matcher
 from weft.text.tools.families import FAMILIES
 from weft.text.tools.grammar import tool_grammar
@@ -96,12 +101,80 @@ def ranged(index: int) -> Node:
 
 def test_a_tool_whose_rules_for_numbers_do_not_compile_is_left_to_the_plain_ones() -> None:
     branches = [closed({"k": {"const": index}, "n": ranged(index)}) for index in range(300)]
+    names = [f"n{index}" for index in range(900)]
     tools = {
-        "many numbers": (
-            closed({f"n{index}": ranged(index) for index in range(900)}),
-            {f"n{index}": 1.5 for index in range(900)},
-        ),
+        "many numbers": (closed({name: ranged(900) for name in names}), dict.fromkeys(names, 1.5)),
         "many branches": (closed({"x": {"anyOf": branches}}), {"x": {"k": 299, "n": 1.5}}),
     }
     for name, (schema, arguments) in tools.items():
         assert takes(call(schema), f'{{"name": "f", "arguments": {json.dumps(arguments)}}}'), name
+
+
+# --- multiples
+
+STEPS = [0.25, 0.5, 0.01, 0.05, 0.1, 0.3, 0.35, 0.75, 1.5, 2.5, 1, 3, 7]
+LISTED = [0, 1, 2, 3, 10, 20, 0.25, 0.5, 0.75, 1.5, 2.25, 5.25, 19.9, 19.99, 0.3, 0.35, -1.5, -19.9]
+LISTED_WAYS: dict[str, Callable[[list[Any], Node], Node]] = {
+    "beside": lambda values, rule: {"enum": values, **rule},
+    "with a type": lambda values, rule: {"type": ["number", "string"], "enum": values, **rule},
+    "in a part": lambda values, rule: {"enum": values, "allOf": [rule]},
+    "in two parts": lambda values, rule: {"allOf": [{"enum": values}, rule]},
+    "around parts": lambda values, rule: {**rule, "allOf": [{"enum": values}, {"type": ["number", "string"]}]},
+}
+FAR_WAYS: list[Callable[[Node], Node]] = [
+    lambda rule: rule,
+    lambda rule: {"type": "number", **rule},
+    lambda rule: {"type": "number", "minimum": 0, "maximum": 1e17, **rule},
+    lambda rule: {"type": ["number", "null"], "minimum": -1e17, **rule},
+    lambda rule: {"allOf": [{"type": "number"}, rule]},
+    lambda rule: {"anyOf": [{"type": "number", "maximum": 1e18, **rule}]},
+]
+
+
+def is_multiple(value: float | str, step: float) -> bool:
+    return (Fraction(str(value)) / Fraction(repr(step))).denominator == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("way", LISTED_WAYS)
+def test_of_listed_numbers_those_that_fit_a_multiple_are_taken_and_no_others(way: str, strict: bool) -> None:
+    for step in STEPS:
+        for rule in ({"multipleOf": step}, {"multipleOf": step, "exclusiveMinimum": 0.25}):
+            matcher = compiled(LISTED_WAYS[way]([*LISTED, "a"], rule), strict=strict)
+            for value in LISTED:
+                fitting = is_multiple(value, step) and ("exclusiveMinimum" not in rule or value > 0.25)
+                assert takes(matcher, json.dumps(value)) == fitting, (step, value)
+            assert takes(matcher, '"a"')
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_constant_that_is_a_multiple_is_taken_and_no_other_one_compiles(step: float) -> None:
+    for value in LISTED:
+        matcher = None
+        with suppress(GrammarRejected):
+            matcher = compiled({"const": value, "multipleOf": step})
+        assert (matcher is not None and takes(matcher, json.dumps(value))) == is_multiple(value, step), value
+
+
+def test_a_list_that_is_part_of_another_value_keeps_what_that_says() -> None:
+    for reference, name in (("#/properties/a/allOf/0", {}), ("#part", {"$anchor": "part"})):
+        part = {**name, "type": "integer", "multipleOf": 3}
+        matcher = compiled(closed({"a": {"enum": [3, 4, 6], "allOf": [part]}, "b": {"$ref": reference}}))
+
+        assert takes(matcher, '{"a":3,"b":9}')
+        assert not takes(matcher, '{"a":3,"b":7}')
+        assert not takes(matcher, '{"a":4,"b":9}')
+
+
+@pytest.mark.parametrize("step", [step for step in STEPS if step % 1])
+@pytest.mark.parametrize("way", range(len(FAR_WAYS)))
+def test_no_number_is_taken_that_a_client_reads_as_no_multiple(way: int, step: float) -> None:
+    matcher = compiled(FAR_WAYS[way]({"multipleOf": step}))
+    counts = [10**size // part + more for size in range(2, 19) for part in (1, 3, 7) for more in range(3)]
+    exact = [Fraction(repr(step)) * count for count in counts]
+    texts = [f"{Decimal(value.numerator) / Decimal(value.denominator):f}" for value in exact]
+
+    assert all(is_multiple(text, step) for text in texts)
+    taken = [text for text in texts if takes(matcher, text) or takes(matcher, f"{text}0")]
+    assert [text for text in taken if not is_multiple(repr(float(text)), step)] == []
+    assert {text for text in texts if 1 < float(text) < 1e9} <= set(taken)

@@ -24,6 +24,7 @@ from weft.text.schema_numbers import (
     decimal_of,
     infeasible_bounds,
     is_feasible,
+    narrow_lists,
     narrow_numbers,
     without_twos_and_fives,
 )
@@ -133,6 +134,9 @@ def examine_schema(text: str, strict: bool, closes: bool | None = None) -> tuple
     if not strict if closes is None else closes:
         close_objects(schema.document, schema.resolve)
         schema = _Schema(schema.document)
+    if not any("allOf" in unquote(str(node.get("$ref"))) for _, node in schema.nodes):  # into parts, which are rewritten
+        for _, node in schema.nodes:
+            narrow_lists(node)
     for _, node in schema.nodes:
         _narrow(node, strict)
     return msgspec.json.encode(schema.document).decode(), None

@@ -1,12 +1,21 @@
 """Narrows the numeric keywords of a JSON Schema to what llguidance 1.9.1 enforces exactly; finds those that it can not."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from fractions import Fraction
+from operator import ge, gt, le, lt
 from typing import Any
 
 Node = dict[str, Any]
 
 BOUNDS = {"minimum": True, "exclusiveMinimum": True, "maximum": False, "exclusiveMaximum": False}  # whether it is a lower one
+HOLDS: dict[str, Callable[[Fraction, Fraction], bool]] = {
+    "minimum": ge,
+    "exclusiveMinimum": gt,
+    "maximum": le,
+    "exclusiveMaximum": lt,
+    "multipleOf": lambda value, step: (value / step).denominator == 1,
+}
 EXACT = 2**53  # floats hold all integers up to here
 LARGEST, STEP = 92 * 10**17, 4096  # floats hold all multiples of STEP up to LARGEST
 DIGITS = 15  # of a number that any reader of JSON reads exactly
@@ -32,12 +41,37 @@ def narrow_numbers(node: Node, strict: bool) -> None:
     if node.get("type") != "integer":
         for keyword in node.keys() & BOUNDS.keys():
             _make_inclusive(node, keyword)
-    if strict and "number" in node.get("type", ()) and (step := node.get("multipleOf", 1)) % 1:
-        far = min(LARGEST, step * 1e15)  # within a float's digits; no bounds elsewhere: with one, llguidance takes no exponents
-        if not node.keys() & {"minimum", "const", "enum"}:
-            node["minimum"] = -far
-        if not node.keys() & {"maximum", "const", "enum"}:
-            node["maximum"] = far
+    if strict and "number" in node.get("type", "number") and (step := node.get("multipleOf", 1)) % 1:
+        far = 10.0 ** (DIGITS - decimal_of(step)[1])
+        node["minimum"] = max(node.get("minimum", -far), -far)
+        node["maximum"] = min(node.get("maximum", far), far)
+
+
+def narrow_lists(node: Node) -> None:
+    """Take the numbers out of a node's enum or const that its bounds and multipleOf exclude, and then these keywords.
+
+    llguidance compares as floats, for which 19.9 is no multiple of 0.01. What would leave nothing stays, to be refused.
+    """
+    inner = (part for part in node.get("allOf", ()) if isinstance(part, dict))
+    parts = [part for part in (node, *inner) if not part.keys() & {"$ref", "$anchor", "$dynamicAnchor", "$id"}]
+    rules = [(keyword, part[keyword]) for part in parts for keyword in part if keyword in HOLDS]
+    listing = [part for part in parts if part.keys() & {"enum", "const"}]
+    if not (rules and listing) or any(isinstance(limit, bool) for _, limit in rules):
+        return
+    lists = [[part["const"]] if "const" in part else part["enum"] for part in listing]
+    kept = [[value for value in values if _fits(value, rules)] for values in lists]
+    if all(kept):
+        for part in parts:
+            for keyword in part.keys() & HOLDS.keys():
+                del part[keyword]
+        for part, values in zip(listing, kept, strict=True):
+            part |= {} if "const" in part else {"enum": values}
+
+
+def _fits(value: Any, rules: list[tuple[str, Any]]) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return True
+    return all(HOLDS[keyword](Fraction(repr(value)), Fraction(repr(limit))) for keyword, limit in rules)
 
 
 def _make_inclusive(node: Node, keyword: str) -> None:
