@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import combinations
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -12,7 +13,9 @@ from test_corpus import COMPILER, compiled, takes
 
 from weft.api import ollama
 from weft.api.openai import chat, completions, responses
+from weft.errors import GrammarRejected
 from weft.ipc.messages import GrammarSpec
+from weft.text.schema import json_schema_grammar
 from weft.text.tools.families import FAMILIES
 from weft.text.tools.grammar import tool_grammar
 from weft.text.tools.tool import read_tool_selection, read_tools
@@ -108,6 +111,26 @@ def test_an_object_that_names_its_keys_has_no_others(name: str) -> None:
 @pytest.mark.parametrize("name", OPEN)
 def test_an_object_that_says_otherwise_or_can_not_be_merged_stays_open(name: str) -> None:
     assert takes(compiled(OPEN[name], strict=False), text({"id": 1, "z": 1}))
+
+
+PATTERNS = ["^x-", "_id$", "^x_", "^x", "^x?y", "^a{2}", "^[a-c]", "^[0-9]+$", "^y|z", "^(n|m)", "b", "^d.*"]
+DISJOINT = [("^x-", "^x_"), ("^x-", "^[a-c]"), ("^[a-c]", "^[0-9]+$"), ("^[0-9]+$", "^x"), ("^x_", "^d.*")]
+
+
+@pytest.mark.parametrize("keyword", ["allOf", "anyOf"])
+def test_parts_whose_patterns_may_match_the_same_key_leave_an_object_open(keyword: str) -> None:
+    for one, other in combinations(PATTERNS, 2):
+        parts = [{"patternProperties": {one: {"type": "string"}}}, {"patternProperties": {other: {"type": "string"}}}]
+        schema = {**ID, keyword: parts}
+        try:
+            opened = COMPILER.compile(json_schema_grammar(schema, False, "s", closes=False))
+        except GrammarRejected:  # a key that two patterns of one object match is refused by llguidance itself
+            continue
+        matcher = compiled(schema, strict=False)
+        assert takes(opened, text({"id": 1, "?": 1}))
+        assert takes(matcher, text({"id": 1}))
+        if (one, other) in DISJOINT or (other, one) in DISJOINT:
+            assert not takes(matcher, text({"id": 1, "?": 1})), (one, other)
 
 
 def test_strict_means_what_json_schema_says() -> None:

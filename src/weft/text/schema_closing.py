@@ -1,11 +1,14 @@
 """Closes the objects of a JSON Schema as people send it: where `properties` is given, no other keys, unless it says otherwise.
 
 JSON Schema lets any key come there, and a model that may write another one often does, to the end of its answer. An object that
-allOf, anyOf, oneOf, $ref or if composes is closed as a whole: its parts closed one by one would exclude each other's keys.
+allOf, anyOf, oneOf, $ref or if composes is closed as a whole: its parts closed one by one would exclude each other's keys. Where
+a choice or a reference is all that a schema says, each branch is an object of its own.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
+from itertools import combinations, takewhile
 from typing import Any
 
 Node = dict[str, Any]
@@ -19,6 +22,10 @@ STATING = {"additionalProperties", "unevaluatedProperties"}  # what is said of o
 UNKNOWN = {"$dynamicRef", "$recursiveRef", "dependentSchemas", "dependencies"}  # parts that are not followed
 # With one of these a node is more than a choice between its branches.
 SHAPING = {*NAMING, *STATING, *UNKNOWN, "if", "minProperties", "maxProperties", "dependentRequired"}
+# The first letter of a pattern's match, as a letter or a class.
+FIRST = re.compile(r"[\w-](?![?*{])|\[[\w-]+\](?![?*{])", re.ASCII)
+LETTERS = "".join(map(chr, range(128)))
+MAX_PATTERNS = 64  # of several parts together: each is compared with each
 MAX_COPIED = 10_000  # values within definitions that are both an object of their own and part of another
 
 
@@ -128,5 +135,23 @@ def _closing(node: Node, parts: list[Node]) -> Node:
     if not any(part.get("properties") for part in parts):
         return {}
     patterns = {name: True for part in parts for name in part.get("patternProperties", {})} | node.get("patternProperties", {})
+    if any(patterns.keys() - part.get("patternProperties", {}).keys() for part in parts) and not _are_disjoint([*patterns]):
+        return {}
     closing: Node = {"properties": {name: own.get(name, True) for name in named}, "additionalProperties": False}
     return closing | ({"patternProperties": patterns} if patterns else {})
+
+
+def _are_disjoint(patterns: list[str]) -> bool:
+    """Whether no key provably matches two of the patterns; llguidance refuses an object where one does."""
+    return len(patterns) <= MAX_PATTERNS and all(_differ(one, other) for one, other in combinations(patterns, 2))
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether two patterns without alternatives begin alike and go on with different letters."""
+    alike = "".join(letter for letter, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    common = re.match(r"\^[\w-]*", alike, re.ASCII)
+    if common is None or "|" in one + other:
+        return False
+    firsts = [FIRST.match(pattern, common.end()) for pattern in (one, other)]
+    letters = [set(re.findall(first[0], LETTERS)) for first in firsts if first]
+    return len(letters) == 2 and not letters[0] & letters[1]
