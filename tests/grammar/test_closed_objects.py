@@ -265,3 +265,38 @@ def test_arguments_of_a_tool_have_the_keys_it_names_unless_it_is_strict(strict: 
     assert takes(matcher, call({"o": {"id": 1}}))
     assert takes(matcher, call({"o": {"id": 1, "z": 1}})) == strict
     assert takes(matcher, call({"o": {"id": 1}, "z": 1})) == strict
+
+
+BARE: list[tuple[Any, bool]] = [  # parameters of a tool, and whether it takes arguments
+    (None, False),
+    ({"type": "object", "properties": {}}, False),
+    ({"type": "object", "properties": {}, "required": []}, False),
+    ({"properties": {}, "$schema": "https://json-schema.org/draft/2020-12/schema", "title": "T", "x-order": 1}, False),
+    ({"type": "object", "properties": {}, "additionalProperties": False}, False),
+    ({}, True),
+    ({"type": "object"}, True),
+    ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+    ({"type": "object", "properties": {}, "additionalProperties": {"type": "integer"}}, True),
+    ({"type": "object", "properties": {}, "patternProperties": {"^z": True}}, True),
+    ({"type": "object", "properties": {}, "allOf": [{"properties": {"z": True}}]}, True),
+]
+NOTATIONS = {
+    "json": ('{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {"z": 1}}'),
+    "lfm2": ("<|tool_call_start|>[f()]<|tool_call_end|>", "<|tool_call_start|>[f(z=1)]<|tool_call_end|>"),
+    "gemma4": ("<|tool_call>call:f{}<tool_call|>", "<|tool_call>call:f{z:1}<tool_call|>"),
+}
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+@pytest.mark.parametrize("mode", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_tool_that_lists_no_argument_takes_none(notation: str, mode: Any) -> None:
+    family = next(family for family in FAMILIES if family.name == notation)
+    empty, invented = NOTATIONS[notation]
+    for parameters, is_open in BARE:
+        function = {"name": "f"} if parameters is None else {"name": "f", "parameters": parameters}
+        tools = read_tools([{"type": "function", "function": function}])
+        matcher = COMPILER.compile(tool_grammar(family, read_tool_selection(mode, tools, False), frozenset(), None))
+
+        assert takes(matcher, empty), parameters
+        if notation == "json" or not {"patternProperties", "allOf"} & (parameters or {}).keys():
+            assert takes(matcher, invented) == is_open, parameters

@@ -26,6 +26,8 @@ SHAPING = {*NAMING, *STATING, *UNKNOWN, "if", "minProperties", "maxProperties", 
 FIRST = re.compile(r"[\w-](?![?*{])|\[[\w-]+\](?![?*{])", re.ASCII)
 LETTERS = "".join(map(chr, range(128)))
 MAX_PATTERNS = 64  # of several parts together: each is compared with each
+# With one of these an empty `properties` is not all that is said of an object's keys.
+SPEAKING = SHAPING - {"properties", "required"} | {*COMPOSING, "$ref", "propertyNames", "not", "const", "enum"}
 MAX_COPIED = 10_000  # values within definitions that are both an object of their own and part of another
 
 
@@ -42,6 +44,11 @@ def close_objects(document: Node, resolve: Resolve) -> None:
     closings = [(node, _closing(node, parts)) for node, parts in wholes if id(node) not in shared]
     for node, closing in closings:
         node |= closing
+
+
+def names_no_key(node: Node) -> bool:
+    """Whether a schema lists an object's keys and lists none, as programs write that it has none."""
+    return node.get("properties") == {} and not node.get("required") and not node.keys() & SPEAKING
 
 
 def _wholes(document: Node, resolve: Resolve) -> Iterator[tuple[Node, list[Node]]]:

@@ -11,6 +11,7 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.ipc.messages import GrammarSpec
 from weft.text.schema import MAX_DEPTH, json_schema_grammar, lark_grammar, levels_of, regex_grammar
+from weft.text.schema_closing import names_no_key
 from weft.text.tools.custom_tools import INPUT
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
@@ -193,6 +194,8 @@ def _read_function(function: dict[str, Any], place: str, schema_field: str) -> T
     parameters = {"type": "object", **parameters}
     if len(levels_of(parameters)) > MAX_DEPTH:
         raise InvalidRequest(f"{where} is nested more than {MAX_DEPTH} levels deep", where)
+    if not strict and names_no_key(parameters):
+        parameters["additionalProperties"] = False
     if strict:
         json_schema_grammar(parameters, True, where)
     return Tool(name, msgspec.json.encode(parameters).decode(), bool(strict), where)
