@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from test_corpus import COMPILER, takes
+from gbnf_grammars import GRAMMARS
+from test_corpus import COMPILER, VOCABULARY, takes
 
 from weft.errors import GrammarRejected
-from weft.grammar.constraint import Matcher
+from weft.grammar.constraint import Constraint, Matcher
+from weft.grammar.gbnf import to_lark
 from weft.text.schema import lark_grammar
+
+TEXTS = [COMPILER.tokenizer.decode_bytes([token]) for token in range(VOCABULARY)]
+BYTE_TOKENS = {text[0]: token for token, text in enumerate(TEXTS) if len(text) == 1}
 
 
 def compiled(grammar: str) -> Matcher:
     return COMPILER.compile(lark_grammar(grammar, "grammar"))
+
+
+def takes_bytes(matcher: Matcher, text: str) -> bool:
+    """Whether the grammar has this text when each byte is a token."""
+    tokens = [BYTE_TOKENS[byte] for byte in text.encode()]
+    matcher = matcher.fork()
+    return matcher.inner.try_consume_tokens(tokens) == len(tokens) and matcher.may_end
 
 
 CASES: list[tuple[str, list[str], list[str]]] = [
@@ -26,6 +38,7 @@ CASES: list[tuple[str, list[str], list[str]]] = [
     (r"root ::= [a^-]", [*"a^-"], ["b"]),
     (r'root ::= "say \"hi\" \\ \t/"', ['say "hi" \\ \t/'], []),
     ('root ::= "a"{2}', ["aa"], ["a", "aaa"]),
+    ('root ::= "x" "a"{0} ("b" | "c"){,0} "y"', ["xy"], ["xay", "xby"]),
     ('root ::= "a"{2,}', ["aa", "aaaa"], ["a"]),
     ('root ::= "x" "a"{,2}', ["x", "xa", "xaa"], ["xaaa"]),
     ('root ::= "a"{ 1 , 2 }', ["a", "aa"], ["aaa"]),
@@ -81,3 +94,44 @@ def test_every_letter_is_itself_in_every_spelling(code: int) -> None:
 def test_what_can_not_be_read_is_refused_with_a_reason(grammar: str, words: str) -> None:
     with pytest.raises(GrammarRejected, match=words):
         compiled(grammar)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_no_longest_match_takes_letters_that_the_next_part_needs(name: str) -> None:
+    grammar, good, bad = GRAMMARS[name]
+    matcher = compiled(grammar)
+
+    assert [text for text in good if not takes(matcher, text) or not takes_bytes(matcher, text)] == []
+    assert [text for text in bad if takes(matcher, text) or takes_bytes(matcher, text)] == []
+
+
+@pytest.mark.parametrize(
+    "begin", ["start:", "?start:", "!start:", "?!start :", "start[max_tokens=9]:", "\n  start [max_tokens=9] :"]
+)
+def test_a_grammar_in_lark_is_known_by_its_first_rule_however_that_is_marked(begin: str) -> None:
+    lark = f'{begin} sum\nsum: NUM ("+" NUM)*\nNUM: /[0-9]+/'
+
+    assert to_lark(lark) == lark
+
+
+@pytest.mark.parametrize("begin", ["?start:", "!start:"])
+def test_a_grammar_in_lark_whose_first_rule_is_marked_is_enforced(begin: str) -> None:
+    matcher = compiled(f'{begin} sum\nsum: NUM ("+" NUM)*\nNUM: /[0-9]+/')
+
+    assert takes(matcher, "1+2")
+    assert not takes(matcher, "1+")
+
+
+def test_a_rule_of_gbnf_may_be_called_start_and_named_at_the_beginning_of_a_line() -> None:
+    matcher = compiled('root ::= (\nstart [0-9]\n)\nstart ::= "a"')
+
+    assert takes(matcher, "a1")
+    assert not takes(matcher, "a")
+
+
+def test_tokens_that_a_gbnf_leaves_no_choice_about_are_found() -> None:
+    matcher = compiled('root ::= "The color is " ("red" | "green") "."')
+    forced = COMPILER.tokenizer.decode_bytes(Constraint(matcher, None).forced())
+
+    assert b"The color is".startswith(forced)
+    assert len(forced) >= len(b"The color")

@@ -1,4 +1,8 @@
-"""Converts llama.cpp's GBNF grammars to Lark: llguidance's converter, with letters, repetitions and names read as there."""
+"""Converts llama.cpp's GBNF grammars to Lark: llguidance's converter, with letters, repetitions and names read as there.
+
+A terminal in Lark is one lexeme, and a lexer takes the longest match and never goes back. GBNF knows no lexer: each way to read
+a text counts. So every rule stays a rule here, and a literal is written letter by letter.
+"""
 
 import json
 import re
@@ -14,10 +18,13 @@ from llguidance.gbnf_to_lark import (
     RepetitionNode,
     RuleNode,
     RuleRefNode,
+    SequenceNode,
     resolve,
 )
 
-LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
+from weft.ipc.messages import START_RULE
+
+LARK = re.compile(rf"^\s*%llguidance\b|{START_RULE.pattern}", re.MULTILINE)
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{letter: letter for letter in '"\\[]'}}
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # of an escape
 REPEATED = {"*": (0, None), "+": (1, None), "?": (0, 1)}
@@ -30,6 +37,8 @@ def to_lark(grammar: str) -> str:
         return grammar
     rules = _named(_Parser().parse(grammar))
     resolve(rules)
+    for rule in rules.values():
+        rule.name = rule.name.lower()  # names in capitals are terminals
     return "%llguidance {}\n" + "\n".join(str(rule) for rule in rules.values()) + "\n"
 
 
@@ -42,11 +51,11 @@ class _Parser(GrammarParser):
     """llguidance's parser of GBNF, with llama.cpp's letters, classes and repetitions."""
 
     def _parse_literal(self, pos: Position) -> tuple[ASTNode, Position]:
-        pos, text = pos.advance(), ""
+        pos, letters = pos.advance(), list[ASTNode]()
         while pos.current() != '"':
             letter, pos = _read_letter(pos)
-            text += letter
-        return LiteralNode(_in_quotes(text)), pos.advance()
+            letters.append(LiteralNode(_in_quotes(letter)))
+        return SequenceNode(letters), pos.advance()
 
     def _parse_char_class(self, pos: Position) -> tuple[ASTNode, Position]:
         pos, written = pos.advance(), "["
@@ -70,7 +79,7 @@ class _Parser(GrammarParser):
     def _parse_repetition(self, pos: Position, nodes: list[ASTNode]) -> Position:
         while nodes and pos.current() and pos.current() in "*+?{":
             (low, high), pos = _read_counts(pos)
-            nodes[-1] = _Repetition(nodes[-1], low, high)
+            nodes[-1] = SequenceNode([]) if high == 0 else _Repetition(nodes[-1], low, high)
         return pos
 
 

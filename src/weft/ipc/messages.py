@@ -1,6 +1,7 @@
 """The messages between front and engine process; the unions `ToEngine` and `ToFront` list all that the channel carries."""
 
 import hashlib
+import re
 from typing import Literal
 
 import msgspec
@@ -21,6 +22,8 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',  # others could write a key a second time in other letters
     "json_allow_general_unicode_escapes": False,
 }
+# The first rule of a grammar in Lark, with what may stand around its name; GBNF has `::=` there.
+START_RULE = re.compile(r"^\s*[!?]*start\s*(?:\[[^\]\n]*\]\s*)?:(?!:=)", re.MULTILINE)
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):

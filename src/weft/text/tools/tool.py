@@ -9,13 +9,12 @@ from typing import Any, Literal
 import msgspec
 
 from weft.errors import InvalidRequest
-from weft.ipc.messages import GrammarSpec
+from weft.ipc.messages import START_RULE, GrammarSpec
 from weft.text.schema import MAX_DEPTH, json_schema_grammar, lark_grammar, levels_of, regex_grammar
 from weft.text.schema_closing import names_no_key
 from weft.text.tools.custom_tools import INPUT
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")  # what OpenAI and Anthropic take, and dots for names that were flattened
-START_RULE = re.compile(r"^\s*[!?]*start\s*[:\[]", re.MULTILINE)
 MAX_TOOLS = 512
 MAX_REFERENCES = 16  # of references to references
 # What a strict text may be required to be besides a list of choices.
