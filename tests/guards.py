@@ -1099,6 +1099,22 @@ GUARDS = [
         "no rule of a GBNF grammar takes letters that the next part needs",
     ),
     Guard(
+        "stop-tokens-as-text", "grammar/constraint.py",
+        "is_early and matcher.may_end ",
+        "is_early ",
+        "tests/engine/test_constrained_ends.py::"
+        "test_a_stop_token_is_text_amid_an_answer_that_is_too_short_where_others_may_come_too",
+        "a stop token is text where its grammar lets no answer end, also before min_tokens",
+    ),
+    Guard(
+        "stop-tokens-asked-of-the-constraint", "engine/sampler.py",
+        " and row.constraint is None:",
+        ":",
+        "tests/engine/test_constrained_ends.py::"
+        "test_stop_tokens_that_a_grammar_needs_are_text_as_long_as_no_answer_may_end",
+        "the sampler leaves stop tokens to a row's constraint, which knows where they are text",
+    ),
+    Guard(
         "seed-and-position", "engine/sequence.py",
         ' + position.to_bytes(8, "little")',
         "",

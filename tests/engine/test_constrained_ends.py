@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -93,3 +94,65 @@ def test_a_row_that_is_forced_to_a_token_that_the_model_does_not_have_ends_alone
     assert (lost.finish, "a token that the model does not have" in str(lost.error)) == ("error", True)
     assert (held.finish, COMPILER.tokenizer.decode_bytes(held.output)) == ("stop", b"red green blue")
     assert (free.finish, len(free.output)) == ("length", 20)
+
+
+NEEDED = {"[0-9]{5}": r"[0-9]+", "(yes|no), (yes|no)": "y|ye|yes|n|no", "(the dog ?){4}": " dog|the", "x{1,6}": "x+"}
+
+
+@pytest.mark.parametrize("reasoning", [None, THINKING], ids=["plain", "thinking"])
+@pytest.mark.parametrize("config", [SMALL, SPECULATING], ids=["plain", "speculating"])
+@pytest.mark.parametrize("pattern", NEEDED)
+def test_stop_tokens_that_a_grammar_needs_are_text_as_long_as_no_answer_may_end(
+    adapter: Adapter, pattern: str, config: EngineConfig, reasoning: ReasoningSpec | None
+) -> None:
+    texts = [COMPILER.tokenizer.decode_bytes([token]).decode(errors="replace") for token in range(4096)]
+    stops = tuple(token for token, text in enumerate(texts) if re.fullmatch(NEEDED[pattern], text))
+    assert stops
+    for fewest in range(9):
+        given = constraint("regex", pattern, reasoning)
+        text, ended, _ = answer(adapter, config, given, stop_token_ids=stops, min_tokens=fewest)
+
+        assert ended == "stop"
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize("config", [SMALL, SPECULATING], ids=["plain", "speculating"])
+def test_an_answer_that_may_end_goes_on_without_its_stop_tokens_until_it_has_the_fewest_tokens(
+    adapter: Adapter, config: EngineConfig
+) -> None:
+    (dog,), ends = COMPILER.tokenizer.tokenize_str(" dog"), dict.fromkeys((4080, 4082), 50.0)
+    for fewest in range(1, 9):
+        given = constraint("regex", "( dog| cat)*")
+        run, bias = Run(adapter, config), {dog: 90.0, **ends}
+        told = Sampling(temperature=0.0, max_tokens=80, stop_token_ids=(dog,), min_tokens=fewest, logit_bias=bias)
+        row = run.engine.submit(PROMPT, told, given)
+        run.finish()
+
+        assert row.ending is not None
+        assert row.ending.stop_token == dog
+        assert len(row.output) >= fewest
+        assert dog not in row.output
+        assert re.fullmatch("( dog| cat)+", COMPILER.tokenizer.decode_bytes(row.output).decode())
+
+
+def test_a_mark_that_a_budget_forces_comes_also_where_it_is_a_stop_token_and_the_answer_is_too_short_to_end(
+    adapter: Adapter,
+) -> None:
+    close = COMPILER.tokenizer.tokenize_str("</think>", parse_special=True)
+    given = COMPILER.constraint(ConstraintSpec(None, THINKING))
+    run = Run(adapter, SMALL)
+    row = run.engine.submit(PROMPT, Sampling(temperature=0.0, max_tokens=40, min_tokens=30, stop_token_ids=tuple(close)), given)
+    run.finish()
+
+    assert row.error is None
+    assert len(row.output) >= 30
+
+
+@pytest.mark.parametrize("config", [SMALL, SPECULATING], ids=["plain", "speculating"])
+def test_a_stop_token_is_text_amid_an_answer_that_is_too_short_where_others_may_come_too(
+    adapter: Adapter, config: EngineConfig
+) -> None:
+    (dog,) = COMPILER.tokenizer.tokenize_str(" dog")
+    for fewest in range(6):
+        given = constraint("regex", "the( dog| cat)x")
+        assert answer(adapter, config, given, stop_token_ids=(dog,), min_tokens=fewest, logit_bias={dog: 90.0})[0] == "the dogx"

@@ -255,7 +255,7 @@ def adjustments(row: Sequence | Line) -> dict[int, tuple[float, float]]:
     for token, bias in sampling.logit_bias.items():
         by, shift = result.get(token, (1.0, 0.0))
         result[token] = (by, shift + bias)
-    if row.num_output < sampling.min_tokens:
+    if row.num_output < sampling.min_tokens and row.constraint is None:  # a constraint knows where a stop token is text
         for token in row.stop_ids:
             result[token] = (1.0, -float("inf"))
     return result

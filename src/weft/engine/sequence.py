@@ -200,7 +200,8 @@ class Sequence:
         if self.constraint is None or self.is_finished:
             return [None] * (1 + len(draft))
         states = [self.constraint, *self.constraint.ahead(draft)]
-        found = [one.demand(tuple(self.stop_ids), is_endless=self.sampling.ignore_eos) for one in states]
+        ends, is_endless, early = tuple(self.stop_ids), self.sampling.ignore_eos, self.sampling.min_tokens - self.num_output
+        found = [one.demand(ends, is_endless=is_endless, is_early=place < early) for place, one in enumerate(states)]
         return found + [None] * (1 + len(draft) - len(found))  # behind a token that the constraint refuses nothing counts
 
     def token_at(self, position: int) -> int:
@@ -364,6 +365,10 @@ class Line:
     @property
     def stop_ids(self) -> frozenset[int]:
         return self.sequence.stop_ids
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self.sequence.constraint
 
     @property
     def num_tokens(self) -> int:

@@ -83,7 +83,7 @@ class TokenDemand:
     never: tuple[int, ...] = ()  # it is none of these
     matcher: Matcher | None = None  # the grammar allows it
     also: tuple[int, ...] = ()  # allowed beside what the grammar allows
-    late: tuple[int, ...] = ()  # allowed only where nothing else is
+    late: tuple[tuple[int, ...], ...] = ()  # groups, each allowed only where nothing else is
 
 
 class Constraint:
@@ -106,22 +106,24 @@ class Constraint:
         other._history, other._fed = list(self._history), list(self._fed)
         return other
 
-    def demand(self, ends: tuple[int, ...], *, is_endless: bool = False) -> TokenDemand | None:
-        """Return the conditions on the next token, or None if any token may come. `ends` are the sequence's stop tokens."""
+    def demand(self, ends: tuple[int, ...], *, is_endless: bool = False, is_early: bool = False) -> TokenDemand | None:
+        """Return the conditions on the next token, or None if any token may come. `ends` are the sequence's stop tokens.
+
+        `is_early`: the answer may not end yet. A stop token that its grammar needs goes on with it.
+        """
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
-        if now.phase == "reasoning" and self.reasoning is not None:
-            never = ends if self.matcher is not None else ()  # no end before the answer
-            never += self.reasoning.never(now)
+        is_reasoning = now.phase == "reasoning" and self.reasoning is not None
+        if self.matcher is None or is_reasoning:
+            never = ends if is_early or self.matcher is not None else ()  # no end before the answer
+            never += self.reasoning.never(now) if self.reasoning is not None and is_reasoning else ()
             return TokenDemand(never=never) if never else None
-        if self.matcher is None:
-            return None
         opening = self.reasoning.opening(now) if self.reasoning is not None else ()
         matcher = self._matcher_after(now.undecided)
         if matcher is None:
             return TokenDemand(only=opening)
-        late = tuple(self.matcher.tokenizer.eos_tokens) if is_endless else ()  # it goes on wherever its grammar lets it
+        late = _late(matcher, ends, is_endless=is_endless, is_early=is_early)
         return TokenDemand(matcher=matcher, also=opening, late=late)
 
     def _matcher_after(self, undecided: tuple[int, ...]) -> Matcher | None:
@@ -222,6 +224,14 @@ class Constraint:
         return self.matcher is not None and self._history[-1].phase == "answer" and self.matcher.is_finished
 
 
+def _late(matcher: Matcher, ends: tuple[int, ...], *, is_endless: bool, is_early: bool) -> tuple[tuple[int, ...], ...]:
+    """Return groups of tokens that come only where nothing else may: all that would end an answer too early, then the model's."""
+    is_end = is_early and matcher.may_end  # elsewhere a stop token is text
+    eos = tuple(matcher.tokenizer.eos_tokens)
+    stops = ((*{*ends, *eos},),) if is_end else ()
+    return (*stops, eos) if is_end or is_endless else ()
+
+
 class Masks:
     """Computes the masks of allowed tokens for the rows of a step, for one vocabulary."""
 
@@ -281,5 +291,6 @@ def _apply(demand: TokenDemand, allowed: Mask) -> None:
         allowed[list(demand.never)] = False
     if demand.also:
         allowed[list(demand.also)] = True
-    if demand.late and allowed.sum() > allowed[list(demand.late)].sum():
-        allowed[list(demand.late)] = False
+    for group in demand.late:
+        if allowed.sum() > allowed[list(group)].sum():
+            allowed[list(group)] = False
