@@ -937,6 +937,13 @@ GUARDS = [
         "a reasoning budget acts by the name of the report", "R071, report 3",
     ),
     Guard(
+        "neighbours-of-a-budget", "api/fields.py",
+        "yield from Shape.of().unknown(value, path, pattern)",
+        "yield from ()",
+        "tests/api/test_fields.py::test_what_switches_reasoning_off_on_another_wire_is_refused_by_name",
+        "an object that holds a reasoning budget is not dropped with its other fields", "R071, report 3",
+    ),
+    Guard(
         "fields-below-the-top", "text/bodies.py",
         "                    yield from shape.unknown(value[name], f\"{path}{dot}{name}\", f\"{pattern}{dot}{name}\")",
         "                    continue",

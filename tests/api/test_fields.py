@@ -22,10 +22,10 @@ from weft.api import ollama
 from weft.api.anthropic import request as anthropic
 from weft.api.app import UnknownFields
 from weft.api.dialect import ParsedRequest
-from weft.api.fields import BUDGET_NAMES, FieldRules
+from weft.api.fields import BUDGET_HOLDERS, BUDGET_NAMES, BUDGET_PLACES, FieldRules
 from weft.api.openai import chat, completions, responses
 from weft.api.problems import anthropic_body
-from weft.errors import UnsupportedParameter
+from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.text.bodies import Shape, shape_of
 
 TEXT = {"type": "text", "text": "Hi"}
@@ -166,6 +166,9 @@ def objects(value: Any, shape: Shape, pattern: str = "") -> Iterator[tuple[str, 
 def bodies_with(wire: Wire, path: str, value: Any) -> Iterator[dict[str, Any]]:
     """The wire's body with a field at a path, once for each object that has this place."""
     outer, _, name = path.rpartition(".")
+    if outer in BUDGET_HOLDERS - (shape_of(wire.kind).fields or {}).keys():
+        yield {**wire.body, outer: {name: value}}
+        return
     count = sum(pattern == outer for pattern, _ in objects(wire.body, shape_of(wire.kind)))
     assert count, f"the body has nothing at {outer!r}"
     for index in range(count):
@@ -411,6 +414,52 @@ def test_a_budget_within_an_object_that_has_nothing_else_is_not_told_as_ignored(
     for fields in ({"reasoning": {"max_tokens": 9}}, {"chat_template_kwargs": {"thinking_budget": 9}}):
         parsed = anthropic.translate({**WIRES["messages"].body, **fields})
         assert (parsed.generation.thinking_budget, parsed.ignored) == (9, ())
+
+
+BUDGET_IN_OBJECT = [
+    (name, outer, place)
+    for name in ("chat", "responses", "messages", "ollama")
+    for outer, dot, place in (one.rpartition(".") for one in BUDGET_PLACES)
+    if dot and (name, outer) != ("messages", "thinking")  # Anthropic's own, which binds the budget to the type beside it
+]
+
+
+@pytest.mark.parametrize(("name", "outer", "place"), BUDGET_IN_OBJECT)
+def test_beside_a_budget_an_objects_other_fields_are_told_or_refused_as_without_it(name: str, outer: str, place: str) -> None:
+    wire = WIRES[name]
+    body = {field: value for field, value in wire.body.items() if field not in ("thinking", "reasoning")}
+    neighbours: list[dict[str, Any]] = [{"type": "disabled"}, {"effort": "none"}, {"enabled": False}, {"enable_thinking": False}]
+    for beside in (*neighbours, {"stop": ["e"]}, {"zebra": 1}, {"type": "enabled", "zebra": [1]}, {"zebra": None}):
+        found: list[object] = []
+        for held in (beside, {**beside, place: 9}):
+            try:
+                parsed = wire.translate({**body, outer: held})
+                found.append(parsed.ignored)
+                assert parsed.generation.thinking_budget == held.get(place)
+            except InvalidRequest as error:
+                found.append(error.param)
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "inner"),
+    [
+        ("responses", "thinking", {"type": "disabled"}),
+        ("responses", "reasoning", {"enabled": False}),
+        ("messages", "reasoning", {"effort": "none"}),
+        ("messages", "reasoning", {"enabled": False}),
+        ("ollama", "thinking", {"type": "disabled"}),
+        ("ollama", "reasoning", {"effort": "none"}),
+        ("ollama", "reasoning", {"enabled": False}),
+        ("ollama", "chat_template_kwargs", {"enable_thinking": False}),
+        ("ollama", "chat_template_kwargs", {"thinking": False}),
+    ],
+)
+@pytest.mark.parametrize("budget", [{}, {"budget_tokens": 50}, {"max_tokens": 50}, {"thinking_budget": 50}])
+def test_what_switches_reasoning_off_on_another_wire_is_refused_by_name(
+    name: str, field: str, inner: dict[str, Any], budget: dict[str, int]
+) -> None:
+    assert refused(WIRES[name].translate, {**WIRES[name].body, field: inner | budget}).param == f"{field}.{next(iter(inner))}"
 
 
 def test_a_hosted_tool_whose_results_a_model_would_invent_is_refused() -> None:

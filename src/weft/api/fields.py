@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ BUDGET_NAMES: tuple[str, ...] = (BUDGET, "thinking_budget", "reasoning_budget", 
 BUDGET_NAMES += ("max_thinking_tokens", "thinking_budget_tokens", "thinking_tokens")
 BUDGET_PLACES = (*BUDGET_NAMES, *(f"{outer}.{name}" for outer in ("chat_template_kwargs", "options") for name in BUDGET_NAMES))
 BUDGET_PLACES += ("thinking.budget_tokens", "reasoning.max_tokens")
+BUDGET_HOLDERS = frozenset(outer for outer, dot, _ in (place.rpartition(".") for place in BUDGET_PLACES) if dot)
 
 # Words of a top-level name that speak of a constraint: an answer that ignores it would be wrong without a word.
 CONSTRAINING = frozenset("budget schema grammar guided regex choice format stop max min".split())  # noqa: SIM905 - words
@@ -79,7 +80,7 @@ class FieldRules:
         """Return the paths of the fields that nobody knows, `[]` for any index. Raises UnsupportedParameter."""
         shape = shape_of(kind)
         found: dict[str, None] = {}
-        for path, pattern, value in shape.unknown(body, "", ""):
+        for path, pattern, value in self._opened(shape.unknown(body, "", "")):
             fate = self.fates.get(pattern)
             if pattern in BUDGET_PLACES and BUDGET in (shape.fields or {}):  # it has been read
                 continue
@@ -92,12 +93,20 @@ class FieldRules:
                 raise UnsupportedParameter(f"{path} is not supported here: {fate.why}; leave it out{values}", path)
         return tuple(sorted(found))
 
+    def _opened(self, unknown: Iterator[tuple[str, str, Any]]) -> Iterator[tuple[str, str, Any]]:
+        """Yield the fields of an unknown object that may hold a reasoning budget in its place: the others may act elsewhere."""
+        for path, pattern, value in unknown:
+            if isinstance(value, dict) and pattern in BUDGET_HOLDERS - self.fates.keys():
+                yield from Shape.of().unknown(value, path, pattern)
+            else:
+                yield path, pattern, value
+
     def read(self, body: dict[str, Any], kind: type[Body]) -> tuple[Body, tuple[str, ...]]:
         """Validate a body; return its struct and the paths of the fields nobody knows. Raises InvalidRequest."""
         for wrapper in self.wrappers:
             body = _unwrapped(body, wrapper)
         if BUDGET in kind.__struct_fields__:
-            body = _with_one_budget(body, kind.__struct_fields__)
+            body = _with_one_budget(body)
         body = self._by_own_names(body)
         unknown = self.find_unknown(body, kind)
         return convert(body, kind), unknown
@@ -133,7 +142,7 @@ def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:
     return {**inner, **{name: value for name, value in body.items() if name != wrapper}}
 
 
-def _with_one_budget(body: dict[str, Any], known: tuple[str, ...]) -> dict[str, Any]:
+def _with_one_budget(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body whose reasoning budget, by whatever names it is given, is in `thinking_token_budget`; -1 is no limit."""
     given: dict[str, int] = {}
     for place in BUDGET_PLACES:
@@ -148,6 +157,5 @@ def _with_one_budget(body: dict[str, Any], known: tuple[str, ...]) -> dict[str, 
     first, budget = next(iter(given.items()), (BUDGET, -1))
     if other := next((place for place in given if given[place] != budget), None):
         raise InvalidRequest(f"{first} and {other} mean the same and differ; send one of them", other)
-    holders = {place.rpartition(".")[0] for place in given} - {"", *known}  # objects that are read for their budget only
-    rest = {name: value for name, value in body.items() if name not in BUDGET_PLACES and name not in holders}
+    rest = {name: value for name, value in body.items() if name not in BUDGET_PLACES}
     return rest if budget < 0 else {**rest, BUDGET: budget}
