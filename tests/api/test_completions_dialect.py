@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ from hypothesis import strategies as st
 from openai.types import Completion
 
 from dialect_kit import HEADER, Parts, chunks_of, frames_of, refused, streamed, token, whole
+from vocabularies import KINDS, write
 from weft.api.dialect import ParsedRequest
 from weft.api.openai.completions import translate
 from weft.errors import QueueFull, UnsupportedParameter
-from weft.text.types import Delta, Finish, Text, Usage
+from weft.ipc.messages import TokenLogprob
+from weft.text.stream import token_of
+from weft.text.tokenizer import Tokenizer
+from weft.text.types import Delta, Finish, Text, Token, Usage
 
 USAGE = Usage(2, 4, cached_tokens=1, prefill_seconds=0.5, decode_seconds=0.25)
 HEAD = '{"id":"cmpl-7","object":"text_completion","created":1,"model":"m","system_fingerprint":"f","choices":'
@@ -104,11 +109,65 @@ def test_the_chosen_token_stands_among_the_likeliest() -> None:
     assert whole(asked(logprobs=3), calls)["choices"][0]["logprobs"]["top_logprobs"] == [{"a": -0.5, "b": -1.0, "z": -9.0}]
 
 
-def test_a_token_that_shows_half_a_character_begins_within_its_piece() -> None:
-    halves = Text("🙂", (token("\ufffd", -1.0), token("\ufffd", -1.0), token("\ufffd", -1.0)))
-    calls: Parts = [(0, [halves, Text("!", (token("!", -1.0),)), Finish("stop", usage=USAGE)])]
+def of_bytes(data: bytes) -> Token:
+    return Token(1, data.decode(errors="replace"), data, TokenLogprob(1, -1.0))
 
-    assert whole(asked(logprobs=0), calls)["choices"][0]["logprobs"]["text_offset"] == [0, 1, 1, 1]
+
+def offsets_of(parts: Parts, **fields: Any) -> list[int]:
+    found: list[int] = whole(asked(logprobs=0, **fields), parts)["choices"][0]["logprobs"]["text_offset"]
+    return found
+
+
+@settings(max_examples=300)
+@given(st.data(), st.text(st.sampled_from("a \né́漢字🙂"), min_size=1, max_size=12))
+def test_every_token_begins_at_the_character_of_its_first_byte_however_text_tokens_and_pieces_are_cut(
+    data: st.DataObject, text: str
+) -> None:
+    raw = text.encode()
+    ends = sorted({*data.draw(st.lists(st.integers(1, len(raw)))), len(raw)})
+    begins = [0, *ends[:-1]]
+    character = [index for index, one in enumerate(text) for _ in one.encode()]  # of each byte
+    pieces = sorted({*data.draw(st.lists(st.integers(1, len(text)))), len(text)})
+    spans = [(max([0, *(piece for piece in pieces if piece < end)]), end) for end in pieces]
+    deltas = [
+        Text(
+            text[first:last],
+            tuple(of_bytes(raw[at:end]) for at, end in zip(begins, ends, strict=True) if first <= character[end - 1] < last),
+        )
+        for first, last in spans
+    ]
+
+    assert offsets_of([(0, [delta]) for delta in deltas] + [(0, [Finish("stop", usage=USAGE)])]) == [
+        character[at] for at in begins
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["漢字 is a word", "café 🙂🙂 x", " two  blanks 漢 ", "漢漢a"])
+def test_every_token_of_an_echoed_prompt_points_at_its_text(kind: str, text: str, tmp_path: Path) -> None:
+    write(kind, tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    tokens = [token_of(tokenizer, one, TokenLogprob(one, -1.0)) for one in ids]
+    found = offsets_of([(0, [Text(text, tuple(tokens)), Finish("stop", usage=USAGE)])], echo=True)
+
+    assert found == sorted(found)
+    for one, offset in zip(tokens, found, strict=True):
+        is_odd = "\ufffd" in one.text or one.text == "<unk>"  # half a character, or one that the vocabulary can not write
+        assert is_odd or text.startswith((one.text, one.text.removeprefix(" ")), offset)
+
+
+def test_a_broken_character_comes_before_the_token_that_shows_it_is_broken() -> None:
+    broken = Text("\ufffdab", (of_bytes(b"\xf0\x9f"), of_bytes(b"a"), of_bytes(b"b")))
+
+    assert offsets_of([(0, [broken, Finish("stop", usage=USAGE)])]) == [0, 1, 2]
+
+
+def test_tokens_that_a_text_does_not_show_move_no_other() -> None:
+    begun = Text("Hi <s>!", tuple(of_bytes(one) for one in (b"<s>", b"Hi", b" ", b"<s>", b"!")))
+    after = Text("?", (of_bytes(b"?"),))
+
+    assert offsets_of([(0, [begun]), (0, [after, Finish("stop", usage=USAGE)])]) == [0, 0, 2, 3, 6, 7]
 
 
 def test_a_heartbeat_says_nothing() -> None:

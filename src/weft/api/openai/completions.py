@@ -1,5 +1,6 @@
 """POST /v1/completions: parses a body into a `GenerationRequest`, and encodes deltas as a completion or its chunks."""
 
+import codecs
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -70,7 +71,7 @@ class CompletionReply(OpenAIReply):
 
     def __init__(self, header: ReplyHeader, request: CompletionRequest, prompts: Sequence[Prompt]) -> None:
         super().__init__(header, request, len(prompts), request.logprobs is not None)
-        self._lengths = [0 for _ in self.choices]  # characters shown so far
+        self._places = [TokenPlaces() for _ in self.choices]
 
     def show_run(self, choice: int, run: Sequence[Delta]) -> dict[str, Any]:
         return self.show_choice(choice, run) if join_texts(run) or tokens_of(run) else {}
@@ -79,19 +80,48 @@ class CompletionReply(OpenAIReply):
         return {"text": join_texts(deltas), "logprobs": self._logprobs(choice, deltas) if self.has_logprobs else None}
 
     def _logprobs(self, choice: int, deltas: Sequence[Delta]) -> dict[str, Any]:
-        offsets, end = [], self._lengths[choice]
-        for delta in deltas:
-            begin, end = end, end + len(join_texts([delta]))
-            for token in tokens_of([delta]):
-                offsets.append(min(begin, end))  # a token that shows half a character begins within its delta
-                begin += len(token.text)
-        self._lengths[choice] = end
+        offsets = [offset for delta in deltas for offset in self._places[choice].find(join_texts([delta]), tokens_of([delta]))]
         return {
             "tokens": [token.text for token in tokens_of(deltas)],
             "token_logprobs": [logprob_of(token) for token in tokens_of(deltas)],
             "top_logprobs": [_top(token) for token in tokens_of(deltas)],
             "text_offset": offsets,
         }
+
+
+class TokenPlaces:
+    """Finds at which character of a choice's text each token begins; all tokens of one character begin where it does."""
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._begin = 0  # characters that belong to earlier tokens
+        self._rest = ""  # shown behind them
+        self._num_absent = 0  # characters of tokens since then that the text does not show, such as a marker of its beginning
+
+    def find(self, text: str, tokens: Sequence[Token]) -> list[int]:
+        """Return where these tokens begin, whose last characters are in `text`, the next piece of the choice's text."""
+        self._rest += text
+        offsets = [self._next(token) for token in tokens]
+        if self._num_absent and tokens:  # the text is not that of its tokens: the next ones begin behind it
+            self._skip(len(self._rest))
+        return offsets
+
+    def _next(self, token: Token) -> int:
+        shown = self._decode(token.bytes)
+        if not shown:  # no character ends with it
+            return self._begin
+        for piece in (shown, shown.removeprefix(" ")):  # some vocabularies put a space in front of a text
+            at = self._rest.find(piece, 0, self._num_absent + len(piece))
+            if at >= 0:
+                earlier = max(len(piece) - len(token.text), 0)  # a broken character before it came to light with it
+                offset = self._begin + at + (earlier if piece is shown else 0)
+                self._skip(at + len(piece))
+                return offset
+        self._num_absent += len(shown)
+        return self._begin
+
+    def _skip(self, num_characters: int) -> None:
+        self._begin, self._rest, self._num_absent = self._begin + num_characters, self._rest[num_characters:], 0
 
 
 def _top(token: Token) -> dict[str, float | None] | None:
