@@ -15,7 +15,7 @@ import msgspec
 
 from weft.api import ollama
 from weft.api.anthropic import request as anthropic
-from weft.api.fields import FieldRules, is_constraint
+from weft.api.fields import BUDGET, BUDGET_NAMES, FieldRules, is_constraint
 from weft.api.openai import chat, completions, responses
 from weft.api.openai import request as openai
 from weft.api.openapi import document
@@ -112,7 +112,8 @@ WORDS = {
     "reasoning_effort": "How much to reason: as a level of the chat template, or as a budget. In Responses: `reasoning.effort`.",
     "reasoning": "`effort`: how much to reason. `summary`: the reasoning is returned as a summary too.",
     "thinking": "enabled with `budget_tokens`, adaptive, between_tools or disabled; `display: omitted` hides the reasoning.",
-    "thinking_token_budget": "Maximum number of reasoning tokens, -1: no limit. It has [other names](api.md#reasoning) too.",
+    "thinking_token_budget": "Maximum number of reasoning tokens, -1: no limit. Within [objects](api.md#reasoning) too.",
+    **dict.fromkeys(BUDGET_NAMES[1:], "Another name of `thinking_token_budget`."),
     "enable_thinking": "false: no reasoning. true leaves it to the model.",
     "think": "Ollama's word: false is `reasoning_effort` none, a level is that effort, true leaves it to the model.",
     # Tools
@@ -139,10 +140,16 @@ class Dialect:
     kind: type[msgspec.Struct]
     rules: FieldRules
 
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of fields that act, with the fields' own."""
+        budgets = dict.fromkeys(BUDGET_NAMES[1:], BUDGET) if BUDGET in self.kind.__struct_fields__ else {}
+        return {**self.rules.aliases, **budgets}
+
     def mark(self, path: str) -> str:
         """Return the mark of a parameter in this dialect."""
         fate = self.rules.fates.get(path)
-        if path in self.kind.__struct_fields__ or path in self.rules.aliases:
+        if path in self.kind.__struct_fields__ or path in self.aliases:
             return "●"
         if fate is None:
             return "✗" if is_constraint(path) else "–"
@@ -163,7 +170,7 @@ OLLAMA = Dialect("Ollama", ollama.OllamaChatRequest, ollama.RULES)
 
 def page() -> str:
     """Return the page's text. Raises ValueError if WORDS lacks a parameter that acts or has one too many."""
-    acting = {name for dialect in DIALECTS for name in (*dialect.kind.__struct_fields__, *dialect.rules.aliases)}
+    acting = {name for dialect in DIALECTS for name in (*dialect.kind.__struct_fields__, *dialect.aliases)}
     if acting != WORDS.keys():
         raise ValueError(f"WORDS lacks {sorted(acting - WORDS.keys())} and has without need {sorted(WORDS.keys() - acting)}")
     others: dict[str, str] = {}
@@ -207,8 +214,8 @@ def _takes(name: str) -> str:
     """The accepted values, by dialect if they differ."""
     found: dict[str, list[str]] = {}
     for dialect in DIALECTS:
-        if name in dialect.rules.aliases:
-            found.setdefault(f"as `{dialect.rules.aliases[name]}`", []).append(dialect.name)
+        if name in dialect.aliases:
+            found.setdefault(f"as `{dialect.aliases[name]}`", []).append(dialect.name)
         elif name in dialect.kind.__struct_fields__:
             found.setdefault(_values(SCHEMAS[dialect.kind.__name__]["properties"][name]), []).append(dialect.name)
     if len(found) == 1:

@@ -17,7 +17,9 @@ import yaml
 
 from guards import GUARDS
 from weft.api import problems
+from weft.api.fields import BUDGET_NAMES
 from weft.cli import app
+from weft.errors import UnsupportedParameter
 from weft.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -62,6 +64,19 @@ def test_the_page_of_parameters_is_as_the_schemas_have_it() -> None:
     written = (DOCS / "parameters.md").read_text(encoding="utf-8")
 
     assert written == generator().page(), "run `python docs/parameters.py`"
+
+
+def test_the_page_marks_every_name_of_a_reasoning_budget_as_acting_where_it_acts() -> None:
+    required = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi", "max_tokens": 9}
+    page = generator()
+    for dialect in (*page.DIALECTS, page.OLLAMA):
+        body = {name: value for name, value in required.items() if name in dialect.kind.__struct_fields__}
+        for name in BUDGET_NAMES:
+            try:
+                acts = dialect.rules.read({**body, name: 5}, dialect.kind)[0].thinking_token_budget == 5
+            except UnsupportedParameter:
+                acts = False
+            assert dialect.mark(name).startswith("●" if acts else "✗"), (dialect.name, name)
 
 
 def test_a_parameter_without_words_is_noticed() -> None:
