@@ -93,6 +93,10 @@ WORDS = {
     "repeat_penalty": "llama.cpp's and LM Studio's name of `repetition_penalty`.",
     "presence_penalty": "Subtracted from the logit of each token that the answer contains.",
     "frequency_penalty": "Subtracted from a token's logit once for each of its occurrences in the answer.",
+    "repeat_last_n": "Accepted while no penalty acts, or with -1: penalties look at the whole prompt and answer.",
+    "repetition_context_size": "As `repeat_last_n`, for `repetition_penalty`.",
+    "presence_context_size": "As `repeat_last_n`, for `presence_penalty`.",
+    "frequency_context_size": "As `repeat_last_n`, for `frequency_penalty`.",
     "logit_bias": "Added to the logits of these token ids.",
     "seed": "The same seed gives the same answer, regardless of concurrent requests.",
     # Constraints

@@ -24,9 +24,12 @@ from weft.api.app import UnknownFields
 from weft.api.dialect import ParsedRequest
 from weft.api.fields import BUDGET_HOLDERS, BUDGET_NAMES, BUDGET_PLACES, FieldRules
 from weft.api.openai import chat, completions, responses
+from weft.api.openai import request as openai
 from weft.api.problems import anthropic_body
 from weft.errors import InvalidRequest, UnsupportedParameter
+from weft.ipc.limits import Sampling
 from weft.text.bodies import Shape, shape_of
+from weft.text.sampling import PENALTIES, PENALTY_WINDOWS, check_windows
 
 TEXT = {"type": "text", "text": "Hi"}
 FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -364,6 +367,51 @@ def test_whether_to_think_is_understood_at_the_top(fields: dict[str, Any], effor
     assert refused(chat.translate, {**body, "reasoning_effort": "high", "enable_thinking": False}).param in fields.keys() | {
         "enable_thinking"
     }
+
+
+@pytest.mark.parametrize("wrapper", openai.WRAPPERS)
+def test_null_beside_a_wrapped_field_counts_as_absent_and_another_value_is_refused(wrapper: str) -> None:
+    def temperature(outer: object, inner: object) -> object:
+        body = {**WIRES["chat"].body, "temperature": outer, wrapper: {"temperature": inner}}
+        return chat.translate(body).generation.sampling.get("temperature")
+
+    assert [temperature(*both) for both in ((None, 0.3), (0.3, None), (0.3, 0.3), (None, None))] == [0.3, 0.3, 0.3, None]
+    assert refused(temperature, 0.3, 0.4).param == f"{wrapper}.temperature"
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_special_tokens_that_are_not_added_change_nothing_where_a_template_writes_them(name: str) -> None:
+    wire = WIRES[name]
+
+    assert wire.translate({**wire.body, "add_special_tokens": False}).ignored == ()
+    assert refused(wire.translate, {**wire.body, "add_special_tokens": True}).param == "add_special_tokens"
+
+
+@pytest.mark.parametrize("name", ["chat", "completions", "responses", "messages"])
+@pytest.mark.parametrize("field", ["timings_per_token", "return_progress"])
+def test_what_only_changes_what_is_told_of_an_answer_is_reported(name: str, field: str) -> None:
+    assert WIRES[name].translate({**WIRES[name].body, field: True}).ignored == (field,)
+
+
+@pytest.mark.parametrize("window", PENALTY_WINDOWS)
+def test_a_window_of_penalties_is_refused_only_while_one_of_them_acts(window: str) -> None:
+    wire = WIRES["ollama" if "." in window else "chat"]
+    for value, windows in ((64, (window,)), (0, (window,)), (-1, ()), (None, ())):
+        (body,) = bodies_with(wire, window, value)
+        parsed = wire.translate(body)
+        assert (parsed.generation.penalty_windows, parsed.ignored) == (windows, ())
+
+    check_windows([window], {}, Sampling(temperature=0.5))
+    for name, value in dict.fromkeys(PENALTIES, 0.5).items():
+        acting = Sampling(**{name: value})
+        if name not in PENALTY_WINDOWS[window]:
+            check_windows([window], {}, acting)
+            continue
+        for given, says_default in (({name: value}, False), ({}, True)):
+            error = refused(check_windows, [window], given, acting)
+            assert error.param == window
+            assert "0.5" in str(error)
+            assert ("default" in str(error)) == says_default
 
 
 @pytest.mark.parametrize("strict", [True, False])

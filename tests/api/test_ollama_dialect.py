@@ -193,7 +193,7 @@ def test_what_does_nothing_is_told_unless_it_is_known_to_do_nothing() -> None:
         ({"logprobs": True}, "logprobs"),
         ({"options": {"mirostat": 1}}, "options.mirostat"),
         ({"options": {"mirostat": True}}, "options.mirostat"),
-        ({"options": {"repeat_last_n": 64}}, "options.repeat_last_n"),
+        ({"options": {"typical_p": 0.5}}, "options.typical_p"),
     ],
 )
 def test_what_would_act_and_is_not_done_is_refused_by_name(fields: dict[str, Any], param: str) -> None:

@@ -266,3 +266,15 @@ def _shorten(case: schemathesis.Case) -> None:
         case.body["max_tokens"] = 3
         if "/api/" in case.path and isinstance(options := case.body.get("options") or {}, dict):
             case.body["options"] = options | {"num_predict": 3}
+
+
+@pytest.mark.parametrize("window", ["repeat_last_n", "repetition_context_size"])
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "hi"})])
+def test_a_window_of_penalties_is_accepted_without_a_penalty_and_refused_with_one(
+    server: Server, path: str, prompt: dict[str, Any], window: str
+) -> None:
+    asked = {**prompt, "max_tokens": 2, "temperature": 0, window: 64}
+
+    assert server.post(path, {**asked, "repetition_penalty": 1.0}).status_code == 200
+    reply = server.post(path, {**asked, "repetition_penalty": 1.3})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, window)

@@ -132,14 +132,15 @@ class FieldRules:
 
 
 def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:
-    """Return a body with the fields of its object `wrapper` beside its own. Raises InvalidRequest if two differ."""
+    """Return a body with the fields of its object `wrapper` beside its own (null: absent). Raises InvalidRequest if two differ."""
     inner = body.get(wrapper)
     if not isinstance(inner, dict):
         return body
     for name in inner.keys() & body.keys():
-        if inner[name] != body[name]:
+        if inner[name] != body[name] and None not in (inner[name], body[name]):
             raise InvalidRequest(f"{wrapper}.{name} and {name} differ; send one of them", f"{wrapper}.{name}")
-    return {**inner, **{name: value for name, value in body.items() if name != wrapper}}
+    own = {name: value for name, value in body.items() if name != wrapper and not (value is None and name in inner)}
+    return {**inner, **own}
 
 
 def _with_one_budget(body: dict[str, Any]) -> dict[str, Any]:

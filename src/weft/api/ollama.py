@@ -45,6 +45,7 @@ class Options(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repeat_penalty: float | None = None
+    repeat_last_n: int | None = None  # penalties look at everything; it is refused while one acts
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
@@ -176,6 +177,7 @@ def _parsed(
         thinking_budget=request.thinking_token_budget,
         effort="max" if think is True else "none" if think is False else think,
         speculate=options.speculate is not False,
+        penalty_windows=() if options.repeat_last_n in (None, -1) else ("options.repeat_last_n",),
         **more,
     )
     reply = partial(OllamaReply, is_chat=is_chat)

@@ -32,6 +32,7 @@ from weft.text.codec import Codec, EncodedPrompt
 from weft.text.image_parts import ImageFile, image_places, read_images, with_images
 from weft.text.image_sizing import Sizing
 from weft.text.images import DecodedImage
+from weft.text.sampling import check_windows
 from weft.text.types import Conversation, Finish, GenerationRequest, Prompt
 
 LONG_TEXT = 4096  # characters from which a prompt is encoded in a thread, so that streams do not wait for it
@@ -280,6 +281,7 @@ async def _checked(request: ActiveRequest, processes: TextProcesses, news: Parts
 def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, encoded: list[EncodedPrompt]) -> tuple[Sampling, ...]:
     """Return the sampling of each choice, each with its seed; raise RequestError if a prompt or parameter exceeds the limits."""
     sampling = codec.sampling(generation)
+    check_windows(generation.penalty_windows, generation.sampling, sampling)
     if generation.echo:
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
     if generation.is_flexible:  # at most as many tokens as there is room for

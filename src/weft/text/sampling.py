@@ -1,10 +1,11 @@
 """Sampling defaults for requests: what a model's generation_config.json recommends, else a neutral default."""
 
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from weft.errors import RequestError
+from weft.errors import RequestError, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.text.template import read_json_object
 
@@ -16,6 +17,11 @@ RECOMMENDABLE = (*CHOOSING, "repetition_penalty")  # fields of `Sampling`
 # themselves without end. JSON and code must repeat themselves: where there is a grammar or a tool, it does not apply.
 NEUTRAL = {"temperature": 0.2, "top_p": 0.9}
 NEUTRAL_PENALTY = {"repetition_penalty": 1.1}
+
+# Other servers' names of how far back penalties look, each with the fields of `Sampling` that it bounds.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+PENALTY_WINDOWS: dict[str, tuple[str, ...]] = {"repeat_last_n": PENALTIES, "options.repeat_last_n": PENALTIES}
+PENALTY_WINDOWS |= {f"{name.removesuffix('_penalty')}_context_size": (name,) for name in PENALTIES}
 
 
 def recommended_sampling(folder: Path) -> dict[str, Any]:
@@ -37,3 +43,16 @@ def merge_sampling(recommended: dict[str, Any], given: dict[str, Any], *, is_fre
     """Return a request's sampling: what it gives, then what the model recommends; NEUTRAL if neither says how to choose."""
     neutral = {} if {*recommended, *given} & {*CHOOSING} else NEUTRAL | (NEUTRAL_PENALTY if is_free_text else {})
     return Sampling(**{**neutral, **recommended, **given})
+
+
+def check_windows(windows: Sequence[str], given: Mapping[str, Any], sampling: Sampling) -> None:
+    """Raise UnsupportedParameter for a window (a key of PENALTY_WINDOWS) if a penalty that it bounds acts in `sampling`."""
+    neutral = Sampling()
+    for window in windows:
+        for name in PENALTY_WINDOWS[window]:
+            value, idle = getattr(sampling, name), getattr(neutral, name)
+            if value != idle:
+                whose = "" if name in given else ", which is the default for this model"
+                sent = f"options.{name.replace('repetition', 'repeat')}" if window.startswith("options.") else name
+                message = f"{window} is not supported with {sent} {value}{whose}: penalties look at the whole prompt and answer;"
+                raise UnsupportedParameter(f"{message} leave it out, set it to -1, or send {sent} {idle:g}", window)

@@ -88,6 +88,7 @@ class GenerationRequest:
     rank: int = 0  # and those with a higher rank before others of all tenants
     prediction: str | None = None  # a text that the answer is expected to contain much of
     speculate: bool = True  # whether draft tokens may be verified for it
+    penalty_windows: tuple[str, ...] = ()  # fields that bound how far back penalties look: refused if one of these acts
     is_flexible: bool = False  # reasoning that the model can not do, or more tokens than fit, are left out instead of refused
 
 

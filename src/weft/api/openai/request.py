@@ -13,6 +13,7 @@ from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_BIASES, MAX_CHOICE_TEXTS, MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_TOKENS, Sampling
 from weft.ipc.messages import GrammarSpec
 from weft.text.bodies import Entries, FormatType, Label
+from weft.text.sampling import PENALTY_WINDOWS
 from weft.text.schema import choice_grammar, json_schema_grammar, lark_grammar, regex_grammar, structural_tag_grammar
 from weft.text.types import GenerationRequest, Prompt
 
@@ -95,6 +96,11 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    # How far back penalties look. Here they look at everything, so these are refused while the penalty acts.
+    repeat_last_n: int | None = None
+    repetition_context_size: int | None = None
+    presence_context_size: int | None = None
+    frequency_context_size: int | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Meta(max_length=MAX_BIASES)] | None = None
     seed: int | None = None
     stop: StopText | StopTexts | None = None
@@ -137,6 +143,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             session=hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else "",
             priority=tier if self.priority is None else self.priority,
             speculate=self.speculate is not False,
+            penalty_windows=tuple(name for name in PENALTY_WINDOWS if getattr(self, name, None) not in (None, -1)),
             **more,
         )
 
