@@ -14,6 +14,7 @@ from types import ModuleType
 
 import pytest
 import yaml
+from cyclopts import App
 
 from guards import GUARDS
 from weft.api import problems
@@ -52,6 +53,21 @@ def generator() -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
     return module
+
+
+def have_url(command: App) -> list[bool]:
+    """Of a command, or of each of its group, whether it has the flag."""
+    if command.default_command is None:
+        return [one for name in command if not name.startswith("-") for one in have_url(command[name])]
+    return [any("--url" in argument.names for argument in command.assemble_argument_collection())]
+
+
+def test_the_page_of_agents_names_the_commands_that_take_an_address() -> None:
+    text = (DOCS / "agents.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"by `--url`, as by `weft (.*?), else by", text, re.DOTALL)
+    named = {word.strip("`") for word in re.findall(r"`\w+|\w+`", f"`{sentence}")}
+
+    assert named == {name for name in app if not name.startswith("-") and all(have_url(app[name]))} - {"launch"}
 
 
 def series() -> set[str]:

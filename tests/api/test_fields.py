@@ -518,6 +518,31 @@ def test_a_hosted_tool_whose_results_a_model_would_invent_is_refused() -> None:
     assert error.param == "tools[0]"
 
 
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+CODE = {"type": "code_execution_20250522", "name": "code_execution"}
+
+
+@pytest.mark.parametrize("name", ["messages", "responses"])
+@pytest.mark.parametrize("hosted", [[SEARCH], [CODE, SEARCH]])
+def test_a_choice_among_tools_of_kinds_that_are_missing_is_refused_by_their_kinds(
+    name: str, hosted: list[dict[str, str]]
+) -> None:
+    def kinds_named(choice: object, *more: object) -> set[str]:
+        error = refused(WIRES[name].translate, {**WIRES[name].body, "tools": [*hosted, *more], "tool_choice": choice})
+        assert error.param == "tool_choice"
+        return {tool["type"] for tool in (SEARCH, CODE) if tool["type"] in str(error)}
+
+    kinds = {tool["type"] for tool in hosted}
+    if name == "messages":
+        assert kinds_named({"type": "any"}) == kinds
+        for more in ((), ({"name": "add", "input_schema": FUNCTION["parameters"]},)):
+            assert kinds_named({"type": "tool", "name": "web_search"}, *more) == {SEARCH["type"]}
+    else:
+        assert kinds_named("required") == kinds
+        for more in ((), ({"type": "function", **FUNCTION},)):
+            assert kinds_named({"type": "allowed_tools", "mode": "required", "tools": hosted}, *more) == kinds
+
+
 def test_a_thread_is_refused_with_the_code_that_anthropics_clients_recover_from() -> None:
     error = refused(anthropic.translate, {**WIRES["messages"].body, "thread": {"id": "t"}})
 

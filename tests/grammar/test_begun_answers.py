@@ -77,9 +77,10 @@ def test_what_is_begun_and_its_end_are_together_what_was_asked_for() -> None:
     ],
 )
 def test_what_no_answer_begins_with_is_refused_and_shown(kind: str, text: str) -> None:
-    with pytest.raises(GrammarRejected, match=f"no answer that the {kind} allows begins as the last message") as refusal:
+    with pytest.raises(GrammarRejected, match="no answer in the form that is asked for begins as the last message") as refusal:
         COMPILER.constraint(begun(FORMS[kind][0], text))
     assert json.dumps(text, ensure_ascii=False) in str(refusal.value)
+    assert refusal.value.param == "messages"
     assert COMPILER.constraint(begun(FORMS[kind][0], "")).matcher is not None  # others are not refused with it
 
 

@@ -107,8 +107,9 @@ def test_of_shapes_only_a_schema_goes_with_tools() -> None:
     one = Codec(TINY_HYBRID)
 
     assert constraint(one, asked(grammar=SHAPE)) is not None
-    with pytest.raises(InvalidRequest, match="a regex can not be asked for together with tools"):
-        constraint(one, asked(grammar=GrammarSpec("regex", "a+")))
+    for kind, word in (("regex", "regex"), ("choice", "choice"), ("lark", "grammar"), ("structural_tag", "structural_tag")):
+        with pytest.raises(InvalidRequest, match=f"a {word} can not be asked for together with tools"):
+            constraint(one, asked(grammar=GrammarSpec(kind, "a+")))
 
 
 def test_where_answers_have_channels_they_are_read_and_shaped_by_them_also_without_tools(tmp_path: Path) -> None:

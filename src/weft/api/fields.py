@@ -132,7 +132,7 @@ class FieldRules:
 
 
 def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:
-    """Return a body with the fields of its object `wrapper` beside its own (null: absent). Raises InvalidRequest if two differ."""
+    """Return a body with the fields of its object `wrapper` beside its own; two that differ and are not null are refused."""
     inner = body.get(wrapper)
     if not isinstance(inner, dict):
         return body

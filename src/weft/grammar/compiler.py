@@ -108,10 +108,8 @@ class Compiler:
         matcher = self.compile(grammar, owner, is_private=is_private)
         if text and not matcher.read(text):
             shown = json.dumps(text[-MAX_SHOWN:], ensure_ascii=False)
-            message = (
-                f"no answer that the {grammar.kind} allows begins as the last message does (it ends with {shown}); leave it out"
-            )
-            raise GrammarRejected(message)
+            message = f"no answer in the form that is asked for begins as the last message does (it ends with {shown})"
+            raise GrammarRejected(f"{message}; change that message, or ask for another form or none", "messages")
         return matcher
 
     def forget(self, spec: ConstraintSpec, owner: Owner = NOBODY) -> None:

@@ -197,7 +197,7 @@ def _read_generation(request: CountRequest) -> GenerationRequest:
         prompts=(Conversation(messages, shown, variables, not continues, continues),),
         sampling={},
         grammar=_read_grammar(request),
-        tool_choice=_select_tools(request.tool_choice, tools),
+        tool_choice=_select_tools(request, tools),
         thinking_budget=budget,
         effort=effort,
         is_flexible=True,  # agents ask for reasoning and 32,000 tokens without knowing the model
@@ -239,12 +239,16 @@ def _read_tools(given: Sequence[ToolParam]) -> tuple[Tool, ...]:
     return read_tools(functions, [f"tools[{index}]" for index in complete], "input_schema")
 
 
-def _select_tools(given: ToolChoice | None, tools: tuple[Tool, ...]) -> ToolSelection | None:
-    given = given or ToolChoice(type="auto")
+def _select_tools(request: CountRequest, tools: tuple[Tool, ...]) -> ToolSelection | None:
+    given = request.tool_choice or ToolChoice(type="auto")
+    missing = {tool.name: tool.type or "" for tool in request.tools or () if not tool.is_complete}
     if given.type == "tool" and given.name is None:
         raise InvalidRequest("tool_choice.name is required to choose a tool", "tool_choice.name")
     words: dict[str, Any] = {"any": "required", "tool": {"type": "function", "name": given.name}}
-    selection = read_tool_selection(words.get(given.type, given.type), tools, not given.disable_parallel_tool_use)
+    kinds = [*missing.values()]
+    if given.type == "tool" and given.name in missing:
+        words, tools, kinds = {"tool": "required"}, (), [missing[given.name]]
+    selection = read_tool_selection(words.get(given.type, given.type), tools, not given.disable_parallel_tool_use, kinds)
     return selection if tools else None
 
 

@@ -286,14 +286,16 @@ class OutputTools:
 
     def select(self, given: Any, parallel: bool | None) -> ToolSelection | None:
         """Return the tool selection for a tool_choice; None if there are no tools. Raises InvalidRequest."""
+        missing = self.missing
         match given:
             case {"type": "function" | "custom", "name": str(name)}:
                 given = {"type": "function", "name": self._find_flat(name, _namespace(given, "tool_choice"))}
             case {"type": "allowed_tools", "tools": list(tools)}:
+                missing = tuple(tool["type"] for tool in tools if _is_hosted(tool))
                 given = {**given, "tools": [{"name": name} for tool in tools for name in self._allowed(tool)]}
             case {"type": str(kind)} if kind != "allowed_tools":
                 raise InvalidRequest(f"tool_choice asks for {kind}, which is not to be had here", "tool_choice")
-        selection = read_tool_selection(given, self._tools, parallel)
+        selection = read_tool_selection(given, self._tools, parallel, missing)
         return selection if self._tools else None
 
     def _allowed(self, tool: Any) -> list[str]:
@@ -302,14 +304,20 @@ class OutputTools:
                 return [flat for flat, one in self._sent.items() if one.namespace == name]
             case {"type": "function" | "custom", "name": str(name)}:
                 return [self._find_flat(name, _namespace(tool, "tool_choice.tools"))]
-            case {"type": str()}:
-                return []  # a tool of a kind that is not done here
+            case _ if _is_hosted(tool):
+                return []
         raise InvalidRequest("tool_choice.tools must be tools with a type and a name", "tool_choice")
 
     def _find_flat(self, name: str, namespace: str | None) -> str:
         if namespace is not None or name in self._sent:
             return flat_name(name, namespace)
         return next((flat for flat, one in self._sent.items() if one.name == name), name)
+
+
+def _is_hosted(tool: Any) -> bool:
+    """Whether a tool is of a kind that a server would have to run."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind not in ("namespace", "function", "custom")
 
 
 def _namespace(chosen: Item, place: str) -> str | None:

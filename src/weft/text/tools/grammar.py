@@ -52,7 +52,8 @@ def tool_grammar(
     if selection.mode == "none" and answer is not None and not family.is_harmony:
         return answer
     if answer is not None and answer.kind != "json_schema":
-        raise InvalidRequest(f"a {answer.kind} can not be asked for together with tools; leave one of them out", "tools")
+        kind = "grammar" if answer.kind == "lark" else answer.kind  # as the fields of all dialects call it
+        raise InvalidRequest(f"a {kind} can not be asked for together with tools; leave one of them out", "tools")
     return GrammarSpec("lark", _Grammar(family, selection, dict(tokens), goes_on=goes_on).write(answer), is_ours=True)
 
 

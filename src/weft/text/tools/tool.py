@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import START_RULE, GrammarSpec
 from weft.text.schema import MAX_DEPTH, json_schema_grammar, lark_grammar, levels_of, regex_grammar
 from weft.text.schema_closing import names_no_key
@@ -136,8 +136,13 @@ def template_tools(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...
     return tuple(tool if tool["type"] == "function" else _as_function(tool["custom"]) for tool in tools)
 
 
-def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | None = None) -> ToolSelection:
-    """Convert a client's tool_choice to a ToolSelection; a tool chosen by name is called exactly once. Raises InvalidRequest."""
+def read_tool_selection(
+    given: Any, tools: tuple[Tool, ...], parallel: bool | None = None, missing: Sequence[str] = ()
+) -> ToolSelection:
+    """Convert a client's tool_choice to a ToolSelection; a tool chosen by name is called exactly once. Raises InvalidRequest.
+
+    `missing` are the kinds of tools that the client sent and weft lacks.
+    """
     is_parallel, place = parallel is not False, "tool_choice"
     match _flattened(given):
         case None:
@@ -154,6 +159,9 @@ def read_tool_selection(given: Any, tools: tuple[Tool, ...], parallel: bool | No
         case _:
             message = f"{place} must be auto, none, required, a tool by its name, or allowed_tools with mode and tools"
             raise InvalidRequest(message, place)
+    if not selection.tools and missing:
+        kinds = ", ".join(dict.fromkeys(missing))
+        raise UnsupportedParameter(f"{place} asks for tools of a kind that is not to be had here: {kinds}; send functions", place)
     if not selection.tools:
         raise InvalidRequest(f"{place} asks for tools, but there are none; send some in tools", place)
     return selection
