@@ -612,6 +612,13 @@ GUARDS = [
         "a result with an id that no call has is a 400 that names it",
     ),
     Guard(
+        "text-before-calls", "text/turns.py",
+        """        if "tool_calls" not in turn or not turn.get("content") or capabilities.call_text != "before":\n""",
+        "        if True:\n",
+        "tests/text/test_call_texts.py::test_a_text_beside_calls_is_in_the_prompt_once_behind_what_came_before_it",
+        "a text beside calls that the template drops there is a turn of its own",
+    ),
+    Guard(
         "given-to-templates", "text/template.py",
         "        if type(obj) in (list, dict):\n",
         "        if isinstance(obj, list | dict):\n",

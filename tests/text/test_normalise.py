@@ -353,7 +353,9 @@ def test_parts_are_not_merged_with_a_text_where_the_template_takes_both() -> Non
 
 
 def test_merged_answers_keep_their_thinking_and_calls() -> None:
-    merged = turns("mistral", user("a"), assistant("b", reasoning="r"), assistant("c", read("d"), reasoning="s"), tool("e"))[1]
+    both = "{% if not loop.first and loop.previtem.role == m.role %}{{ raise_exception('twice') }}{% endif %}{{ m.content }}"
+    said = (user("a"), assistant("b", reasoning="r"), assistant("c", read("d"), reasoning="s"), tool("e"))
+    merged = normalise(Conversation(said), each(both + CALLS + "|").capabilities)[1]
 
     assert merged["content"] == "b\n\nc"
     assert merged["reasoning_content"] == "r\n\ns"
@@ -426,8 +428,7 @@ def test_empty_content_is_left_out_where_the_template_takes_content_or_calls_but
 
     assert strict.capabilities.no_content == "absent"
     assert '{"name": "read"' in strict.write(Conversation((user("a"), assistant(None, read("b")), tool("c"))))
-    with pytest.raises(TemplateFailed, match="both"):
-        strict.write(Conversation((user("a"), assistant("words", read("b")), tool("c"))))
+    assert 'words{"name": "read"' in strict.write(Conversation((user("a"), assistant("words", read("b")), tool("c"))))
 
 
 def test_null_is_not_handed_over_where_it_would_be_printed() -> None:
@@ -441,8 +442,8 @@ def test_content_is_null_where_the_template_takes_nothing_else_for_a_call() -> N
 
     assert early.capabilities.no_content == "null"
     assert '{"name": "read"' in early.write(Conversation((user("a"), assistant("", read("b")), tool("c"))))
-    with pytest.raises(TemplateFailed, match=r"leaves out what messages\[1\]"):  # it drops a call that has words beside it
-        early.write(Conversation((user("a"), assistant("words", read("b")), tool("c"))))
+    # It drops a call that has words beside it.
+    assert 'words{"name": "read"' in early.write(Conversation((user("a"), assistant("words", read("b")), tool("c"))))
 
 
 def test_a_system_message_that_the_template_would_carry_along_stays_in_the_first_question() -> None:

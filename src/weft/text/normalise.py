@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
@@ -17,13 +17,10 @@ from weft.text.control_tokens import Hiding
 from weft.text.reasoning import KNOWN
 from weft.text.template import Capabilities, ChatTemplate
 from weft.text.tool_results import one_call_per_turn, pair_results
+from weft.text.turns import INSTRUCTING as INSTRUCTING
+from weft.text.turns import Content, Turn, as_parts, join, merge_neighbours, place_instructions, without_content
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
 
-Turn = dict[str, Any]  # a message as templates read it
-Content = str | list[dict[str, Any]]
-
-INSTRUCTING = ("system", "developer")
-BLANK_LINE = "\n\n"
 CUT = "⟦the answer goes on here⟧"
 # What templates trim, escape or take out of a text: white space and controls, as they are or in JSON, switches for reasoning.
 _LOST = re.compile(rb"\\(?:[nrtbf]|u00[01][0-9a-f])|/(?:no_)?think")
@@ -126,7 +123,8 @@ class PromptWriter:
                 prompt, found, _ = prompt.rpartition(CUT)
                 if not found:
                     raise TemplateFailed("the model's chat template leaves out the message that is to be continued", "messages")
-            _check_nothing_lost(conversation, prompt if hiding is None else hiding.settle(prompt)[1])
+            shown = prompt if hiding is None else hiding.settle(prompt)[1]
+            _check_nothing_lost(conversation, shown, self._capabilities_for(conversation))
         except UnicodeEncodeError as error:
             message = "messages have half a character in them (a lone surrogate); send valid Unicode"
             raise InvalidRequest(message, "messages") from error
@@ -140,7 +138,7 @@ def _has_calls(conversation: Conversation) -> bool:
 def _as_answer(turn: Turn, spelling: CallSpelling) -> Turn:
     text = spelling.write([call["function"] for call in turn["tool_calls"]])
     content = turn.get("content") or ""
-    written = content + text if isinstance(content, str) else [*content, *_as_parts(text)]
+    written = content + text if isinstance(content, str) else [*content, *as_parts(text)]
     return {key: value for key, value in turn.items() if key != "tool_calls"} | {"content": written}
 
 
@@ -158,10 +156,10 @@ def normalise(
     if not (capabilities.arguments or spells_calls):
         _refuse_calls(conversation, places, capabilities)
     turns = [_turn(message, place, capabilities) for message, place in zip(conversation.messages, places, strict=True)]
-    turns = _merge_neighbours(_place_instructions(turns, capabilities, late_system), capabilities)
+    turns = merge_neighbours(place_instructions(turns, capabilities, late_system), capabilities)
     for turn in turns:
         if turn["role"] in capabilities.only_parts and isinstance(turn.get("content"), str):
-            turn["content"] = _as_parts(turn["content"])
+            turn["content"] = as_parts(turn["content"])
     return turns
 
 
@@ -180,11 +178,8 @@ def _turn(message: Message, place: str, capabilities: Capabilities) -> Turn:
     if message.tool_calls:
         turn["tool_calls"] = _calls(message.tool_calls, f"{place}.tool_calls", capabilities)
         if message.reasoning and turn["content"] and not capabilities.text_and_reasoning:
-            turn["content"] = _join(turn.pop(capabilities.reasoning_key), turn["content"])
-        if not turn["content"] and capabilities.no_content != "empty":
-            turn["content"] = None
-        if turn["content"] is None and capabilities.no_content == "absent":
-            del turn["content"]
+            turn["content"] = join(turn.pop(capabilities.reasoning_key), turn["content"])
+        turn = turn if turn["content"] else without_content(turn, capabilities)
     if message.tool_call_id is not None:
         turn["tool_call_id"] = _call_id(message.tool_call_id, capabilities)
     if message.name is not None:
@@ -238,85 +233,6 @@ def _call_id(given: str, capabilities: Capabilities) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def _place_instructions(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
-    """Merge leading system turns; hoist later ones if `late_system` says so; fold any the template rejects into user turns."""
-    first = next((index for index, turn in enumerate(turns) if turn["role"] not in INSTRUCTING), len(turns))
-    leading, rest = turns[:first], turns[first:]
-    if late_system == "hoist":
-        leading += [turn for turn in rest if turn["role"] in INSTRUCTING]
-        rest = [turn for turn in rest if turn["role"] not in INSTRUCTING]
-    front = [reduce(_merge, leading)] if leading else []
-    for turn in rest:
-        turn["role"] = "system" if turn["role"] in INSTRUCTING else turn["role"]
-    if not any(turn["role"] == "user" for turn in rest):
-        return [*front, *rest]  # a user's turn is never invented: the template takes this as it is or says why not
-    if not capabilities.system:
-        return _fold(rest, [text for turn in front if (text := _as_text(turn["content"]))], capabilities)
-    return [*front, *(rest if capabilities.late_system else _fold(rest, [], capabilities))]
-
-
-def _fold(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
-    """Move system texts into the next user turn; if none comes before the next answer, into the tool result or a new turn.
-
-    System texts never move past an answer to a later user turn: the previous request may have lacked that turn, and the prompt
-    would change in its middle. Only a tool's result is placed before them, because it belongs to its call.
-    """
-    folded: list[Turn] = []
-    for turn in [*turns, {"role": "end"}]:
-        text = BLANK_LINE.join(waiting)
-        match turn["role"]:
-            case "system":
-                reminder = _as_text(turn["content"])
-                waiting = [*waiting, f"<system-reminder>\n{reminder}\n</system-reminder>"] if reminder else waiting
-                continue
-            case "user" if waiting:
-                turn["content"] = _join(text, turn["content"])
-            case "assistant" | "end" if waiting and folded and folded[-1]["role"] == "tool" and not capabilities.user_after_tool:
-                folded[-1]["content"] = _join(folded[-1]["content"], text)
-            case "assistant" | "end" if waiting:
-                folded.append({"role": "user", "content": text})
-        waiting = waiting if turn["role"] == "tool" else []
-        folded.append(turn)
-    return folded[:-1]
-
-
-def _merge_neighbours(turns: list[Turn], capabilities: Capabilities) -> list[Turn]:
-    merged: list[Turn] = []
-    for turn in turns:
-        last = merged[-1] if merged else {}
-        if last.get("role") == "tool" and turn["role"] == "user" and not capabilities.user_follows_tool:
-            spoken = turn["content"] if "tool" in capabilities.images else _as_text(turn["content"])
-            merged[-1] = {**last, "content": _join(last["content"], spoken)}
-            continue
-        alike = all(last.get(key) == turn.get(key) for key in ("role", "name"))
-        if alike and turn["role"] in {"user", "assistant"} - capabilities.repeats and "tool_calls" not in last:
-            merged[-1] = _merge(last, turn)
-        else:
-            merged.append(turn)
-    return merged
-
-
-def _merge(first: Turn, second: Turn) -> Turn:
-    joined = {key: _join(first[key], second[key]) for key in first.keys() & second.keys() - {"role", "name"}}
-    return {**second, **first, **joined}
-
-
-def _join(first: Content, second: Content) -> Content:
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return first + BLANK_LINE + second
-    return [*_as_parts(first), *_as_parts(BLANK_LINE), *_as_parts(second)]
-
-
-def _as_parts(content: Content) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _as_text(content: Content) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
-
-
 def _tools(conversation: Conversation, capabilities: Capabilities) -> list[dict[str, Any]] | None:
     if conversation.tools and not capabilities.tools:
         advice = "send none, or start weft with --tools-without-template describe"
@@ -348,20 +264,37 @@ def _check_options(conversation: Conversation) -> None:
         raise InvalidRequest(message, "continue_final_message")
 
 
-def _check_nothing_lost(conversation: Conversation, prompt: str) -> None:
-    """Raise TemplateFailed if the prompt lacks a message's text; system texts may be apart, tool results in any order."""
+def _check_nothing_lost(conversation: Conversation, prompt: str, capabilities: Capabilities) -> None:
+    """Raise TemplateFailed if the prompt lacks a message's text; system texts may be apart, tool results in any order.
+
+    A call's name may come before the text of its turn. Texts beside calls are not looked for, and neither are those merged with
+    calls where the template keeps no text there.
+    """
     written = _comparable(prompt)
     starts = {True: 0, False: 0}  # instructions may have a place of their own, so they are searched separately
+    answer = 0  # where the present run of answers begins
     for index, message in enumerate(conversation.messages):
         instructs = message.role in INSTRUCTING
+        if index == 0 or message.role != "assistant" or conversation.messages[index - 1].role != "assistant":
+            answer = starts[False]
+        if _is_lost_beside_calls(conversation.messages, index, capabilities):
+            continue
         for text in map(_comparable, _texts_to_show(message)):
-            found = written.find(text, starts[instructs])
+            found = written.find(text, answer if message.tool_calls else starts[instructs])
             if found < 0 and message.role == "tool":
                 found = written.find(text)  # results may come in the order of their calls
             if found < 0:
                 place = message.place or f"messages[{index}]"
                 raise TemplateFailed(f"the model's chat template leaves out what {place} (role {message.role}) says", place)
             starts[instructs] = max(starts[instructs], found + len(text))
+
+
+def _is_lost_beside_calls(messages: Sequence[Message], index: int, capabilities: Capabilities) -> bool:
+    """Whether a text is merged into a turn of calls, where the template writes none."""
+    if capabilities.call_text != "lost" or "assistant" in capabilities.repeats or messages[index].tool_calls:
+        return False
+    run = takewhile(lambda message: message.role == "assistant", messages[index:])
+    return any(message.tool_calls for message in run)
 
 
 def _texts_to_show(message: Message) -> list[str]:

@@ -20,6 +20,7 @@ from weft.ipc.limits import MAX_RENDERED_CHARACTERS, MAX_TEMPLATE_CHARACTERS
 
 ArgumentsForm = Literal["object", "text"]
 NoContent = Literal["empty", "null", "absent"]
+CallText = Literal["beside", "before", "lost"]
 
 # Words that no template writes by itself. A probe uses each of its words once.
 _ONE, _TWO, _THREE, _FOUR, _FIVE = "zqoriolezq", "zqheronzq", "zqploverzq", "zqmerlinzq", "zqjackdawzq"
@@ -170,6 +171,9 @@ class Capabilities:
         assistants = self._talk(("user", _THREE), ("assistant", _TWO), ("assistant", _FOUR), ("user", _ONE))
         talks = {"user": users, "assistant": assistants}
         self.repeats = {role for role in talks if self._shows(talks[role], _TWO, _FOUR)}  # roles that may have two turns in a row
+        self.call_text: CallText = self._find_call_text()  # where a text stays: beside calls, in a turn before them, nowhere
+        self.reasons_before_calls = self.call_text == "before" and self._keeps_reasoning_before_calls()  # in that turn
+        self.text_stays_beside_calls = self.call_text == "beside" and self._keeps_text_beside_calls()  # when the talk goes on
         followed = [*self._call(), self._message("user", _FIVE)]
         self.user_follows_tool = not self.arguments or self._shows(followed, _FOUR, _FIVE)  # without an answer between them
         self.user_after_tool = self.user_follows_tool and self._keeps_reasoning_before_user()
@@ -247,6 +251,23 @@ class Capabilities:
         # Name and key may be there more than once: with the result, with a closing tag.
         is_named = _ONE in after_question and _KEY in after_question
         return is_named and "None" not in after_question and self._shows(called, _VALUE, _FOUR)
+
+    def _find_call_text(self) -> CallText:
+        spoken = self._message("assistant", _TWO)
+        text = self._render(beside := self._call(also={"content": spoken["content"]}))
+        if not self.arguments or (self._shows(beside, _TWO, _FOUR) and _VALUE in text and _ONE in text.partition(_THREE)[2]):
+            return "beside"
+        # An answer comes later: it must not make the text one answer too many.
+        before = [*self._question, spoken, *self._call()[1:], self._message("assistant", _FIVE)]
+        return "before" if self._shows(before, _TWO, _VALUE, _FOUR, _FIVE) else "lost"
+
+    def _keeps_reasoning_before_calls(self) -> bool:
+        spoken = {**self._message("assistant", _TWO), self.reasoning_key: _FIVE}
+        return self._shows([*self._question, spoken, *self._call()[1:]], _FIVE, _TWO, _FOUR)
+
+    def _keeps_text_beside_calls(self) -> bool:
+        called = self._call(also={"content": self._message("assistant", _TWO)["content"]}) if self.arguments else []
+        return bool(called) and self._shows([*called, *self._talk(("assistant", _FIVE), ("user", _TOOL))], _TWO, _FOUR, _FIVE)
 
     def _shows_result(self, role: str) -> bool:
         result = {"role": role, "content": _FOUR, "name": _TWO, "tool_call_id": self._call_id}
