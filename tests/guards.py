@@ -598,6 +598,13 @@ GUARDS = [
         "each result of parallel calls is read as that of its own call",
     ),
     Guard(
+        "late-result", "text/tool_results.py",
+        "    _return_late_results(messages, rounds)\n",
+        "    _ = _return_late_results\n",
+        "tests/text/test_tool_results.py::test_a_result_finds_its_call_by_the_id_however_many_rounds_it_comes_behind_it",
+        "a result that comes behind later calls is read as that of its own call",
+    ),
+    Guard(
         "missing-result", "text/tool_results.py",
         "        if number not in answered:\n",
         "        if False:\n",

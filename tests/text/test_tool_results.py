@@ -10,6 +10,8 @@ from itertools import permutations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.errors import InvalidRequest
 from weft.model.resolve import TINY_HYBRID
@@ -220,6 +222,51 @@ def test_the_same_ids_may_come_again_in_another_turn() -> None:
     ]
 
 
+@st.composite
+def answered_histories(draw: st.DrawFn) -> list[Message]:
+    """Histories of calls with ids of their own, each answered once anywhere behind its call."""
+    messages, waiting, count = [QUESTION], list[str](), 0
+    for kind in draw(st.lists(st.sampled_from(["call", "result", "result", "user", "system", "assistant"]), max_size=12)):
+        if kind == "call":
+            ids = [f"c{count + number}" for number in range(draw(st.integers(1, 2)))]
+            count, waiting = count + len(ids), waiting + ids
+            messages.append(Message("assistant", None, tool_calls=tuple(ToolCall(f"f{one}", "{}", one) for one in ids)))
+        elif kind == "result" and waiting:
+            messages.append(answer_to(waiting.pop(draw(st.integers(0, len(waiting) - 1)))))
+        elif kind != "result":
+            messages.append(Message("user" if kind == "user" else "system" if kind == "system" else "assistant", kind))
+    return [*messages, *map(answer_to, draw(st.permutations(waiting)))]
+
+
+def answer_to(call_id: str) -> Message:
+    return Message("tool", f"of {call_id}", tool_call_id=call_id)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(answered_histories())
+def test_a_result_finds_its_call_by_the_id_however_many_rounds_it_comes_behind_it(messages: list[Message]) -> None:
+    paired = pair_results(messages)
+
+    results = [one for one in paired if one.role == "tool"]
+    assert [one for one in paired if one.role != "tool"] == [one for one in messages if one.role != "tool"]
+    assert [(one.content, one.name) for one in results] == [(f"of {one.tool_call_id}", f"f{one.tool_call_id}") for one in results]
+    ids = [call.id for one in messages for call in one.tool_calls]
+    assert [one.tool_call_id for one in results] == ids  # in the order of the calls
+    for same in (paired, one_call_per_turn(paired)):
+        calls = {call.id: index for index, one in enumerate(same) for call in one.tool_calls}
+        assert all(calls[one.tool_call_id] < index for index, one in enumerate(same) if one.role == "tool")
+        assert [call.id for one in same for call in one.tool_calls] == ids
+
+
+def test_a_moved_message_keeps_its_path_in_the_request() -> None:
+    late = (QUESTION, calls(2), result(1), calls(1, 2), result(0), TEXT, result(0, 2))
+
+    paired = pair_results(late)
+
+    assert [one.content for one in paired] == ["zqquestion", None, "zqfound10", "zqfound11", None, "zqtext", "zqfound20"]
+    assert [one.place for one in paired] == [f"messages[{index}]" for index in (0, 1, 4, 2, 3, 5, 6)]
+
+
 def test_an_agent_may_leave_out_whole_turns() -> None:
     whole = (QUESTION, *turns(2, (1, 0)), *turns(3, (2, 0, 1), 2))
 
@@ -264,8 +311,6 @@ def test_a_result_without_a_call_is_named() -> None:
             assert caught.value.param == f"messages[{2 + place}]"
     with pytest.raises(InvalidRequest, match=r"messages\[1\] is the result of the call 'call10000', .* there is none"):
         pair_results((QUESTION, result(0)))
-    with pytest.raises(InvalidRequest, match=r"the call 'call10000', which is not among the calls before it: 'call20000'"):
-        pair_results((QUESTION, *turns(1, (0,)), *turns(1, (0,), 2), result(0)))
     with pytest.raises(InvalidRequest, match="a call of stop, which is not among the calls before it: look"):
         pair_results(without_ids(QUESTION, calls(1), Message("tool", "x", name="stop")))
 
@@ -279,6 +324,9 @@ def test_a_second_result_of_one_call_is_named() -> None:
             ) as caught:
                 pair_results((QUESTION, calls(count), *given))
             assert caught.value.param == f"messages[{2 + count}]"
+    for between in [turns(1, (0,), 2), (*turns(2, (1, 0), 2), *turns(1, (0,), 3)), (*turns(1, (0,), 2), TEXT)]:
+        with pytest.raises(InvalidRequest, match="one more result of the call 'call10000', which has one already"):
+            pair_results((QUESTION, *turns(1, (0,)), *between, result(0)))
     for extra in [Message("tool", "x"), Message("tool", "x", name="look")]:
         with pytest.raises(InvalidRequest, match="which has one already"):
             pair_results(without_ids(QUESTION, *turns(1, (0,)), extra))

@@ -20,27 +20,68 @@ class _Round:
 
     places: list[tuple[int, int]] = field(default_factory=list)  # of each call: its message's index, its number there
     results: list[int] = field(default_factory=list)
+    late: set[int] = field(default_factory=set)  # those of the results that come behind later calls
     is_closed: bool = False  # the user or a tool has spoken since: the next calls begin a new round
 
 
 def pair_results(messages: Sequence[Message], *, is_answered: bool = True) -> tuple[Message, ...]:
     """Return the messages with each round's results in the order of its calls, each with its call's id and name.
 
-    Every other message keeps its place. Only the last round of a conversation that is not to be answered may lack results.
+    Every other message keeps its place. A result that comes behind later calls is moved to the results of its call's round, which
+    it finds by the id. Only the last round of a conversation that is not to be answered may lack results.
     Raises InvalidRequest naming a call without a result, and a result without a call or with one that has a result already.
     """
-    paired = list(messages)
-    for one in (rounds := list(_rounds(messages))):
+    paired, rounds = list(messages), list(_rounds(messages))
+    _return_late_results(messages, rounds)
+    moved: dict[int, list[Message]] = {}  # by the index of the message that they follow
+    for one in rounds:
         _check_ids(messages, one)
         answers = _find_calls(messages, one)
         if is_answered or one is not rounds[-1]:
             _check_complete(messages, one, set(answers.values()))
         calls = [_identify(paired, *place) for place in one.places]
         by_call = sorted(answers, key=lambda index: answers[index])
-        for slot, index in zip(sorted(answers), by_call, strict=True):
-            call = calls[answers[index]]
-            paired[slot] = replace(messages[index], tool_call_id=call.id, name=call.name, place=_place(messages, index))
-    return tuple(paired)
+        slots = sorted(answers.keys() - one.late)
+        ordered = [_named(messages, index, calls[answers[index]]) for index in by_call]
+        for slot, result in zip(slots, ordered, strict=False):
+            paired[slot] = result
+        if one.late:
+            moved[slots[-1] if slots else one.places[-1][0]] = ordered[len(slots) :]
+    return _with_moved(paired, moved, {index for one in rounds for index in one.late})
+
+
+def _return_late_results(messages: Sequence[Message], rounds: Sequence[_Round]) -> None:
+    """Move results from their round to the last one before it that has a call with their id, if their own has none.
+
+    Of several, that is the last in which the call has no result yet.
+    """
+    holders: dict[str, int] = {}  # by id: the last round that has a call with it
+    waiting: dict[str, list[int]] = {}  # by id: the rounds in which that call has no result yet
+    for number, one in enumerate(rounds):
+        own = {given for index, within in one.places if (given := messages[index].tool_calls[within].id)}
+        named = {index: given for index in one.results if (given := messages[index].tool_call_id)}
+        late = {index: given for index, given in named.items() if given in holders and given not in own}
+        for index, given in late.items():
+            home = rounds[waiting[given].pop() if waiting[given] else holders[given]]
+            home.results.append(index)
+            home.late.add(index)
+        one.results = [index for index in one.results if index not in late]
+        answered = set(named.values())
+        for given in own:
+            holders[given] = number
+            waiting.setdefault(given, []).extend([] if given in answered else [number])
+
+
+def _named(messages: Sequence[Message], index: int, call: ToolCall) -> Message:
+    return replace(messages[index], tool_call_id=call.id, name=call.name, place=_place(messages, index))
+
+
+def _with_moved(messages: Sequence[Message], moved: Mapping[int, Sequence[Message]], late: set[int]) -> tuple[Message, ...]:
+    """Return the messages with the late results where they were moved; every message keeps its path in the request."""
+    if not late:
+        return tuple(messages)
+    placed = [replace(message, place=_place(messages, index)) for index, message in enumerate(messages)]
+    return tuple(one for index, own in enumerate(placed) if index not in late for one in (own, *moved.get(index, ())))
 
 
 def one_call_per_turn(messages: Sequence[Message]) -> tuple[Message, ...]:
