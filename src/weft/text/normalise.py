@@ -52,6 +52,11 @@ class PromptWriter:
         """Whether the template writes several calls in one turn, in conversations with tools."""
         return self._with_tools.several_calls
 
+    @property
+    def takes_results(self) -> bool:
+        """Whether a tool's result has a place, in conversations with tools."""
+        return self._with_tools.result_role != ""
+
     def write(self, conversation: Conversation) -> str:
         """Render a conversation into a prompt. Raises InvalidRequest, or TemplateFailed if the template fails or drops text."""
         return self.write_hidden(self.arrange(conversation), None)[1]

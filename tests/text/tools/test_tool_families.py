@@ -16,7 +16,9 @@ from weft.model.resolve import TINY_HYBRID
 from weft.text.normalise import PromptWriter
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
-from weft.text.tools import CallFormat, find_family, read_tools
+from weft.text.tools import CallFormat, Family, find_family, read_tools
+from weft.text.tools.call_writer import spelling_of
+from weft.text.tools.described import describe_tools
 from weft.text.types import Conversation, Message, ToolCall
 
 FILES = {path.stem: path for path in sorted((Path(__file__).parent.parent / "templates").glob("*.jinja"))}
@@ -236,7 +238,36 @@ def test_what_a_template_only_describes_is_that_family_or_none(name: str) -> Non
     family = find_family(writer(SILENT % described(name)))
 
     assert family in (None, replace(FAMILY[name], is_guess=True))
-    assert (family is None) == (name in AMBIGUOUS)
+    assert (family is None) == (name in AMBIGUOUS or spelling_of(FAMILY[name]) is None)
+
+
+def history(family: Family) -> Conversation:
+    call, tool = ToolCall("read", '{"path": "zqpath"}', "call_1"), {"type": "function", "function": {"name": "read"}}
+    called = (Message("assistant", None, tool_calls=(call,)), Message("tool", "zqfound", tool_call_id="call_1"))
+    return Conversation((Message("user", f"zq {family.name}?"), *called), (tool,))
+
+
+# Templates that write no calls: they write results, drop them, or refuse turns without content.
+NO_CALLS = (
+    SILENT,
+    SILENT.replace("in messages", "in messages if m.role in ('user', 'assistant')"),
+    SILENT.replace("{{ m.content }}", "{{ ('user', 'assistant').index(m.role) }}{{ m.content }}"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("silent", range(len(NO_CALLS)))
+def test_a_model_that_is_offered_tools_has_a_place_for_the_calls_and_results_of_the_second_turn(silent: int, name: str) -> None:
+    made = writer(NO_CALLS[silent] % described(name))
+    if (family := find_family(made)) is None:
+        made.reword = describe_tools
+    else:
+        made.spelling = spelling_of(family)
+
+    prompt = made.write(history(FAMILY[name]))
+
+    assert prompt.find("zqpath") < prompt.find("zqfound")
+    assert prompt.count("zqpath") == prompt.count("zqfound") == 1
 
 
 # Without a mark, or with those of another family. Of two that are written with the same marks none is guessed.
@@ -255,11 +286,11 @@ def test_a_template_without_calls_is_known_by_the_tokens_of_the_vocabulary() -> 
 
 def test_a_guess_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "weft.text"):
-        form = CallFormat.of(writer(SILENT % described("glm")), Tokenizer(TINY_HYBRID))
+        form = CallFormat.of(writer(SILENT % described("hermes")), Tokenizer(TINY_HYBRID))
 
     assert form is not None
-    assert form.family == replace(FAMILY["glm"], is_guess=True)
-    assert form.notice == "the chat template shows no tool calls; by the markers it names they are read like those of glm"
+    assert form.family == replace(FAMILY["hermes"], is_guess=True)
+    assert form.notice == "the chat template shows no tool calls; by the markers it names they are read like those of hermes"
     assert [record.message for record in caplog.records] == [form.notice]
 
 

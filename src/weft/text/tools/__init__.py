@@ -14,6 +14,7 @@ from weft.text.reasoning import KNOWN
 from weft.text.tokenizer import Tokenizer
 from weft.text.tools.arguments import Pairs, decode_json
 from weft.text.tools.call_reader import CallReader, HarmonyReader
+from weft.text.tools.call_writer import spelling_of
 from weft.text.tools.custom_tools import CustomInputReader, custom_input, wrap_custom_input
 from weft.text.tools.described import NOTATION
 from weft.text.tools.families import FAMILIES, Family
@@ -98,13 +99,14 @@ def find_family(writer: PromptWriter, vocabulary: Collection[str] = ()) -> Famil
     """Return the family whose reader parses the calls that the template writes; None if it takes no tools.
 
     A template that writes calls in a way unknown to weft has no family either. One that writes no calls has a family, as a
-    guess, if all marks of this family and of no other are in its text or in the vocabulary of added tokens.
+    guess, if all marks of this family and of no other are in its text or in the vocabulary of added tokens, and if histories can
+    be written: it has a place for results, and weft can write the family's calls into answers.
     """
     one = _write_calls(writer, ARGUMENTS[:1])
     if one is None:
         return None
     if not one:
-        return _guess_family(writer.template.with_tools.source, vocabulary)
+        return _guess_family(writer.template.with_tools.source, vocabulary) if writer.takes_results else None
     family = _read_family(writer, ARGUMENTS, FAMILIES)
     if family is None:  # there are templates that print all values with quotes, or none
         keyed = [family for family in FAMILIES if isinstance(family.notation, Pairs)]
@@ -129,7 +131,7 @@ def _read_family(writer: PromptWriter, arguments: Sequence[dict[str, Any]], fami
 def _guess_family(source: str, vocabulary: Collection[str]) -> Family | None:
     named = [family for family in FAMILIES if all(mark in source or mark in vocabulary for mark in family.marks or ("\0",))]
     fullest = [family for family in named if all(family.marks >= other.marks for other in named)]
-    return replace(fullest[0], is_guess=True) if len(fullest) == 1 else None
+    return replace(fullest[0], is_guess=True) if len(fullest) == 1 and spelling_of(fullest[0]) is not None else None
 
 
 def _write_calls(writer: PromptWriter, arguments: Sequence[dict[str, Any]]) -> tuple[str, ...] | None:
