@@ -118,8 +118,8 @@ WORDS = {
     "thinking": "enabled with `budget_tokens`, adaptive, between_tools or disabled; `display: omitted` hides the reasoning.",
     "thinking_token_budget": "Maximum number of reasoning tokens, -1: no limit. Within [objects](api.md#reasoning) too.",
     **dict.fromkeys(BUDGET_NAMES[1:], "Another name of `thinking_token_budget`."),
-    "enable_thinking": "false: no reasoning. true leaves it to the model.",
-    "think": "Ollama's word: false is `reasoning_effort` none, a level is that effort, true leaves it to the model.",
+    "enable_thinking": "false: no reasoning. true: reasoning, or a 400 where the model has none.",
+    "think": "Ollama's word: false is `reasoning_effort` none, a level is that effort, true: reasoning.",
     # Tools
     "tools": "What the model may call: functions; in Responses also custom tools and namespaces. Not in Completions.",
     "tool_choice": "auto, none, required (Messages: any), one tool, or some of them.",

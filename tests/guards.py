@@ -2711,4 +2711,11 @@ GUARDS = [
         "tests/text/tools/test_tool_families.py::test_what_a_template_only_describes_is_that_family_or_none",
         "of several formats with the same markers none is guessed", "R070",
     ),
+    Guard(
+        "word-that-acts", "text/reasoning_effort.py",
+        "(prompts[word] != unknown or is_default)",
+        "True",
+        "tests/text/test_reasoning_format.py::test_an_effort_is_a_word_that_changes_the_prompt_or_else_a_budget",
+        "an effort is a word only where the word changes the prompt", "R071",
+    ),
 ]

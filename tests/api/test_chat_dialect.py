@@ -32,7 +32,7 @@ from weft.api.dialect import ParsedRequest
 from weft.api.fields import BUDGET_NAMES
 from weft.api.openai import completions
 from weft.api.openai.chat import translate
-from weft.errors import EngineDied, UnsupportedParameter
+from weft.errors import EngineDied, InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import DraftCounts, GrammarSpec
 from weft.text.types import (
     CallArguments,
@@ -439,6 +439,28 @@ def test_whether_to_think_is_said_in_many_ways(fields: dict[str, Any], effort: s
     parsed = asked(**fields)
 
     assert (parsed.generation.effort, parsed.ignored) == (effort, ())
+
+
+SWITCHED_ON = ({"think": True}, {"enable_thinking": True}, {"thinking": {"type": "enabled"}}, {"reasoning": {"enabled": True}})
+SWITCHED_OFF = (
+    {"think": False},
+    {"enable_thinking": False},
+    {"thinking": {"type": "disabled"}},
+    {"reasoning": {"enabled": False}},
+)
+
+
+@pytest.mark.parametrize("on", SWITCHED_ON)
+def test_a_switch_that_is_on_asks_for_reasoning_and_one_that_is_off_contradicts_it(on: dict[str, Any]) -> None:
+    (name,) = on
+    assert asked(**on).generation.reasons
+
+    for off in ({"reasoning_effort": "none"}, *SWITCHED_OFF):
+        if name in off:
+            continue
+        with pytest.raises(InvalidRequest, match="differ") as caught:
+            asked(**on, **off)
+        assert all(one in str(caught.value) for one in (name, *off))
 
 
 def test_template_fields_reach_the_conversation() -> None:

@@ -385,26 +385,25 @@ def test_fields_act() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "effort", "budget", "template_kwargs"),
+    ("fields", "effort", "budget", "reasons"),
     [
-        ({}, None, None, {}),
-        ({"thinking": {"type": "disabled"}}, "none", None, {}),
-        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "none", None, {}),
-        ({"thinking": {"type": "adaptive"}}, None, None, {"enable_thinking": True}),
-        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "max", None, {"enable_thinking": True}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "medium", 2000, {}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 99999}}, "xhigh", 99999, {}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "high"}}, "high", 9, {}),
-        ({"output_config": {"effort": "low"}}, "low", None, {}),
-        *(({name: 9}, None, 9, {}) for name in BUDGET_NAMES),
-        ({"thinking": {"type": "enabled"}, "thinking_budget": 9}, "minimal", 9, {}),
+        ({}, None, None, False),
+        ({"thinking": {"type": "disabled"}}, "none", None, False),
+        ({"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}, "none", None, False),
+        ({"thinking": {"type": "adaptive"}}, None, None, True),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "max"}}, "max", None, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "medium", 2000, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 99999}}, "xhigh", 99999, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "high"}}, "high", 9, True),
+        ({"output_config": {"effort": "low"}}, "low", None, False),
+        *(({name: 9}, None, 9, False) for name in BUDGET_NAMES),
+        ({"thinking": {"type": "enabled"}, "thinking_budget": 9}, "minimal", 9, True),
     ],
 )
-def test_how_much_to_think(fields: Any, effort: str | None, budget: int | None, template_kwargs: dict[str, Any]) -> None:
+def test_how_much_to_think(fields: Any, effort: str | None, budget: int | None, reasons: bool) -> None:
     generation = asked(**fields).generation
 
-    assert (generation.effort, generation.thinking_budget) == (effort, budget)
-    assert conversation(**fields).template_kwargs == template_kwargs
+    assert (generation.effort, generation.thinking_budget, generation.reasons) == (effort, budget, reasons)
 
 
 def test_a_shape_is_held_exactly_under_both_its_names() -> None:

@@ -224,10 +224,12 @@ def test_a_misfit_is_named_with_its_place(fields: dict[str, Any], param: str) ->
 
 
 @pytest.mark.parametrize(
-    ("think", "effort"), [(None, None), (True, "max"), (False, "none"), ("low", "low"), ("high", "high"), ("max", "max")]
+    ("think", "effort"), [(None, None), (True, None), (False, "none"), ("low", "low"), ("high", "high"), ("max", "max")]
 )
 def test_think_says_how_much(think: Any, effort: str | None) -> None:
-    assert chat(think=think).generation.effort == effort
+    generation = chat(think=think).generation
+
+    assert (generation.effort, generation.reasons) == (effort, think is True)
 
 
 def test_a_format_is_json_or_a_schema() -> None:

@@ -233,13 +233,12 @@ FACTS: dict[str, dict[str, Any]] = {
         "developer": False,
         "late_system": False,
         "arguments": {"object"},
-        "thinking_switch": True,
         "user_after_tool": False,
     },
-    "qwen3-coder": {"developer": False, "late_system": True, "parts": set(), "arguments": {"object"}, "thinking_switch": False},
+    "qwen3-coder": {"developer": False, "late_system": True, "parts": set(), "arguments": {"object"}},
     "gemma2": {"system": False, "repeats": set(), "tools": False, "arguments": set()},
     "gemma3": {"system": True, "late_system": False, "repeats": set(), "parts": {"user", "assistant"}},
-    "gemma4": {"late_system": True, "arguments": {"object", "text"}, "repeats": {"user", "assistant"}, "thinking_switch": True},
+    "gemma4": {"late_system": True, "arguments": {"object", "text"}, "repeats": {"user", "assistant"}},
     "mistral": {"late_system": False, "repeats": set(), "any_call_id": False, "user_after_tool": False, "parts": {"user"}},
     "llama3": {"several_calls": False, "arguments": {"object"}, "late_system": True},
     "gpt-oss": {
@@ -252,11 +251,11 @@ FACTS: dict[str, dict[str, Any]] = {
         "user_after_tool": True,
     },
     "glm": {"developer": False, "late_system": True, "arguments": {"object"}, "reasoning_key": "reasoning_content"},
-    "chatml": {"developer": False, "late_system": True, "tools": False, "arguments": set(), "thinking_switch": False},
-    "deepseek": {"developer": False, "late_system": False, "arguments": {"text"}, "parts": set(), "thinking_switch": True},
+    "chatml": {"developer": False, "late_system": True, "tools": False, "arguments": set()},
+    "deepseek": {"developer": False, "late_system": False, "arguments": {"text"}, "parts": set()},
     "parts-only": {"developer": False, "text": set(), "parts": {"system", "user", "assistant"}},
     "lfm2": {"reasoning_key": "thinking", "late_system": True, "arguments": {"object"}, "several_calls": True},
-    "tiny-hybrid": {"developer": True, "late_system": False, "arguments": {"object", "text"}, "thinking_switch": True},
+    "tiny-hybrid": {"developer": True, "late_system": False, "arguments": {"object", "text"}},
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from weft.errors import UnsupportedParameter
+from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.messages import GrammarSpec
 from weft.model.resolve import TINY_HYBRID
 from weft.text.codec import Codec
@@ -118,7 +118,7 @@ def test_every_effort_acts_where_reasoning_is_found(tmp_path: Path, family: str,
 
     (prompt,) = one.encode_request(replace(PLAIN, effort=effort))
 
-    has_words = one.efforts is not None
+    has_words = bool(one.efforts.words)
     budget = None if prompt.constraint is None or prompt.constraint.reasoning is None else prompt.constraint.reasoning.budget
     if effort == "none":
         assert prompt.closed or budget == 0
@@ -217,3 +217,96 @@ def test_the_first_blank_is_kept_where_a_text_goes_on_or_was_asked_for(tmp_path:
         (encoded,) = one.encode_request(asked)
         reader = one.reader(asked, encoded)
         assert "".join(delta.text for token in (1, 1) for delta in reader.feed(token) if isinstance(delta, Text)) == text
+
+
+WORDS: dict[str, tuple[str, dict[Effort, str], dict[Effort, int | None]]] = {  # template, what is in the prompt, the budgets
+    "whose strongest is what it writes for any other": (  # GLM-5.2
+        "{% if enable_thinking is not defined or enable_thinking %}Effort: {{ 'High' if reasoning_effort == 'high' else 'Max' }}"
+        "{% endif %}",
+        {"minimal": "High", "low": "High", "medium": "High", "high": "High", "xhigh": "Max", "max": "Max"},
+        {"minimal": 256, "low": 1024, "medium": 4096, "high": None, "max": None},
+    ),
+    "that acts only when the switch is on": (  # DeepSeek-V4
+        "{% if thinking %}[on]{% if reasoning_effort == 'max' %}[most]{% endif %}{% endif %}",
+        {"minimal": "[on]", "low": "[on]", "medium": "[on]", "high": "[on]", "xhigh": "[on][most]", "max": "[on][most]"},
+        {"minimal": 256, "low": 1024, "medium": 4096, "high": 16384, "xhigh": None, "max": None},
+    ),
+    "that only knows none": (  # Cohere's
+        "{% if reasoning_effort == 'none' %}[off]{% endif %}",
+        dict.fromkeys(("low", "medium", "high", "max"), ""),
+        {"low": 1024, "medium": 4096, "high": 16384, "max": None},
+    ),
+    "whose default is its strongest": (  # Kimi-K3
+        "{% if thinking_effort in ['low', 'high', 'max'] %}effort={{ thinking_effort }}{% else %}effort=max{% endif %}",
+        {"minimal": "effort=low", "low": "effort=low", "medium": "effort=high", "high": "effort=high", "max": "effort=max"},
+        {"minimal": None, "low": None, "medium": 4096, "high": None, "max": None},
+    ),
+    "with a switch of two words": (  # MiniMax-M3
+        "{% if thinking_mode is defined %}mode={{ thinking_mode }}{% endif %}",
+        dict.fromkeys(("low", "high", "max"), "mode=enabled") | {"none": "mode=disabled"},
+        {"none": 0, "low": 1024, "high": 16384, "max": None},
+    ),
+    "that writes any word": (  # gpt-oss
+        "Reasoning: {{ reasoning_effort | default('medium') }}.",
+        {"low": "g: low.", "medium": "g: medium.", "high": "g: high.", "xhigh": "g: high.", "max": "g: high."},
+        dict.fromkeys(("low", "medium", "high", "xhigh", "max")),
+    ),
+}
+REASONING = LOOP.replace("ASSISTANT", "<think>{{ m.reasoning_content }}</think>{{ m.content }}") + PROMPT.replace(
+    "GENERATION", "[A]"
+)
+
+
+@pytest.mark.parametrize("kind", WORDS)
+def test_an_effort_is_a_word_that_changes_the_prompt_or_else_a_budget(tmp_path: Path, kind: str) -> None:
+    lead, shown, budgets = WORDS[kind]
+    one = codec_of(tmp_path, lead + REASONING)
+
+    for effort in shown.keys() & budgets.keys():
+        (prompt,) = one.encode_request(replace(PLAIN, effort=effort))
+        text = one.tokenizer.decode(prompt.ids, skip_special_tokens=False).partition("[U]")[0]
+        spec = None if prompt.constraint is None else prompt.constraint.reasoning
+
+        assert text.endswith(shown[effort]) if shown[effort] else not text, effort
+        assert (None if spec is None else spec.budget) == budgets[effort], effort
+
+
+SWITCHES = {"enable_thinking": "enable_thinking", "thinking": "thinking", "thinking_mode": "thinking_mode == 'enabled'"}
+ON: tuple[dict[str, Any], ...] = ({"effort": "low"}, {"effort": "max"}, {"thinking_budget": 5}, {"reasons": True})
+
+
+@pytest.mark.parametrize("asked", ON)
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_reasoning_that_is_asked_for_opens_a_prompt_that_the_template_closes(tmp_path: Path, switch: str, asked: Any) -> None:
+    closing = REASONING.replace("[A]", f"[A]{{% if not ({SWITCHES[switch]}) %}}<think></think>{{% endif %}}")
+    one = codec_of(tmp_path, closing)
+
+    (left,), (prompt,) = one.encode_request(PLAIN), one.encode_request(replace(PLAIN, **asked))
+
+    assert (left.closed, prompt.closed) == (True, False)
+
+
+@pytest.mark.parametrize("asked", ON)
+def test_reasoning_for_which_a_closed_prompt_leaves_no_room_is_refused_by_the_name_of_its_field(
+    tmp_path: Path, asked: Any
+) -> None:
+    one = codec_of(tmp_path, REASONING.replace("[A]", "[A]<think></think>"))
+    places = {"effort_place": "reasoning.effort", "budget_place": "thinking.budget_tokens"}
+    place = "thinking.budget_tokens" if "thinking_budget" in asked else "reasoning.effort"
+
+    with pytest.raises(UnsupportedParameter, match=place) as caught:
+        one.encode_request(replace(PLAIN, **asked, **places))
+
+    assert caught.value.param == place
+    assert one.encode_request(replace(PLAIN, **asked, is_flexible=True))
+
+
+@pytest.mark.parametrize(("effort", "value"), [("none", True), ("low", False), ("max", False)])
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_a_template_variable_that_says_the_opposite_of_the_effort_is_refused_with_both_names(
+    name: str, effort: Effort, value: bool
+) -> None:
+    talk = replace(TALK, template_kwargs={name: value})
+
+    with pytest.raises(InvalidRequest, match=f"reasoning_effort {effort} and chat_template_kwargs.{name} contradict"):
+        Codec(TINY_HYBRID).encode_request(replace(PLAIN, prompts=(talk,), effort=effort))

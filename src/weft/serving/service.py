@@ -134,7 +134,7 @@ class Service:
         check = codec.length_check(ready.limits.context_length)
 
         def count() -> int:
-            return sum(len(codec.encode(prompt, generation.effort, check).ids) for prompt in generation.prompts)
+            return sum(len(codec.encode(prompt, generation.reasoning_asked, check).ids) for prompt in generation.prompts)
 
         return await self.lanes.run(generation.tenant, num_characters(generation), count)
 

@@ -16,8 +16,9 @@ from weft.text.image_writer import ImageWriter
 from weft.text.marker_stops import MarkerStops, Stops
 from weft.text.normalise import INSTRUCTING, PromptWriter, least_bytes
 from weft.text.prompt_length import LengthBound, LengthCheck
-from weft.text.reasoning import BUDGETS, Markers, ReasoningSplitter, opens_in
-from weft.text.reasoning_format import EffortWords, find_format
+from weft.text.reasoning import Markers, ReasoningSplitter, opens_in
+from weft.text.reasoning_effort import EffortSettings, check_switches, is_told
+from weft.text.reasoning_format import find_format
 from weft.text.sampling import merge_sampling, recommended_sampling
 from weft.text.stream import StreamReader, token_of
 from weft.text.template import ChatTemplate, TemplateRunner
@@ -25,7 +26,16 @@ from weft.text.tokenizer import Detokenizer, Tokenizer
 from weft.text.tools import CallFormat, ToolSelection
 from weft.text.tools.call_writer import spelling_of
 from weft.text.tools.described import describe_tools
-from weft.text.types import Conversation, Effort, GenerationRequest, LateSystem, Message, Prompt, ReuseExplanation, Token
+from weft.text.types import (
+    Conversation,
+    GenerationRequest,
+    LateSystem,
+    Message,
+    Prompt,
+    ReasoningAsked,
+    ReuseExplanation,
+    Token,
+)
 
 CONTEXT = 40  # characters shown in front of the first token that was not cached; so many tokens surely have as many
 MISS_CAUSES = {
@@ -90,7 +100,8 @@ class Codec:
         has_channels = self.calls is not None and self.calls.family.is_harmony
         found = None if self.writer is None else find_format(self.writer, self.tokenizer, has_channels=has_channels)
         self.reasoning = found  # how the model writes its reasoning; None: not at all, or in channels
-        self.efforts = None if self.writer is None else EffortWords.of(self.writer)
+        close = None if found is None else found.markers.close
+        self.efforts = EffortSettings() if self.writer is None else EffortSettings.of(self.writer, close)
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
         self.recommended = recommended_sampling(folder)
         self._length_bound = LengthBound(self.tokenizer)
@@ -114,9 +125,10 @@ class Codec:
             generation = replace(generation, prompts=prompts, tool_choice=None)
         if not generation.is_flexible or self.markers is not None or self.writer is None:
             return generation
-        has_words = self.efforts is not None or self.writer.capabilities.thinking_switch
-        can_honour = has_words and not (generation.effort == "none" and self._always_reasons)
-        return replace(generation, effort=generation.effort if can_honour else None, thinking_budget=None)
+        can_honour = self.efforts.acts and not (generation.effort == "none" and self._always_reasons)
+        if not can_honour:
+            generation = replace(generation, effort=None, reasons=False)
+        return replace(generation, thinking_budget=None)
 
     @property
     def markers(self) -> Markers | None:
@@ -134,7 +146,7 @@ class Codec:
 
     def encode_request(self, generation: GenerationRequest, check: LengthCheck | None = None) -> list[EncodedPrompt]:
         """Encode a request's prompts, each with the spec of its output constraint, not yet compiled. Raises RequestError."""
-        prompts = [self.encode(prompt, generation.effort, check) for prompt in generation.prompts]
+        prompts = [self.encode(prompt, generation.reasoning_asked, check) for prompt in generation.prompts]
         if check is not None:
             self._check_prediction(generation.prediction or "", check)
         prediction = tuple(self.tokenizer.encode(generation.prediction or "", add_special_tokens=False))
@@ -148,7 +160,7 @@ class Codec:
             message = f"prediction is too long: the longest context here is {check.context_length} tokens; shorten it"
             raise InvalidRequest(message, "prediction") from None
 
-    def encode(self, prompt: Prompt, effort: Effort | None = None, check: LengthCheck | None = None) -> EncodedPrompt:
+    def encode(self, prompt: Prompt, asked: ReasoningAsked | None = None, check: LengthCheck | None = None) -> EncodedPrompt:
         """Encode one prompt; with a check, texts that are surely too long are not tokenised. Raises RequestError."""
         if check is not None and isinstance(prompt, str):
             check.check(prompt)
@@ -162,7 +174,9 @@ class Codec:
             raise InvalidRequest(message, "messages")
         if check is not None:  # before the template is run, which takes longer
             check.check_bytes(max(map(least_bytes, prompt.messages), default=0))
-        variables, budget = ({}, None) if effort is None else self._effort_settings(self.writer, effort)
+        if asked is not None and asked.is_limit and is_told(prompt.template_kwargs):
+            asked = None
+        variables, budget = ({}, None) if asked is None else self._effort_settings(asked, prompt.template_kwargs)
         conversation = self.writer.arrange(replace(prompt, template_kwargs=variables | prompt.template_kwargs))
         hiding = None if self.control is None else Hiding(self.control)
         own, text = self.writer.write_hidden(conversation, hiding)
@@ -180,7 +194,17 @@ class Codec:
             return found
         opened = opens_in(own, self.markers, last)
         closed = not opened and (last.strip() != "" or own.rstrip().endswith(self.markers.close))
+        if closed and asked is not None and conversation.add_generation_prompt:
+            budget = self._budget_of_closed(asked, budget)
         return replace(found, opened=opened, closed=closed, budget=budget, begun="" if opened else begun)
+
+    @staticmethod
+    def _budget_of_closed(asked: ReasoningAsked, budget: int | None) -> int | None:
+        """Return the budget of a prompt that leaves no room for reasoning. Raises UnsupportedParameter if some is asked for."""
+        if asked.effort != "none" and not asked.is_flexible:
+            message = f"{asked.words}: this model's chat template closes the reasoning before the answer; leave it out"
+            raise UnsupportedParameter(message, asked.place)
+        return None if asked.effort == "none" else budget
 
     def _begun(self, conversation: Conversation, prompt: str) -> str:
         """Return the beginning of the answer that the prompt ends with; "" if there is none, or only one of reasoning."""
@@ -192,19 +216,20 @@ class Codec:
             text = text.partition(self.markers.open)[0] if text.lstrip().startswith(self.markers.open) else text
         return text if prompt.endswith(text) else text.lstrip()  # templates trim
 
-    def _effort_settings(self, writer: PromptWriter, effort: Effort) -> tuple[dict[str, Any], int | None]:
-        """Map an effort to template variables and a token budget. Raises UnsupportedParameter if the model can not do it."""
+    def _effort_settings(self, asked: ReasoningAsked, own: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
+        """Map a wish for reasoning to template variables and a token budget. Raises RequestError if the model can not do it."""
+        check_switches(asked, own)
+        effort = asked.effort
         if effort == "none" and self._always_reasons:
-            message = "reasoning_effort none: this model always reasons before it answers; leave it out or ask for low"
-            raise UnsupportedParameter(message, "reasoning_effort")
-        if self.efforts is not None and effort != "none":
-            return self.efforts.variables(effort), None
-        if writer.capabilities.thinking_switch:
-            return {"enable_thinking": effort != "none"}, None if effort == "none" else BUDGETS[effort]
-        if self.markers is not None or effort == "none":
-            return {}, None if self.markers is None else BUDGETS[effort]
-        message = f"reasoning_effort {effort}: this model does not think before it answers; leave it out or set it to none"
-        raise UnsupportedParameter(message, "reasoning_effort")
+            message = f"{asked.words}: this model always reasons before it answers; leave it out or ask for low"
+            raise UnsupportedParameter(message, asked.place)
+        can_reason = self.efforts.acts or self.markers is not None or self._always_reasons
+        if not can_reason and effort != "none" and not asked.is_flexible:
+            off = " or set it to none" if effort is not None else ""
+            raise UnsupportedParameter(
+                f"{asked.words}: this model does not think before it answers; leave it out{off}", asked.place
+            )
+        return self.efforts.variables(effort), None if self.markers is None else self.efforts.budget(effort)
 
     def constraint(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ConstraintSpec | None:
         """Return the output grammar and reasoning limits, or None; slow for many tools. Raises InvalidRequest."""
@@ -213,7 +238,8 @@ class Codec:
             why = (
                 "has no markers around its reasoning to end it by" if self._always_reasons else "does not think before it answers"
             )
-            raise UnsupportedParameter(f"thinking_token_budget: this model {why}; leave it out", "thinking_token_budget")
+            place = generation.budget_place
+            raise UnsupportedParameter(f"{place}: this model {why}; leave it out", place)
         grammar, selection, reasoning = generation.grammar, generation.tool_choice, None
         if self.calls is None and self.writer is not None and selection is not None and selection.mode != "none":
             advice = "send none, or start weft with --tools-without-template describe"

@@ -2,24 +2,13 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from weft.errors import TemplateFailed
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import Markers, find_markers
 from weft.text.tokenizer import Tokenizer
-from weft.text.types import Effort
 
-EFFORT_VARIABLES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
-# Words for an effort, the best first: gpt-oss and its kin know three words, others refuse one of them.
-NEAREST: dict[Effort, tuple[str, ...]] = {
-    "minimal": ("low", "high"),
-    "low": ("low", "high"),
-    "medium": ("medium", "high", "low"),
-    "high": ("high", "max"),
-    "xhigh": ("high", "max"),
-    "max": ("high", "max"),
-}
 QUESTION, THOUGHT, ANSWER, MORE = "zq three?", "zq thought", "zq answer", "zq more"
 # A tag, or a word between two tags, as in <|open|>think<|sep|>.
 FIRST_TAG = re.compile(r"(?:<[^<>\s]+>\w+<[^<>\s]+>|<[^<>\s]+>|\[[^\[\]\n]+\])")
@@ -37,30 +26,6 @@ class ReasoningFormat:
     begin: str = ""  # in front of an answer without reasoning
     reopens: bool = False  # text and reasoning may alternate within one answer
     tokens: frozenset[int] = frozenset()  # of all these texts, which are read though special tokens are skipped
-
-
-@dataclass(frozen=True)
-class EffortWords:
-    """The template variable that says how much to reason, and the words that the template takes for it, by effort."""
-
-    name: str
-    words: dict[Effort, str]
-
-    @classmethod
-    def of(cls, writer: PromptWriter) -> Self | None:
-        """Find the variable and try the words; None if the template has no such variable."""
-        name = next((name for name in EFFORT_VARIABLES if name in writer.template.variables), None)
-        return None if name is None else cls(name, {effort: _word(writer, name, effort) for effort in NEAREST})
-
-    def variables(self, effort: Effort) -> dict[str, str]:
-        return {self.name: self.words[effort]}
-
-
-def _word(writer: PromptWriter, name: str, effort: Effort) -> str:
-    """Return the word nearest to an effort that the template takes; the first if it refuses all of them."""
-    words = NEAREST[effort]
-    taken = (word for word in words if _render(writer, [], {name: word}, add_generation_prompt=True))
-    return next(taken, words[0])
 
 
 def find_format(writer: PromptWriter, tokenizer: Tokenizer, *, has_channels: bool = False) -> ReasoningFormat | None:

@@ -181,8 +181,6 @@ class Capabilities:
         self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
         self.image = self._write_image()  # what is written for an image in a user's turn; "" for nothing
         self.images = {role for role in ("user", "tool") if self.image and self._takes_images(role)}  # roles that may send some
-        switched = {self._render(question, enable_thinking=switch) for switch in (True, False)}
-        self.thinking_switch = len(switched) == 2  # `enable_thinking` changes the prompt
 
     def _talk(self, *turns: tuple[str, str]) -> list[dict[str, Any]]:
         return [self._message(role, word) for role, word in turns]

@@ -61,6 +61,21 @@ class Conversation:
 Prompt = Conversation | str | tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class ReasoningAsked:
+    """A wish for reasoning: an effort, none of it, or, without an effort, as much as the model likes."""
+
+    effort: Effort | None
+    place: str  # the client's field, for errors
+    is_limit: bool = False  # it is only implied by a budget
+    is_flexible: bool = False  # left out where the model can not do it
+
+    @property
+    def words(self) -> str:
+        is_switch = self.effort is None or (self.effort == "none" and not self.place.endswith("effort"))
+        return self.place if is_switch else f"{self.place} {self.effort}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
     """A generation request, independent of the API dialect it came in; it produces `n` choices for each prompt."""
@@ -76,6 +91,9 @@ class GenerationRequest:
     tool_choice: "ToolSelection | None" = None  # which tools may be called; None: there are none
     thinking_budget: int | None = None  # reasoning tokens before the answer
     effort: Effort | None = None  # how much to reason, in OpenAI's words; the model's codec knows how to get that
+    reasons: bool = False  # reasoning is to be on, without a word of how much
+    effort_place: str = field(default="reasoning_effort", compare=False)  # the client's fields that say so, for errors
+    budget_place: str = field(default="thinking_token_budget", compare=False)
     skip_special_tokens: bool = True
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
     session: str = ""  # the client's name for a conversation that will come again with more turns
@@ -90,6 +108,15 @@ class GenerationRequest:
     speculate: bool = True  # whether draft tokens may be verified for it
     penalty_windows: tuple[str, ...] = ()  # fields that bound how far back penalties look: refused if one of these acts
     is_flexible: bool = False  # reasoning that the model can not do, or more tokens than fit, are left out instead of refused
+
+    @property
+    def reasoning_asked(self) -> ReasoningAsked | None:
+        """What is asked for; None: it is left to the model. A budget alone is a wish for reasoning, too."""
+        if self.effort is not None or self.reasons:
+            return ReasoningAsked(self.effort, self.effort_place, is_flexible=self.is_flexible)
+        return (
+            ReasoningAsked(None, self.budget_place, is_limit=True, is_flexible=self.is_flexible) if self.thinking_budget else None
+        )
 
 
 @dataclass(frozen=True, slots=True)

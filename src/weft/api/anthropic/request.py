@@ -184,42 +184,37 @@ def translate_count(body: dict[str, Any]) -> GenerationRequest:
 
 def _read_generation(request: CountRequest) -> GenerationRequest:
     tools = _read_tools(request.tools or [])
-    effort, budget, template_kwargs = _read_thinking(request)
     messages = _read_messages(request)
     continues = bool(messages) and messages[-1].role == "assistant"
     if continues and messages[-1].tool_calls:
         place = f"messages[{len(request.messages) - 1}]"
         raise InvalidRequest(f"{place} has a tool_use whose tool_result is missing; send it in a user message", place)
-    variables = (request.chat_template_kwargs or {}) | template_kwargs
     shown = tuple(tool.as_function() for tool in request.tools or () if tool.is_complete)
     return GenerationRequest(
         model=request.model,
-        prompts=(Conversation(messages, shown, variables, not continues, continues),),
+        prompts=(Conversation(messages, shown, request.chat_template_kwargs or {}, not continues, continues),),
         sampling={},
         grammar=_read_grammar(request),
         tool_choice=_select_tools(request, tools),
-        thinking_budget=budget,
-        effort=effort,
+        **_read_thinking(request),
         is_flexible=True,  # agents ask for reasoning and 32,000 tokens without knowing the model
     )
 
 
-def _read_thinking(request: CountRequest) -> tuple[Effort | None, int | None, dict[str, Any]]:
-    """Return reasoning effort, token budget and chat template kwargs; None, None and {} leave reasoning to the model."""
+def _read_thinking(request: CountRequest) -> dict[str, Any]:
+    """Return what is asked of the reasoning; without an effort, it is on or left to the model."""
     effort = request.output_config.effort if request.output_config else None
     budget = request.thinking_token_budget
+    place = "thinking" if effort is None else "output_config.effort"
     match request.thinking:
-        case None:
-            return effort, budget, {}
         case Thinking(type="disabled"):
-            return "none", None, {}
+            return {"effort": "none", "effort_place": "thinking"}
         case Thinking(type="enabled") if budget is None:
             raise InvalidRequest("thinking.budget_tokens is required where thinking is enabled", "thinking.budget_tokens")
         case Thinking(type="enabled"):
             assert budget is not None
-            worded = next(word for word, tokens in BUDGETS.items() if tokens is None or tokens >= budget)
-            return effort or worded, budget, {}
-    return effort, budget, {"enable_thinking": True}
+            effort = effort or next(word for word, tokens in BUDGETS.items() if tokens is None or tokens >= budget)
+    return {"effort": effort, "effort_place": place, "thinking_budget": budget, "reasons": request.thinking is not None}
 
 
 def _read_grammar(request: CountRequest) -> GrammarSpec | None:

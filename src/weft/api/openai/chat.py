@@ -79,7 +79,7 @@ class ChatRequest(ConversationRequest, kw_only=True):
     reasoning_effort: Effort | None = None
     reasoning: ReasoningSwitch | None = None
     thinking: ThinkingSwitch | None = None
-    enable_thinking: bool | None = None  # Qwen's word; true leaves it to the model
+    enable_thinking: bool | None = None  # Qwen's word
     think: bool | Effort | None = None  # Ollama's
     tools: Annotated[list[SentTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
@@ -90,20 +90,26 @@ class ChatRequest(ConversationRequest, kw_only=True):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return self.read_limit(getattr(self, name), name)
 
-    def read_effort(self) -> Effort | None:
-        """Return the reasoning effort, None if it is left to the model. Raises InvalidRequest if two fields differ."""
+    def read_effort(self) -> dict[str, Any]:
+        """Return what is asked of the reasoning, {} if it is left to the model. Raises InvalidRequest if two fields differ."""
         reasoning, thinking = self.reasoning or ReasoningSwitch(), self.thinking or ThinkingSwitch()
         if reasoning.exclude:
             raise UnsupportedParameter("reasoning.exclude is not supported here; leave it out", "reasoning.exclude")
         given: dict[str, Effort | None] = {"reasoning_effort": self.reasoning_effort, "reasoning.effort": reasoning.effort}
-        given |= {"reasoning.enabled": "none" if reasoning.enabled is False else None}
-        given |= {"thinking.type": "none" if thinking.type == "disabled" else None}
-        given |= {"enable_thinking": "none" if self.enable_thinking is False else None}
-        given |= {"think": "none" if self.think is False else None if self.think is True else self.think}
-        first = next((name for name in given if given[name] is not None), "reasoning_effort")
-        if other := next((name for name in given if given[name] not in (None, given[first])), None):
+        type_switch = {"disabled": False, "enabled": True}.get(thinking.type or "")
+        think = None if isinstance(self.think, str) else self.think
+        given |= {"think": self.think if isinstance(self.think, str) else None}
+        switches = {"reasoning.enabled": reasoning.enabled, "thinking.type": type_switch}
+        switches |= {"enable_thinking": self.enable_thinking, "think": think}
+        given |= {name: "none" for name, switch in switches.items() if switch is False}
+        first = next((name for name in given if given[name] is not None), None)
+        on = next((name for name, switch in switches.items() if switch), None)
+        if first is None:
+            return {} if on is None else {"reasons": True, "effort_place": on}
+        contradicts = on if given[first] == "none" else None
+        if other := next((name for name in given if given[name] not in (None, given[first])), contradicts):
             raise InvalidRequest(f"{first} and {other} differ; send one of them", other)
-        return given[first]
+        return {"effort": given[first], "effort_place": first}
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
@@ -132,7 +138,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         grammar=read_grammar(request, GRAMMAR_FIELDS),
         tool_choice=choice if tools else None,
         thinking_budget=request.thinking_token_budget,
-        effort=request.read_effort(),
+        **request.read_effort(),
         prediction=request.prediction and request.prediction.text,
     )
     custom = frozenset(tool.name for tool in tools if tool.is_custom)

@@ -130,6 +130,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
         tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
         thinking_budget=request.thinking_token_budget,
         effort=thinking.effort,
+        effort_place="reasoning.effort",
     )
     keep = past.keep if request.store is not False else None
     repeated = _repeated(request, thinking) | {"store": keep is not None}
