@@ -573,3 +573,38 @@ def test_an_ignored_field_is_logged_once_a_name(caplog: pytest.LogCaptureFixture
 def test_under_strict_params_an_unknown_field_is_refused() -> None:
     with pytest.raises(UnsupportedParameter, match=r"zebra.*--strict-params"):
         UnknownFields(is_strict=True).headers(("zebra",))
+
+
+@pytest.mark.parametrize("wrapper", ["", "extra_body", "nvext"])
+@pytest.mark.parametrize("place", [*BUDGET_PLACES])
+def test_a_budget_keeps_the_place_that_the_client_gave_it(place: str, wrapper: str) -> None:
+    path = f"{wrapper}.{place}".lstrip(".")
+    body: Any = 7
+    for name in reversed(path.split(".")):
+        body = {name: body}
+
+    generation = chat.translate({"messages": [{"role": "user", "content": "Hi"}], **body}).generation
+
+    assert (generation.thinking_budget, generation.budget_place) == (7, path)
+
+
+@pytest.mark.parametrize(
+    ("parse", "body", "place"),
+    [
+        (chat.translate, {"reasoning_effort": "low"}, "reasoning_effort"),
+        (chat.translate, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (chat.translate, {"think": "low"}, "think"),
+        (chat.translate, {"thinking": {"type": "enabled"}}, "thinking.type"),
+        (chat.translate, {"enable_thinking": True}, "enable_thinking"),
+        (ollama.translate_chat, {"think": True}, "think"),
+        (ollama.translate_chat, {"think": "low"}, "think"),
+    ],
+)
+def test_a_wish_for_reasoning_keeps_the_place_that_the_client_gave_it(
+    parse: Callable[[Any], ParsedRequest], body: dict[str, Any], place: str
+) -> None:
+    asked = parse({"messages": [{"role": "user", "content": "Hi"}], "model": "m", **body}).generation.reasoning_asked
+
+    assert asked is not None
+    assert asked.place == place
+    assert asked.words.startswith(place)

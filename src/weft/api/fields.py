@@ -111,6 +111,11 @@ class FieldRules:
         unknown = self.find_unknown(body, kind)
         return convert(body, kind), unknown
 
+    def place_of_budget(self, body: dict[str, Any]) -> str:
+        """Return the path at which a body has its reasoning budget, for errors."""
+        places = (f"{outer}.{place}".lstrip(".") for outer in ("", *self.wrappers) for place in BUDGET_PLACES)
+        return next((place for place in places if _value_at(body, place) is not None), BUDGET)
+
     def _by_own_names(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a body in which aliases are replaced by the names they stand for. Raises InvalidRequest if two differ."""
         for alias in self.aliases.keys() & body.keys():
@@ -129,6 +134,13 @@ class FieldRules:
             near = difflib.get_close_matches(name, [*(shape.fields or ())], 1, 0)[0]
             message = f"{name} is not known here, and without it the answer could be wrong; the nearest known name is {near}"
             raise UnsupportedParameter(message, name)
+
+
+def _value_at(body: dict[str, Any], place: str) -> Any:
+    value: Any = body
+    for name in place.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _unwrapped(body: dict[str, Any], wrapper: str) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def translate_chat(body: dict[str, Any]) -> ParsedRequest:
     messages = _messages(request.messages or [])
     prompts = (types.Conversation(messages, given),) if messages else ()
     selection = read_tool_selection(None, tools) if tools else None
-    return _parsed(request, ignored, prompts, is_chat=True, tool_choice=selection)
+    place = RULES.place_of_budget(body)
+    return _parsed(request, ignored, prompts, is_chat=True, tool_choice=selection, budget_place=place)
 
 
 def translate_generate(body: dict[str, Any]) -> ParsedRequest:
@@ -143,7 +144,8 @@ def translate_generate(body: dict[str, Any]) -> ParsedRequest:
     elif request.prompt:
         system = (types.Message("system", request.system),) if request.system else ()
         prompts = (types.Conversation((*system, types.Message("user", _content(request.prompt, request.images)))),)
-    return _parsed(request, ignored, prompts, is_chat=False, split_thinking=not request.raw)
+    place = RULES.place_of_budget(body)
+    return _parsed(request, ignored, prompts, is_chat=False, split_thinking=not request.raw, budget_place=place)
 
 
 def _check_raw(request: OllamaGenerateRequest) -> None:

@@ -138,6 +138,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         grammar=read_grammar(request, GRAMMAR_FIELDS),
         tool_choice=choice if tools else None,
         thinking_budget=request.thinking_token_budget,
+        budget_place=RULES.place_of_budget(body),
         **request.read_effort(),
         prediction=request.prediction and request.prediction.text,
     )

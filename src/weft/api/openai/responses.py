@@ -129,6 +129,7 @@ def translate(body: dict[str, Any], past: Past | None = None) -> ParsedRequest:
         grammar=read_grammar(request, openai.GRAMMAR_FIELDS | {"text": _read_text}),
         tool_choice=tools.select(request.tool_choice, request.parallel_tool_calls),
         thinking_budget=request.thinking_token_budget,
+        budget_place=RULES.place_of_budget(body),
         effort=thinking.effort,
         effort_place="reasoning.effort",
     )
