@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--folder", default=str(FOLDER))
     parser.add_argument("--context", type=int, default=100_000)
     parser.add_argument("--compile-for-ever", action="store_true", help="never say that a constraint is compiled")
+    parser.add_argument("--refuse-when", type=Path, help="refuse every constraint, when this file exists")
     parser.add_argument("--drafts", action="store_true", help="say that drafts were verified")
     parser.add_argument("--memory-tokens", type=int, help="no row may be longer; a token takes 100 bytes")
     asked = parser.parse_args()
@@ -98,9 +99,13 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
         for message in channel.receive(0.0 if live else 1.0):
             match message:
                 case Submit():
-                    while asked.prompt_until and not asked.prompt_until.exists():
-                        time.sleep(0.01)
+                    if asked.prompt_until:
+                        wait_for(asked.prompt_until)
                     known.take(message)
+                    if message.constraint is not None and asked.refuse_when:
+                        wait_for(asked.refuse_when)
+                        outcomes.append(SubmitOutcome(message.numbers[0], "it is ambiguous"))
+                        continue
                     if message.constraint is not None and not asked.compile_for_ever:  # nothing is compiled, and nothing enforced
                         outcomes.append(SubmitOutcome(message.numbers[0]))
                     if verified is not None:
@@ -140,6 +145,11 @@ def run(channel: EngineEnd, asked: argparse.Namespace) -> None:
         else:
             channel.send(EngineEvents(outcomes, prompts, events))
         time.sleep(max(0.0, begun + asked.token_seconds - time.monotonic()))
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
 
 
 class Verified:

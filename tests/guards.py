@@ -490,11 +490,11 @@ GUARDS = [
     ),
     Guard(
         "engine-gone-while-encoding", "serving/service.py",
-        "                if request.may_wait and model.is_loading:  # the engine went while a thread encoded",
+        "                if model.is_loading:  # the engine went while a thread encoded",
         "                if False:",
         "tests/serving/test_engine_gone_while_encoding.py::"
         "test_a_stream_waits_for_the_next_engine_and_tells_the_sampling_that_was_used",
-        "a stream waits for the next engine also if its engine dies while its prompt is encoded", "R035",
+        "a request waits for the next engine also if its engine dies while its prompt is encoded", "R035",
     ),
     Guard(
         "sampling-of-a-waiting-reply", "api/app.py",
@@ -503,6 +503,20 @@ GUARDS = [
         "tests/serving/test_engine_gone_while_encoding.py::"
         "test_a_stream_waits_for_the_next_engine_and_tells_the_sampling_that_was_used",
         "a reply that waited for its engine says the sampling that was used", "R035",
+    ),
+    Guard(
+        "silence-by-bytes", "api/app.py",
+        "        return frames or self._heartbeat()",
+        "        self.silence.end()\n        return frames",
+        "tests/api/test_event_stream.py::test_no_client_hears_nothing_for_longer_than_a_heartbeat[messages, thinking]",
+        "a stream's silence ends with what is sent, not with what is computed",
+    ),
+    Guard(
+        "head-before-grammar", "api/app.py",
+        "        await deadline.hold(asyncio.wait((first,), timeout=silence.seconds_left))",
+        "        await deadline.hold(asyncio.wait((first,)))",
+        "tests/server/test_heartbeats.py::test_a_stream_begins_before_its_grammar_is_accepted[chat]",
+        "a stream begins after the heartbeat's time at the latest, also if no engine has taken its grammar",
     ),
     Guard(
         "slices", "engine/scheduler.py",

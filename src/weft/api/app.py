@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -36,13 +37,13 @@ from weft.serving.active_request import ActiveRequest, Parts
 from weft.serving.rate_limit import RateLimiter
 from weft.serving.registry import ModelRegistry
 from weft.serving.service import Service
+from weft.serving.silence import Silence
 from weft.serving.tenants import Keyring, Tenant
 
 log = logging.getLogger("weft.api")
 
 LARGE_BODY_BYTES = 1 << 16  # larger ones are translated in a thread: a large schema takes its time, and streams must not wait
 MAX_LOGGED_FIELDS = 1000  # names of ignored fields; clients may make up any number
-SILENCE_SECONDS = 60.0  # between two wake-ups of a reply that is not streamed
 MEASURED = ("prompt_tokens", "cached_tokens", "completion_tokens", "queue_seconds", "prefill_seconds", "decode_seconds")
 # Clients that send one of these come again with more of the same conversation.
 DESCRIBED_TOOLS = {"x-weft-tools": "described"}  # the model was not made for tools
@@ -176,10 +177,11 @@ class GeneratingEndpoint:
                 account.close(None)
                 return json_response(make_reply().make_body(), headers=headers)
             active = account.active = ActiveRequest(request_id, parsed.generation, may_wait=parsed.stream)
-            parts = self.service.generate(active, self.config.heartbeat_seconds if parsed.stream else SILENCE_SECONDS)
+            silence = Silence(self.config.heartbeat_seconds if parsed.stream else math.inf)
+            parts = self.service.generate(active, silence)
             watch = asyncio.create_task(_abandon_when_gone(active, request.receive, deadline))
             try:
-                await deadline.hold(anext(parts))
+                first = await _begin(parts, silence, deadline)
             except ContextTooLong as error:
                 if not (parsed.stream and parsed.streams_overflow):
                     raise
@@ -189,13 +191,14 @@ class GeneratingEndpoint:
             finally:
                 watch.cancel()
             account.charge()
-            headers |= self.limiter.headers(tenant_of(request)) | (DESCRIBED_TOOLS if active.has_described_tools else {})
+            headers |= self.limiter.headers(tenant_of(request))
             reply = make_reply(lambda: active.sampling)
             if parsed.stream:
-                return EventStream(reply, active, parts, account.close, deadline, headers | {"content-type": parsed.media_type})
+                headers |= _described(active) | {"content-type": parsed.media_type}
+                return EventStream(reply, active, parts, first, silence, account.close, deadline, headers)
             body = await collect_body(reply, active, parts, request.receive, deadline)
             account.close(None)
-            return json_response(body, headers=headers)
+            return json_response(body, headers=headers | _described(active))
         except Exception as error:  # the guard replies to it; here it is only counted
             account.close(error)
             raise
@@ -222,16 +225,47 @@ def _whose(tenant: Tenant, session: str) -> dict[str, Any]:
     return {"tenant": tenant.id, "client": client, "scope": tenant.scope, "hides_texts": tenant.hides_texts}
 
 
-@dataclass(frozen=True)
+def _described(active: ActiveRequest) -> dict[str, str]:
+    return DESCRIBED_TOOLS if active.has_described_tools else {}
+
+
+async def _begin(parts: PartStream, silence: Silence, deadline: Deadline) -> asyncio.Task[Parts]:
+    """Start a request and return the task of its first part, done unless the client's silence is over before.
+
+    Raises the error of a request that is refused by then.
+    """
+    first = asyncio.ensure_future(anext(parts))
+    try:
+        await deadline.hold(asyncio.wait((first,), timeout=silence.seconds_left))
+    except BaseException:
+        await _cancel(first)
+        raise
+    if first.done():
+        first.result()
+    return first
+
+
+async def _cancel(task: asyncio.Task[Parts]) -> None:
+    """Cancel a task that is not done, and wait for its end; its error is not raised."""
+    if task.cancel():
+        await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()
+
+
+@dataclass
 class EventStream:
     """ASGI response that streams a reply's frames, with heartbeats; a disconnect or the deadline ends the request."""
 
     reply: Reply
     active: ActiveRequest
     parts: PartStream
+    first: asyncio.Task[Parts]  # of the first of the parts, which is empty
+    silence: Silence
     on_close: Callable[[BaseException | None], None]  # called once, with what ended the stream
     deadline: Deadline
     headers: dict[str, str]
+    has_started: bool = False
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         error: BaseException | None = asyncio.CancelledError()  # where the server ends this task
@@ -239,11 +273,12 @@ class EventStream:
         watch = asyncio.create_task(_abandon_when_gone(self.active, receive, self.deadline))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": self.reply.frame_opening(), "more_body": True})
+            self.silence.end()
+            await self._send(send, self.reply.frame_opening())
+            await self._until_begun(send)
             async with contextlib.aclosing(self.parts):
-                async for frames in self._frames():
-                    if frames:
-                        await send({"type": "http.response.body", "body": frames, "more_body": True})
+                async for news in self.parts:
+                    await self._send(send, self._frames(news))
             await send({"type": "http.response.body", "body": self.reply.frame_closing()})
             error = None
         except Exception as caught:  # the border of a stream: whatever it is, the client gets an error and no regular end
@@ -255,17 +290,36 @@ class EventStream:
             watch.cancel()
             self.on_close(error)
 
-    async def _frames(self) -> AsyncGenerator[bytes]:
-        active, has_started = self.active, False
-        is_accepted = active.is_submitted
-        async for news in self.parts:
-            if news:
-                start = b"" if has_started else self.reply.frame_start(active.usage)
-                has_started = True
-                yield start + b"".join([self.reply.frame_deltas(choice, deltas) for choice, deltas in news])
-            elif is_accepted or not active.is_submitted:
-                yield self.reply.frame_heartbeat(active.num_computed, active.num_prompt_tokens)
-            is_accepted = active.is_submitted
+    async def _until_begun(self, send: Send) -> None:
+        """Send heartbeats until the engine has accepted the request, or it waits for its model. Raises its error."""
+        is_here = asyncio.Event()
+        self.first.add_done_callback(lambda _: is_here.set())
+        try:
+            while not self.first.done():
+                await self.active.wait_for(is_here, self.silence.seconds_left)
+                await self._send(send, self._heartbeat())
+            self.first.result()
+        finally:
+            await _cancel(self.first)
+
+    def _frames(self, news: Parts) -> bytes:
+        """Return the frames of new deltas, or, if they have none, a heartbeat when one is due."""
+        if not news:
+            return self._heartbeat()
+        start = b"" if self.has_started else self.reply.frame_start(self.active.usage)
+        self.has_started = True
+        frames = start + b"".join([self.reply.frame_deltas(choice, deltas) for choice, deltas in news])
+        return frames or self._heartbeat()
+
+    def _heartbeat(self) -> bytes:
+        if not self.silence.is_over:
+            return b""
+        return self.reply.frame_heartbeat(self.active.num_computed, self.active.num_prompt_tokens)
+
+    async def _send(self, send: Send, frames: bytes) -> None:
+        if frames:
+            await send({"type": "http.response.body", "body": frames, "more_body": True})
+            self.silence.end()
 
 
 async def collect_body(

@@ -27,6 +27,7 @@ from weft.serving.active_request import ActiveRequest, Parts, Reports, RequestRe
 from weft.serving.image_decoder import ImageDecoder
 from weft.serving.lanes import EncodingLanes, num_characters
 from weft.serving.model import LOAD_HINT, ServedModel, ServerScreen
+from weft.serving.silence import Silence
 from weft.serving.text_processes import TextProcesses
 from weft.text.codec import Codec, EncodedPrompt
 from weft.text.image_parts import ImageFile, image_places, read_images, with_images
@@ -59,12 +60,12 @@ class Service:
         self._tasks: dict[ServedModel, asyncio.Task[None]] = {}
         self._screen: ServerScreen | None = None
 
-    async def generate(self, request: ActiveRequest, silence: float) -> AsyncGenerator[Parts]:
+    async def generate(self, request: ActiveRequest, silence: Silence) -> AsyncGenerator[Parts]:
         """Answer one request: find its model, encode and submit its prompts, and yield the deltas of its choices.
 
         Yields an empty list when the request waits for its model, and when the engine has accepted it; then deltas as they
-        come, and an empty list whenever none came for `silence` seconds. Raises WeftError if the request is refused or fails.
-        Closing the generator cancels the request.
+        come, and an empty list whenever the `silence` of its client is over, which the caller ends by sending bytes.
+        Raises WeftError if the request is refused or fails. Closing the generator cancels the request.
         """
         model, generation = self.find(request.generation.model), request.generation
         self.active.append(request)
@@ -79,7 +80,7 @@ class Service:
                 generation = request.generation = codec.fitted(generation)
                 generation = request.generation = await self._see(codec, ready, generation)
                 encoded, samplings = await self._encode(request, codec, ready.limits)
-                if request.may_wait and model.is_loading:  # the engine went while a thread encoded
+                if model.is_loading:  # the engine went while a thread encoded
                     async for _ in self._until_loaded(request, model, silence):
                         yield []
                 model.require()
@@ -90,28 +91,26 @@ class Service:
                 request.start(codec, encoded, subscription)
             await subscription.until_accepted()
             yield []
-            last = time.monotonic()
             while not request.is_done:
-                events = await subscription.take(max(0.0, last + silence - time.monotonic()))
+                events = await subscription.take(silence.seconds_left)
                 news = await _checked(request, model.processes, request.read(events, self.metrics))
-                if news or time.monotonic() - last >= silence:
+                if news or silence.is_over:
                     yield news
-                    last = time.monotonic()
         except WeftError as error:
             request.error = error
             raise
         finally:
             self._close(request, model)
 
-    async def _until_loaded(self, request: ActiveRequest, model: ServedModel, silence: float) -> AsyncGenerator[None]:
-        """Wait while a model is being loaded, yielding at once and every `silence` seconds; raise QueueFull if too many wait."""
+    async def _until_loaded(self, request: ActiveRequest, model: ServedModel, silence: Silence) -> AsyncGenerator[None]:
+        """Wait while a model is being loaded, yielding at once and after each `silence`; raise QueueFull if too many wait."""
         if sum(one.generation.tenant == request.generation.tenant for one in self.waiting) >= self.max_queue:
             raise QueueFull(f"{self.max_queue} requests wait for a model to be loaded; come again", retry_after=5)
         request.is_waiting = True
         try:
             while model.is_loading:
                 yield
-                await request.wait_for(model.settled, silence)
+                await request.wait_for(model.settled, silence.seconds_left)
         finally:
             request.is_waiting = False
 

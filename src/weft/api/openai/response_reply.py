@@ -12,7 +12,6 @@ from weft.api.dialect import Reply, ReplyHeader, encode_json, join_texts
 from weft.api.openai.reply import logprobs_of, timings_of
 from weft.api.openai.response_items import Item, OutputTools, complete_item
 from weft.api.problems import response_error
-from weft.ipc.limits import Sampling
 from weft.text.tools import CustomInputReader
 from weft.text.types import CallArguments, CallClosed, CallOpened, Delta, Finish, Reasoning, Text, Usage
 
@@ -109,9 +108,14 @@ class ResponseReply(Reply):
             "output": [],
             **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
             **self.shape.repeated,
-            **dialect.pick_fields(self.header.sampling or Sampling(temperature=1.0), *SAMPLED),
+            **self._sampled,
             **made,
         }
+
+    @property
+    def _sampled(self) -> dict[str, float | None]:
+        """The sampling that is used; {} while the model's defaults are not known, where what the request asks for is repeated."""
+        return {} if self.header.sampling is None else dialect.pick_fields(self.header.sampling, *SAMPLED)
 
     def _events(self, run: list[Delta]) -> Iterator[Event]:
         match run[0]:

@@ -22,7 +22,7 @@ from weft.api.openai.response_items import (
     resolve_items,
     unknown_kinds,
 )
-from weft.api.openai.response_reply import Keep, ResponseReply, ResponseShape
+from weft.api.openai.response_reply import SAMPLED, Keep, ResponseReply, ResponseShape
 from weft.errors import InvalidRequest
 from weft.ipc.limits import MAX_ENTRIES, MAX_MESSAGES, MAX_TOOLS
 from weft.ipc.messages import GrammarSpec
@@ -170,7 +170,7 @@ def _repeated(request: ResponseRequest, thinking: ThinkingAsked) -> Item:
     tier, empty = request.service_tier, dict.fromkeys(("description", "parameters", "strict"))  # what a function may lack
     same = ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user", "safety_identifier")
     return {
-        **pick_fields(request, *same),
+        **pick_fields(request, *same, *SAMPLED),
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "prompt_cache_key": request.prompt_cache_key if isinstance(request.prompt_cache_key, str) else None,
