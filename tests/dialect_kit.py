@@ -21,6 +21,17 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
 ADD = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now"}}
 
+LARGEST = 1.7976931348623157e308
+# Arguments of a call as a model of other notations than JSON may write them, and what JSON can hold of them.
+ODD_ARGUMENTS: list[tuple[str, Any]] = [
+    ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+    ('{"a": ["x\\ud83dy", {"b": "\\uDE00"}]}', {"a": ["x\ufffdy", {"b": "\ufffd"}]}),
+    ('{"\\ud83d": 1}', {"\ufffd": 1}),
+    ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
+    ('{"a": "\\\\ud83d"}', {"a": "\\ud83d"}),
+    ('{"a": NaN, "b": Infinity, "c": -Infinity}', {"a": "NaN", "b": LARGEST, "c": -LARGEST}),
+]
+
 Parts = Sequence[tuple[int, Sequence[Delta]]]  # for each choice with news its index and deltas
 Item = TypeVar("Item")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from dialect_kit import HEADER, PARAMETERS, USER, conversation_of, cut_at, messages_of, one_by_one, refused
+from dialect_kit import HEADER, ODD_ARGUMENTS, PARAMETERS, USER, conversation_of, cut_at, messages_of, one_by_one, refused
 from dialect_kit import events_of as frames
 from dialect_kit import streamed as stream_of
 from dialect_kit import whole as body_of
@@ -136,10 +136,19 @@ def test_thinking_text_and_calls_are_blocks_that_follow_each_other() -> None:
         (Finish("stop", "END", USAGE), end("stop_sequence", '"END"')),
         (Finish("length", None, USAGE), end("max_tokens")),
         (Finish("stop", 42, USAGE), end("end_turn")),
+        (Finish("tool_calls", "END", USAGE), end("tool_use")),
+        (Finish("length", "END", USAGE), end("max_tokens")),
     ],
 )
 def test_the_end_says_why(finish: Finish, told: list[str]) -> None:
     assert frames(streamed([finish])) == [START, *told]
+
+
+@pytest.mark.parametrize(("written", "told"), ODD_ARGUMENTS)
+def test_arguments_that_json_can_not_hold_are_told_as_what_it_can(written: str, told: Any) -> None:
+    call: list[Delta] = [CallOpened(0, "call_1", "add"), CallArguments(0, written), CallClosed(0)]
+
+    assert whole([*call, Finish("tool_calls", None, USAGE)])["content"][0]["input"] == told
 
 
 def test_an_answer_that_ends_before_its_max_tokens_ended_with_the_context() -> None:

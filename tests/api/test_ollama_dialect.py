@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dialect_kit import ADD, HEADER, USAGE, USER, conversation_of, cut_at, messages_of, refused, streamed
+from dialect_kit import ADD, HEADER, ODD_ARGUMENTS, USAGE, USER, conversation_of, cut_at, messages_of, refused, streamed
 from dialect_kit import whole as whole_body
 from weft.api.dialect import ParsedRequest, decode_arguments
 from weft.api.fields import BUDGET_NAMES
@@ -71,6 +71,14 @@ def test_a_call_is_told_when_it_is_complete_with_its_arguments_as_an_object() ->
 
     call = json.dumps(TOLD_CALL, separators=(",", ":"))
     assert told == ['HEAD"message":{"role":"assistant","content":"","tool_calls":[' + call + ']},"done":false}', STOPPED]
+
+
+@pytest.mark.parametrize(("written", "told"), ODD_ARGUMENTS)
+def test_arguments_that_json_can_not_hold_are_told_as_what_it_can(written: str, told: Any) -> None:
+    call: list[Delta] = [CallOpened(0, "call_1", "add"), CallArguments(0, written), CallClosed(0)]
+    line = json.loads("{" + lines(chat(tools=[ADD]), [call])[0].removeprefix("HEAD"))
+
+    assert line["message"]["tool_calls"][0]["function"]["arguments"] == told
 
 
 def test_a_call_that_was_cut_is_not_told() -> None:

@@ -54,6 +54,9 @@ class App:
                 await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
             self.seen.append("gone")
             return
+        if path == "/parts":
+            for _ in range(9):
+                await send({"type": "http.response.body", "body": BODY, "more_body": True})
         await send({"type": "http.response.body", "body": BODY})
 
 
@@ -114,6 +117,21 @@ def code_of(reply: bytes) -> tuple[int, str]:
     assert told["type"] == "error"
     assert told["error"]["type"]
     return int(head.split()[1]), told["error"]["code"]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/", BODY), ("/parts", BODY * 10)])
+@pytest.mark.parametrize("wish", [b"", b"connection: keep-alive\r\n"])
+def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_of_the_connection_ends_the_body(
+    path: str, body: bytes, wish: bytes
+) -> None:
+    with served() as at:
+        head, _, told = at.told(b"GET %b HTTP/1.0\r\n%b\r\n" % (path.encode(), wish)).partition(b"\r\n\r\n")
+        _, _, nothing = at.told(b"HEAD %b HTTP/1.0\r\n\r\n" % path.encode()).partition(b"\r\n\r\n")
+
+    assert b"transfer-encoding" not in head.lower()
+    assert b"connection: close" in head.lower()
+    assert told == body
+    assert nothing == b""
 
 
 def test_headers_are_refused_by_size_while_they_still_come() -> None:

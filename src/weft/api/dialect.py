@@ -105,7 +105,10 @@ class ParsedRequest:
 
 
 def decode_arguments(text: str) -> Any:
-    """Decode a tool call's arguments; a number beyond the range of a float becomes the largest float. Raises ValueError."""
+    """Decode a tool call's arguments into what JSON can hold again. Raises ValueError.
+
+    A number beyond the range of a float becomes the largest float, half a surrogate pair becomes U+FFFD, and NaN a text.
+    """
 
     def number(digits: str) -> float:
         return min(max(float(digits), -sys.float_info.max), sys.float_info.max)
@@ -114,7 +117,23 @@ def decode_arguments(text: str) -> Any:
         is_small = len(digits) <= 20 and -(2**63) <= int(digits) < 2**64  # what can be encoded again
         return int(digits) if is_small else number(digits)
 
-    return json.loads(text, parse_float=number, parse_int=integer)
+    def constant(word: str) -> float | str:
+        return word if word == "NaN" else number(word)
+
+    decoded = json.loads(text, parse_float=number, parse_int=integer, parse_constant=constant)
+    return _whole_characters(decoded) if "\\ud" in text.lower() else decoded
+
+
+def _whole_characters(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case list():
+            return [_whole_characters(one) for one in value]
+        case dict():
+            return {_whole_characters(name): _whole_characters(one) for name, one in value.items()}
+        case _:
+            return value
 
 
 def encode_json(value: Any) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from weft.config import ServerConfig
 from weft.errors import WeftError
@@ -169,6 +169,8 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop_parser(429, "too_many_requests", f"More than {MAX_PIPELINED} requests wait on one connection.")
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _end_by_closing(self.cycle)
 
     def _stop_parser(self, *refusal: Any) -> None:
         self._refusal = (refusal[0], refusal[1], refusal[2])
@@ -258,6 +260,18 @@ class Connection(HttpToolsProtocol):
         if self._stall is not None:
             self._stall.cancel()
         self._stall = None if seconds is None else self.loop.call_later(seconds, self._end_stall)
+
+
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """Let the end of the connection end a response: HTTP/1.0 has no transfer-encoding (RFC 9112, 6.1)."""
+    send = cycle.send
+    cycle.chunked_encoding = False  # nor does uvicorn count the body then
+
+    async def send_uncounted(message: Any) -> None:  # Any: uvicorn and Starlette name the same messages differently
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_uncounted  # type: ignore[method-assign]
 
 
 _TOO_LARGE = (

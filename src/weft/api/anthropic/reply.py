@@ -110,13 +110,15 @@ class MessagesReply(Reply):
         return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, FIELDS[kind]: text}}
 
     def _ending(self, finish: Finish) -> dict[str, Any]:
-        usage = finish.usage or Usage(0, 0)
-        stop = finish.stop if isinstance(finish.stop, str) else None
-        reason = "end_turn" if stop is None else "stop_sequence"
+        usage, stop = finish.usage or Usage(0, 0), None
         if finish.reason == "tool_calls":
             reason = "tool_use"
         elif finish.reason == "length":  # the client may have asked for more tokens than the context has
             reason = "max_tokens" if usage.completion_tokens >= self.max_tokens else "model_context_window_exceeded"
+        elif isinstance(finish.stop, str):
+            reason, stop = "stop_sequence", finish.stop
+        else:
+            reason = "end_turn"
         return {"delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": _usage(usage)}
 
 
