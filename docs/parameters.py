@@ -98,6 +98,10 @@ WORDS = {
     "presence_context_size": "As `repeat_last_n`, for `presence_penalty`.",
     "frequency_context_size": "As `repeat_last_n`, for `frequency_penalty`.",
     "logit_bias": "Added to the logits of these token ids.",
+    "allowed_token_ids": "Only these tokens are sampled, within a grammar too. The model's end tokens are not added: list one "
+    "to let the answer end. Markers that end a reasoning budget come in any case.",
+    "bad_words": "Texts that never occur in the output, reasoning and tool calls included. Upper and lower case differ, and "
+    "parts of words count, however they are spread over tokens.",
     "seed": "The same seed gives the same answer, regardless of concurrent requests.",
     # Constraints
     "response_format": "text, json_object, json_schema (enforced exactly with `strict`), structural_tag.",

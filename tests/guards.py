@@ -519,6 +519,27 @@ GUARDS = [
         "a stream begins after the heartbeat's time at the latest, also if no engine has taken its grammar",
     ),
     Guard(
+        "bad-words-over-tokens", "grammar/output_limits.py",
+        "        return self._texts.begun(begun + self._tokenizer.decode_bytes([token]))",
+        '        return b""',
+        "tests/grammar/test_output_limits.py::test_the_mask_is_that_of_trying_every_token",
+        "a bad word does not occur, however it is spread over tokens",
+    ),
+    Guard(
+        "limits-taken-back", "grammar/constraint.py",
+        "                del self._begun[-count:]",
+        "                pass",
+        "tests/grammar/test_output_limits.py::test_tokens_taken_back_and_replayed_ones_leave_the_same_mask",
+        "tokens that are taken back leave no trace in what may come next",
+    ),
+    Guard(
+        "limits-and-forced-tokens", "grammar/constraint.py",
+        "        if not tokens or (self.limits is not None and not self._history[-1].forced):",
+        "        if not tokens:",
+        "tests/grammar/test_output_limits.py::test_a_token_that_the_grammar_forces_and_a_list_forbids_is_not_emitted",
+        "a forced token is not emitted past the list of allowed ones",
+    ),
+    Guard(
         "slices", "engine/scheduler.py",
         "        return Plan(steps, chunk, self._slice_seconds(spare), beside, self._upcoming(), room)",
         "        return Plan(steps, chunk, None, beside, self._upcoming(), room)",

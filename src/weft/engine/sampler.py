@@ -18,7 +18,9 @@ from weft.kernels.primitives import ops
 from weft.memory.transfer import ON_CUDA
 
 NOT_FINITE = "the model's logits are not finite for this sequence"
-PROBLEMS = ("", "no token is left: what the constraint allows here is forbidden by logit_bias or min_tokens", NOT_FINITE)
+NONE_LEFT = "no token is left: what the constraint allows here is forbidden by logit_bias, min_tokens, "
+NONE_LEFT += "allowed_token_ids or bad_words"
+PROBLEMS = ("", NONE_LEFT, NOT_FINITE)
 CANDIDATES = 256  # with top_k up to this many, a row is sampled from a partition instead of a full sort
 
 

@@ -28,7 +28,8 @@ from weft.grammar.gbnf import to_lark
 from weft.grammar.grammar_cache import NOBODY, GrammarCache, Owner
 from weft.grammar.grammar_tokens import GrammarTokens
 from weft.grammar.json_rules import with_number_rules, with_number_rules_within
-from weft.grammar.reasoning_budget import CutCharacters, ForbiddenText, ReasoningBudget
+from weft.grammar.output_limits import ForbiddenTexts, OutputLimits
+from weft.grammar.reasoning_budget import CutCharacters, ReasoningBudget
 from weft.ipc.messages import JSON_OPTIONS, ConstraintSpec, GrammarSpec
 
 Made = TypeVar("Made")
@@ -59,7 +60,7 @@ class Compiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.cache = GrammarCache()
-        self._forbidden: dict[str, ForbiddenText] = {}
+        self._forbidden: dict[str, ForbiddenTexts] = {}
         self._pool = FairPool(WORKERS, "compile")
         self._replay_pool = FairPool(WORKERS, "replay")  # so that new requests do not wait behind long replays
 
@@ -95,13 +96,15 @@ class Compiler:
         Raises GrammarRejected.
         """
         matcher = None if spec.grammar is None else self._begun(spec.grammar, spec.begun, owner, is_private)
+        has_limits = spec.allowed_tokens is not None or spec.bad_words
+        limits = OutputLimits(spec.allowed_tokens, spec.bad_words, self.tokenizer) if has_limits else None
         if spec.reasoning is None:
-            return Constraint(matcher, None)
+            return Constraint(matcher, None, limits)
         text = spec.reasoning.forbidden  # the trigger of the model's tool calls, so there are few of them
         if text not in self._forbidden:
-            self._forbidden[text] = ForbiddenText(text, self.tokenizer)
+            self._forbidden[text] = ForbiddenTexts((text,), self.tokenizer)
         before, texts = matcher is not None, (self._forbidden[text], self._cut_characters)
-        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, *texts, before_grammar=before))
+        return Constraint(matcher, ReasoningBudget(spec.reasoning, self.tokenizer, *texts, before_grammar=before), limits)
 
     def _begun(self, grammar: GrammarSpec, text: str, owner: Owner, is_private: bool) -> Matcher:
         """Return a new matcher that has read the beginning of an answer. Raises GrammarRejected if there is none such."""

@@ -6,7 +6,7 @@ A constraint belongs to its sequence and shares nothing mutable; it can be repla
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from weft.errors import RowFailed
 from weft.grammar.grammar_tokens import GrammarTokens
+from weft.grammar.output_limits import OutputLimits
 from weft.grammar.reasoning_budget import ReasoningBudget, ReasoningState
 
 Mask = NDArray[np.bool_]  # (V,) or (rows, V): which tokens are allowed
@@ -84,14 +85,17 @@ class TokenDemand:
     matcher: Matcher | None = None  # the grammar allows it
     also: tuple[int, ...] = ()  # allowed beside what the grammar allows
     late: tuple[tuple[int, ...], ...] = ()  # groups, each allowed only where nothing else is
+    within: Mask | None = None  # where it is chosen, it is one of these
 
 
 class Constraint:
-    """The constraints of one sequence: an optional reasoning budget, then an optional grammar for the answer."""
+    """The constraints of one sequence: an optional reasoning budget, then an optional grammar; limits hold for all of it."""
 
-    def __init__(self, matcher: Matcher | None, reasoning: ReasoningBudget | None) -> None:
+    def __init__(self, matcher: Matcher | None, reasoning: ReasoningBudget | None, limits: OutputLimits | None = None) -> None:
         self.matcher = matcher
         self.reasoning = reasoning
+        self.limits = limits
+        self._begun = [b""]  # by token, where there are limits: their state
         self._history = [reasoning.begin() if reasoning is not None else ReasoningState("answer")]
         self._fed: list[int] = []  # by token: how many tokens the grammar took then
 
@@ -102,8 +106,8 @@ class Constraint:
             self._history = [self.reasoning.begin()]
 
     def fork(self) -> Self:
-        other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning)
-        other._history, other._fed = list(self._history), list(self._fed)
+        other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning, self.limits)
+        other._history, other._fed, other._begun = list(self._history), list(self._fed), list(self._begun)
         return other
 
     def demand(self, ends: tuple[int, ...], *, is_endless: bool = False, is_early: bool = False) -> TokenDemand | None:
@@ -111,6 +115,13 @@ class Constraint:
 
         `is_early`: the answer may not end yet. A stop token that its grammar needs goes on with it.
         """
+        found = self._demand(ends, is_endless=is_endless, is_early=is_early)
+        if self.limits is None or (found is not None and found.only is not None):
+            return found
+        return replace(found or TokenDemand(), within=self.limits.mask(self._begun[-1]))
+
+    def _demand(self, ends: tuple[int, ...], *, is_endless: bool, is_early: bool) -> TokenDemand | None:
+        """Return what reasoning and grammar demand."""
         now = self._history[-1]
         if now.forced:
             return TokenDemand(only=now.forced[:1])
@@ -155,6 +166,8 @@ class Constraint:
             self.matcher.accept(one)
         self._history.append(after)
         self._fed.append(len(taken))
+        if self.limits is not None:
+            self._begun.append(self.limits.after(self._begun[-1], token))
 
     def ahead(self, tokens: Iterable[int]) -> Iterator[Self]:
         """Yield the constraint as it will be after each of these tokens, up to the first that it refuses."""
@@ -177,7 +190,8 @@ class Constraint:
 
     def forced_token(self) -> int | None:
         """Return the only token that may come next; None where there is a choice or the answer may end."""
-        if not (tokens := self.forced()):
+        tokens = self.forced()
+        if not tokens or (self.limits is not None and not self._history[-1].forced):
             return None
         if self._history[-1].forced or self.matcher is None:
             return tokens[0]
@@ -187,8 +201,8 @@ class Constraint:
 
     def _light_fork(self) -> Self:
         """Return a fork that can not go back behind this state."""
-        other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning)
-        other._history = self._history[-1:]
+        other = type(self)(None if self.matcher is None else self.matcher.fork(), self.reasoning, self.limits)
+        other._history, other._begun = self._history[-1:], self._begun[-1:]
         return other
 
     def replay(self, tokens: Iterable[int]) -> None:
@@ -198,7 +212,7 @@ class Constraint:
         did not fail when it was generated.
         """
         for token in tokens:
-            demand = self.demand(())
+            demand = self._demand(())
             if demand is not None and demand.matcher is not None:
                 demand.matcher.inner.compute_bitmask()
             self.accept(token)
@@ -213,6 +227,8 @@ class Constraint:
                 self.matcher.rollback(sum(self._fed[-count:]))
             del self._history[-count:]
             del self._fed[-count:]
+            if self.limits is not None:
+                del self._begun[-count:]
 
     @property
     def may_be_broken_by_others(self) -> bool:
@@ -289,6 +305,8 @@ def _apply(demand: TokenDemand, allowed: Mask) -> None:
         allowed[list(demand.only)] = True
     if demand.never:
         allowed[list(demand.never)] = False
+    if demand.within is not None:
+        allowed &= demand.within
     if demand.also:
         allowed[list(demand.also)] = True
     for group in demand.late:

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
 from weft.errors import GrammarRejected
 from weft.grammar.spelling import Spelling
+from weft.grammar.token_index import TokenIndex
 from weft.vocabulary import Vocabulary
 
 UTF_8_BYTES = {bytes([byte]) for byte in range(0xF5) if byte not in (0xC0, 0xC1)}  # all that a text can have
@@ -47,6 +49,10 @@ class GrammarTokens:
         if self.problem is not None:
             raise GrammarRejected(f"answers of this model can not be constrained: {self.problem}")
         return self._inner
+
+    @cached_property
+    def index(self) -> TokenIndex:
+        return TokenIndex(self._bytes)
 
     def unwritable(self, text: str) -> str | None:
         """Return the first character of `text` that no ordinary token has; None if they have all."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from weft.errors import RowFailed
 from weft.grammar.grammar_tokens import GrammarTokens
+from weft.grammar.output_limits import ForbiddenTexts
 from weft.ipc.limits import MAX_BLANKS
 from weft.ipc.messages import ReasoningSpec
 
@@ -24,30 +25,6 @@ class ReasoningState:
     spent: int = 0  # tokens of reasoning
     forced: tuple[int, ...] = ()  # tokens that must come next
     undecided: tuple[int, ...] = ()  # the first tokens of the output, which are either the open marker or answer
-
-
-class ForbiddenText:
-    """Finds the tokens that would complete a forbidden text, given the bytes before. Built once per vocabulary and text."""
-
-    def __init__(self, text: str, tokenizer: GrammarTokens) -> None:
-        self.data = text.encode()
-        self._whole: list[int] = []  # tokens that contain the text
-        self._rest: list[list[int]] = [[] for _ in self.data]  # by bytes already there: tokens that begin with the rest
-        self._after: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for token in range(tokenizer.vocab_size) if text else ():
-            data = tokenizer.decode_bytes([token])
-            if self.data in data:
-                self._whole.append(token)
-            for begun in range(1, len(self.data)) if data[:1] in self.data else ():
-                if data.startswith(self.data[begun:]):
-                    self._rest[begun].append(token)
-
-    def after(self, tail: bytes) -> tuple[int, ...]:
-        """Return the tokens that would complete the forbidden text right after the bytes `tail`."""
-        begun = tuple(length for length in range(1, len(self.data)) if tail.endswith(self.data[:length]))
-        if begun not in self._after:
-            self._after[begun] = tuple({*self._whole, *(token for length in begun for token in self._rest[length])})
-        return self._after[begun]
 
 
 class CutCharacters:
@@ -80,7 +57,7 @@ class ReasoningBudget:
         self,
         spec: ReasoningSpec,
         tokenizer: GrammarTokens,
-        forbidden: ForbiddenText,
+        forbidden: ForbiddenTexts,
         cut: CutCharacters,
         *,
         before_grammar: bool,
@@ -98,7 +75,7 @@ class ReasoningBudget:
         self._next_of_opening = {tokenizer.decode_bytes(list(self.open_ids[:count])): self.open_ids[count] for count in begun}
         closing = ((tokenizer.decode_bytes(list(self.close_ids[:count])), count) for count in range(len(self.close_ids)))
         self._begun_closing = sorted(closing, reverse=True, key=lambda pair: pair[1])
-        self._num_kept = max(len(self.close_bytes), len(forbidden.data))  # bytes in which a text may have begun
+        self._num_kept = max(len(self.close_bytes), forbidden.longest)  # bytes in which a text may have begun
 
     def begin(self) -> ReasoningState:
         return self._enter("reasoning" if self.spec.opened else "start" if self.spec.may_open else "answer")

@@ -27,6 +27,7 @@ MAX_CHOICE_TEXTS = 50_000  # of a list of texts to choose from
 MAX_TOKEN_IDS = 1 << 20  # of one list
 MAX_STOP_TOKENS = 1_024
 MAX_BLANKS = 32  # white space at the beginning of an output; with more of it in front an open marker is answer
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS = 256, 256  # texts that do not occur, and the characters of one
 MAX_STOPS, MAX_STOP_CHARACTERS = 32, 256  # stop strings of a request, and the characters of one: a table of 8,192 states
 
 
@@ -104,6 +105,13 @@ class Limits(msgspec.Struct, frozen=True):
             message = f"prompt token {token} at position {place} is outside the vocabulary of {self.vocab_size}"
             raise InvalidRequest(message, "prompt")
         return self._memory_room(len(prompt), room, sampling.max_tokens)
+
+    def check_tokens(self, param: str, tokens: Sequence[int]) -> None:
+        """Raise InvalidRequest if a list of tokens has one that is outside the vocabulary."""
+        if tokens and max(tokens) >= self.vocab_size:
+            place = next(place for place, token in enumerate(tokens) if token >= self.vocab_size)
+            message = f"{param}[{place}] is {tokens[place]}, and the vocabulary has {self.vocab_size} tokens; leave it out"
+            raise InvalidRequest(message, f"{param}[{place}]")
 
     def _memory_room(self, tokens: int, room: int, wanted: int | None) -> int:
         """Return `room` cut to what fits into memory; raise InsufficientMemory if `wanted` (None: one) tokens do not fit."""

@@ -50,11 +50,13 @@ class ReasoningSpec(msgspec.Struct, frozen=True):
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """All constraints on the tokens of one request's answers: an optional grammar and optional rules for reasoning."""
+    """All constraints on the tokens of one request's answers: optional grammar, rules for reasoning, and limits of the whole."""
 
     grammar: GrammarSpec | None = None
     reasoning: ReasoningSpec | None = None
     begun: str = ""  # the beginning of the grammar's answer, which the prompt ends with
+    allowed_tokens: tuple[int, ...] | None = None  # there are no others, but for markers that are forced
+    bad_words: tuple[str, ...] = ()  # texts that do not occur
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

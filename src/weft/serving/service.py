@@ -288,6 +288,7 @@ def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, enco
         room = min(limits.check(prompt.ids, unbounded) for prompt in encoded)
         wanted = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         sampling = msgspec.structs.replace(sampling, max_tokens=wanted)
+    limits.check_tokens("allowed_token_ids", generation.allowed_token_ids or ())
     for prompt in encoded:
         limits.check(prompt.ids, sampling)
         if (num_tokens := len(prompt.prediction)) > limits.context_length:

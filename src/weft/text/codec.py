@@ -259,7 +259,8 @@ class Codec:
         if grammar is not None or budget is not None:
             reasoning = self.reasoning_spec(generation, prompt)
         self._marker_stops(generation)  # refused before the request is submitted
-        return None if grammar is None and reasoning is None else ConstraintSpec(grammar, reasoning, begun)
+        spec = ConstraintSpec(grammar, reasoning, begun, generation.allowed_token_ids, generation.bad_words)
+        return None if spec == ConstraintSpec(begun=begun) else spec
 
     def reasoning_spec(self, generation: GenerationRequest, prompt: EncodedPrompt) -> ReasoningSpec | None:
         """Return where this answer's reasoning begins and ends, for the engine and the reader; None if it is not split off."""

@@ -88,6 +88,8 @@ class GenerationRequest:
     echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are requested
     split_thinking: bool = True  # the reasoning is separated from the answer
     grammar: GrammarSpec | None = None  # what the answer must look like
+    allowed_token_ids: tuple[int, ...] | None = None  # all tokens that may be sampled; None: any
+    bad_words: tuple[str, ...] = ()  # texts that do not occur in the output
     tool_choice: "ToolSelection | None" = None  # which tools may be called; None: there are none
     thinking_budget: int | None = None  # reasoning tokens before the answer
     effort: Effort | None = None  # how much to reason, in OpenAI's words; the model's codec knows how to get that

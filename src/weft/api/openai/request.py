@@ -10,7 +10,17 @@ from weft.api import field_table
 from weft.api.dialect import ANY_OBJECT, SomeLabel, SomeText, StopText, StopTexts
 from weft.api.fields import FieldRules
 from weft.errors import InvalidRequest, UnsupportedParameter
-from weft.ipc.limits import MAX_BIASES, MAX_CHOICE_TEXTS, MAX_ENTRIES, MAX_LABEL_CHARACTERS, MAX_STOP_TOKENS, Sampling
+from weft.ipc.limits import (
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_CHOICE_TEXTS,
+    MAX_ENTRIES,
+    MAX_LABEL_CHARACTERS,
+    MAX_STOP_TOKENS,
+    MAX_TOKEN_IDS,
+    Sampling,
+)
 from weft.ipc.messages import GrammarSpec
 from weft.text.bodies import Entries, FormatType, Label
 from weft.text.sampling import PENALTY_WINDOWS
@@ -25,6 +35,7 @@ Count = Annotated[int, Meta(ge=1)]
 Limit = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]  # of tokens; -1: none but the context's
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Schema = dict[str, Any] | Annotated[bool, Meta(extra_json_schema={"const": True})]
 SchemaOrText = Schema | SomeText
@@ -105,6 +116,8 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     seed: int | None = None
     stop: StopText | StopTexts | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKENS)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -138,6 +151,8 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             n=self.n or 1,
             sampling=self._read_sampling(max_tokens, logprobs),
             stops=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            bad_words=tuple(self.bad_words or ()),
             skip_special_tokens=self.skip_special_tokens is not False,
             cache_salt=self.cache_salt or "",
             session=hint if isinstance(hint, str) else msgspec.json.encode(hint).decode() if hint else "",
