@@ -65,6 +65,9 @@ WORDS = {
     "n": "Number of answers; the prompt is computed once. Prompts × n is at most 128.",
     "logprobs": "Log-probabilities of the answer's tokens, before penalties, temperature and constraints: whether, or how many.",
     "top_logprobs": "Number of most likely tokens whose log-probabilities are returned at each position.",
+    "prompt_logprobs": "vLLM's: log-probabilities of the prompt's tokens and of so many likeliest ones, in whole answers. "
+    "`rank` is null for a token that is none of these.",
+    "return_token_ids": "vLLM's: `prompt_token_ids` and each choice's `token_ids`, the end token included, in whole answers.",
     "include": "`message.output_text.logprobs`, `reasoning.encrypted_content`; others concern tools that weft does not have.",
     "skip_special_tokens": "false: special tokens are included in the text.",
     "store": "Responses: store the response for later requests (default true).",

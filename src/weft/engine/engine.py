@@ -156,7 +156,7 @@ class Engine:
                 raise InvalidRequest(f"image {number} of the request: {reason or 'it overlaps the one before'}", "messages")
             end = image.end
         if request.images and any(sampling.prompt_logprobs is not None for sampling in request.samplings):
-            raise InvalidRequest("log-probabilities of a prompt with images can not be had; leave them out", "logprobs")
+            raise InvalidRequest("log-probabilities of a prompt with images can not be had; leave them out", "prompt_logprobs")
 
     def queue(self, sequences: list[Sequence]) -> None:
         """Queue the sequences of one request; they share one prefill if all have the same tokens to prefill."""

@@ -120,7 +120,7 @@ class Constraint:
             return found
         return replace(found or TokenDemand(), within=self.limits.mask(self._begun[-1]))
 
-    def _demand(self, ends: tuple[int, ...], *, is_endless: bool, is_early: bool) -> TokenDemand | None:
+    def _demand(self, ends: tuple[int, ...], *, is_endless: bool = False, is_early: bool = False) -> TokenDemand | None:
         """Return what reasoning and grammar demand."""
         now = self._history[-1]
         if now.forced:

@@ -12,7 +12,18 @@ from weft.ipc.messages import DraftCounts, FinishReason, GrammarSpec, PromptEven
 from weft.metrics import Metrics
 from weft.serving.in_flight import Event, Subscription
 from weft.text.codec import Codec, EncodedPrompt, explain_reuse
-from weft.text.types import CallOpened, Delta, Ending, Finish, GenerationRequest, Placement, ReuseExplanation, Text, Usage
+from weft.text.types import (
+    CallOpened,
+    Delta,
+    Ending,
+    Finish,
+    GenerationRequest,
+    Placement,
+    ReuseExplanation,
+    Text,
+    TokenRecord,
+    Usage,
+)
 
 MAX_REPORTS = 1000
 
@@ -73,6 +84,8 @@ class ChoiceStream:
         self.reader = codec.reader(generation, prompt.encoded)
         self.has_calls = False
         self.num_tokens = 0
+        self._keeps_tokens = generation.returns_ids or generation.prompt_logprobs is not None
+        self._ids: list[int] = []  # of the answer, where they are asked for
         self.timings: Timings | None = None
         self.first_at = self.last_at = 0.0
         self.finish: Finish | None = None
@@ -88,6 +101,8 @@ class ChoiceStream:
         new: list[Delta] = []
         if event.timings is not None:
             self._note_timings(event.timings)
+        if self._keeps_tokens:
+            self._ids += [token for token in (event.token, event.stop) if token is not None]
         if event.token is not None:
             self.num_tokens += 1
             self.first_at = self.first_at or now
@@ -130,12 +145,19 @@ class ChoiceStream:
         return self.checked_by, "".join(self._answer)
 
     def _finish(self, event: TokenEvent) -> Finish:
-        stopped: Ending = "tool_calls" if self.has_calls else "stop"
+        stopped: Ending
+        stopped, tokens = "tool_calls" if self.has_calls else "stop", self._tokens if self._keeps_tokens else None
         if self.reader.is_over or event.finish is None:
-            return Finish(stopped, self.reader.stopped, self.usage)
+            return Finish(stopped, self.reader.stopped, self.usage, tokens=tokens)
         # The model's own end token is not reported as a stop.
         stop = event.stop if event.stop in self.generation.sampling.get("stop_token_ids", ()) else None
-        return Finish(stopped if event.finish == "stop" else event.finish, stop, self.usage)
+        return Finish(stopped if event.finish == "stop" else event.finish, stop, self.usage, tokens=tokens)
+
+    @property
+    def _tokens(self) -> TokenRecord:
+        ids = self.prompt.encoded.ids
+        logprobs = (None, *self.prompt.logprobs) if self.prompt.logprobs else (None,) * len(ids)
+        return TokenRecord(self.codec.tokens(ids, list(logprobs)), tuple(self._ids))
 
     @property
     def usage(self) -> Usage:

@@ -281,8 +281,9 @@ def _samplings(codec: Codec, generation: GenerationRequest, limits: Limits, enco
     """Return the sampling of each choice, each with its seed; raise RequestError if a prompt or parameter exceeds the limits."""
     sampling = codec.sampling(generation)
     check_windows(generation.penalty_windows, generation.sampling, sampling)
-    if generation.echo:
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=sampling.logprobs)
+    of_prompt = sampling.logprobs if generation.echo else generation.prompt_logprobs
+    if of_prompt is not None:
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=of_prompt)
     if generation.is_flexible:  # at most as many tokens as there is room for
         unbounded = msgspec.structs.replace(sampling, max_tokens=None)
         room = min(limits.check(prompt.ids, unbounded) for prompt in encoded)

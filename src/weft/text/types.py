@@ -85,6 +85,8 @@ class GenerationRequest:
     sampling: dict[str, Any]  # the fields of `Sampling` that the client gave; the model's recommendation fills the rest
     n: int = 1
     stops: tuple[str, ...] = ()
+    prompt_logprobs: int | None = None  # as `logprobs`, of the prompt's tokens
+    returns_ids: bool = False  # the reply has the ids of prompt and answer
     echo: bool = False  # the prompt's text comes first, with its log-probabilities where those are requested
     split_thinking: bool = True  # the reasoning is separated from the answer
     grammar: GrammarSpec | None = None  # what the answer must look like
@@ -211,6 +213,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """The tokens of a prompt, with log-probabilities if those are requested, and those of an answer with its end token."""
+
+    prompt: tuple[Token, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The last delta of a choice: why it ended, its usage, and in `stop` the stop string or token id that ended it, or None."""
 
@@ -218,6 +228,7 @@ class Finish:
     stop: str | int | None = None
     usage: Usage | None = None
     schema_errors: tuple[str, ...] | None = None  # where the answer violates a schema that was not strict; (): nowhere
+    tokens: TokenRecord | None = None  # where the request asks for them
 
 
 ContentDelta = Text | Reasoning | CallOpened | CallArguments | CallClosed

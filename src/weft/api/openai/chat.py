@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
-from weft.api.openai.reply import OpenAIReply, logprobs_of, tokens_of
-from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Limit, Off, read_grammar
+from weft.api.openai.reply import OpenAIReply, logprobs_of, prompt_fields, tokens_of
+from weft.api.openai.request import GRAMMAR_FIELDS, RULES, ConversationRequest, Limit, Off, PromptLogprobs, read_grammar
 from weft.errors import InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import MAX_MESSAGES, MAX_TOOLS
 from weft.text.bodies import Shape
@@ -85,6 +85,8 @@ class ChatRequest(ConversationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     prediction: Prediction | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    return_token_ids: bool | None = None
 
     def read_max_tokens(self) -> int | None:
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
@@ -117,6 +119,7 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
     request, ignored = RULES.read(body, ChatRequest)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    request.refuse_in_stream("prompt_logprobs", "return_token_ids")
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     sent = lift_strict(request.tools or ())
     tools = read_tools(sent)
@@ -141,6 +144,8 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         budget_place=RULES.place_of_budget(body),
         **request.read_effort(),
         prediction=request.prediction and request.prediction.text,
+        prompt_logprobs=request.prompt_logprobs,
+        returns_ids=bool(request.return_token_ids),
     )
     custom = frozenset(tool.name for tool in tools if tool.is_custom)
     reply = partial(ChatReply, request=request, has_logprobs=logprobs is not None, custom=custom)
@@ -209,6 +214,9 @@ class ChatReply(OpenAIReply):
             message["reasoning_content"] = reasoning
         logprobs = {"content": logprobs_of(deltas), "refusal": None} if self.has_logprobs else None
         return {"message": message, "logprobs": logprobs}
+
+    def make_body(self) -> dict[str, Any]:
+        return super().make_body() | prompt_fields(self.request, self.collected[0])
 
     def completion_details(self, total: Usage) -> dict[str, int]:
         if not self._has_prediction:

@@ -11,8 +11,8 @@ from weft.api import field_table
 from weft.api.dialect import ParsedRequest, ReplyHeader, join_texts
 from weft.api.fields import BUDGET_NAMES, FieldRules, refused
 from weft.api.openai import request as openai
-from weft.api.openai.reply import OpenAIReply, logprob_of, tokens_of
-from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, CommonRequest, TokenId, read_grammar
+from weft.api.openai.reply import OpenAIReply, logprob_of, prompt_fields, tokens_of
+from weft.api.openai.request import GRAMMAR_FIELDS, MAX_CHOICES, CommonRequest, PromptLogprobs, TokenId, read_grammar
 from weft.errors import InvalidRequest
 from weft.ipc.limits import MAX_TOKEN_IDS
 from weft.text.types import Delta, Prompt, Token
@@ -33,6 +33,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=-1)] | None = None  # 0 only with echo; -1: no limit
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     echo: bool | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    return_token_ids: bool | None = None
 
 
 def translate(body: dict[str, Any]) -> ParsedRequest:
@@ -43,8 +45,12 @@ def translate(body: dict[str, Any]) -> ParsedRequest:
         raise InvalidRequest(f"{len(prompts)} prompts with n {n} make more than {MAX_CHOICES} choices; send fewer", "prompt")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("max_tokens 0 asks for nothing; only with echo is there something to tell", "max_tokens")
+    request.refuse_in_stream("prompt_logprobs", "return_token_ids")
+    if request.echo and request.prompt_logprobs is not None:
+        raise InvalidRequest("echo and prompt_logprobs both tell of the prompt; send one of them", "prompt_logprobs")
     # OpenAI stops after 16 tokens by default. Here, as in every dialect, the default is the rest of the context.
-    own = {"grammar": read_grammar(request, GRAMMAR_FIELDS), "echo": bool(request.echo), "split_thinking": False}
+    own: dict[str, Any] = {"grammar": read_grammar(request, GRAMMAR_FIELDS), "echo": bool(request.echo), "split_thinking": False}
+    own |= {"prompt_logprobs": request.prompt_logprobs, "returns_ids": bool(request.return_token_ids)}
     limit = None if request.max_tokens == -1 else request.max_tokens
     generation = request.read_generation(prompts, limit, request.logprobs, **own)
     return ParsedRequest(generation, bool(request.stream), ignored, partial(CompletionReply, request=request, prompts=prompts))
@@ -78,6 +84,9 @@ class CompletionReply(OpenAIReply):
 
     def show_choice(self, choice: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         return {"text": join_texts(deltas), "logprobs": self._logprobs(choice, deltas) if self.has_logprobs else None}
+
+    def make_choice(self, choice: int) -> dict[str, Any]:
+        return super().make_choice(choice) | prompt_fields(self.request, self.collected[choice])
 
     def _logprobs(self, choice: int, deltas: Sequence[Delta]) -> dict[str, Any]:
         offsets = [offset for delta in deltas for offset in self._places[choice].find(join_texts([delta]), tokens_of([delta]))]

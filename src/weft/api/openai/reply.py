@@ -1,14 +1,23 @@
 """Replies in OpenAI's format: chunks and bodies of Chat and Completions; timings and logprobs also for Responses."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from weft.api.dialect import Reply, ReplyHeader, encode_json, placement_fields, reused_fields, schema_verdict
-from weft.api.openai.request import CommonRequest
+from weft.api.openai.request import StreamOptions
 from weft.api.problems import openai_body
 from weft.ipc.messages import DraftCounts
 from weft.text.sampling import RECOMMENDABLE
 from weft.text.types import Delta, Finish, Text, Token, Usage
+
+
+class AskedReply(Protocol):
+    """What a reply reads of its request."""
+
+    n: int | None
+    stream_options: StreamOptions | None
+    prompt_logprobs: int | None
+    return_token_ids: bool | None
 
 
 class OpenAIReply(Reply):
@@ -19,8 +28,9 @@ class OpenAIReply(Reply):
     chunk_object: ClassVar[str]
     silence: ClassVar[dict[str, Any]]  # choice fields of a chunk without content
 
-    def __init__(self, header: ReplyHeader, request: CommonRequest, num_prompts: int, has_logprobs: bool) -> None:
+    def __init__(self, header: ReplyHeader, request: AskedReply, num_prompts: int, has_logprobs: bool) -> None:
         super().__init__()
+        self.request = request
         self.n = request.n or 1
         self.choices = range(num_prompts * self.n)  # prompt × n + i
         self.has_logprobs = has_logprobs
@@ -73,12 +83,15 @@ class OpenAIReply(Reply):
     def make_body(self) -> dict[str, Any]:
         collected = [self.collected[choice] for choice in self.choices]
         self._finishes = {i: delta for i, deltas in enumerate(collected) for delta in deltas if isinstance(delta, Finish)}
-        choices = [
-            {"index": choice, **self.show_choice(choice, deltas), **_ending(self._finishes[choice])}
-            for choice, deltas in enumerate(collected)
-        ]
+        choices = [self.make_choice(choice) for choice in self.choices]
         end = {"usage": self._usage(), "timings": self._timings()}
         return {**self._head, "object": self.body_object, "choices": choices, **end}
+
+    def make_choice(self, choice: int) -> dict[str, Any]:
+        """Return a choice of the body."""
+        finish = self._finishes[choice]
+        tokens = {"token_ids": finish.tokens.answer} if finish.tokens and self.request.return_token_ids else {}
+        return {"index": choice, **self.show_choice(choice, self.collected[choice]), **_ending(finish), **tokens}
 
     def _timings(self) -> dict[str, Any]:
         return timings_of(self._usages(), self.n) | self._sampling
@@ -108,6 +121,27 @@ class OpenAIReply(Reply):
 
     def _usages(self) -> list[Usage]:
         return [self._finishes[choice].usage or Usage(0, 0) for choice in self.choices]
+
+
+def prompt_fields(request: AskedReply, deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Return vLLM's fields of a reply that tell of the prompt of a finished choice, as far as they are asked for."""
+    record = next((delta.tokens for delta in deltas if isinstance(delta, Finish)), None)
+    if record is None:
+        return {}
+    ids = {"prompt_token_ids": [token.id for token in record.prompt]} if request.return_token_ids else {}
+    has_logprobs = request.prompt_logprobs is not None
+    return ids | ({"prompt_logprobs": [_prompt_logprob(token) for token in record.prompt]} if has_logprobs else {})
+
+
+def _prompt_logprob(token: Token) -> dict[str, Any] | None:
+    """Return a prompt token and the likeliest tokens at its place, by their ids; None for the first, which has none before it."""
+    if token.logprob is None:
+        return None
+    ranks = {other.id: rank for rank, other in enumerate(token.top, 1)}
+    shown = {one.id: one for one in (token, *token.top)}
+    return {
+        str(one.id): {"logprob": logprob_of(one), "rank": ranks.get(one.id), "decoded_token": one.text} for one in shown.values()
+    }
 
 
 def _ending(finish: Finish) -> dict[str, Any]:

@@ -35,6 +35,7 @@ Count = Annotated[int, Meta(ge=1)]
 Limit = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]  # of tokens; -1: none but the context's
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+PromptLogprobs = Annotated[int, Meta(ge=0, le=20)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Schema = dict[str, Any] | Annotated[bool, Meta(extra_json_schema={"const": True})]
@@ -162,6 +163,11 @@ class CommonRequest(msgspec.Struct, kw_only=True):
             **more,
         )
 
+    def refuse_in_stream(self, *names: str) -> None:
+        """Raise UnsupportedParameter for what whole answers alone tell."""
+        if self.stream and (name := next((one for one in names if _is_asked(getattr(self, one))), None)):
+            raise UnsupportedParameter(f"{name} is told in whole answers only; leave it out, or set stream to false", name)
+
     @staticmethod
     def read_limit(limit: int | None, name: str) -> int | None:
         """Return a limit of tokens, None for -1. Raises InvalidRequest for 0, which asks for nothing."""
@@ -179,6 +185,10 @@ class CommonRequest(msgspec.Struct, kw_only=True):
         if self.stop_token_ids is not None:
             fields["stop_token_ids"] = tuple(self.stop_token_ids)
         return {name: value for name, value in fields.items() if value is not None}
+
+
+def _is_asked(value: Any) -> bool:
+    return value is not None and value is not False
 
 
 class ConversationRequest(CommonRequest, kw_only=True):
