@@ -80,7 +80,7 @@ WORDS = {
     "max_completion_tokens": "Maximum length of the answer; overrides `max_tokens`. In Responses: `max_output_tokens`.",
     "max_output_tokens": "Maximum length of the answer, in tokens. Default: the rest of the context.",
     "n_predict": "llama.cpp's name of `max_tokens`; -1: no limit.",
-    "min_tokens": "Minimum length of the answer, in tokens; no stop string ends it before.",
+    "min_tokens": "Minimum length of the answer, in tokens, at most `max_tokens`; no stop string ends it before.",
     "stop": "Texts that end the answer and are not part of it. Not matched inside reasoning and calls.",
     "stop_sequences": "Texts that end the answer and are not part of it.",
     "stop_token_ids": "Token ids that end the answer, in addition to the model's own.",
@@ -88,11 +88,11 @@ WORDS = {
     "truncation": "Returned as disabled: nothing is ever truncated, an input that is too long is a 400.",
     "max_tool_calls": "Returned unchanged: it counts tools that a server runs, and weft runs none.",
     # Sampling
-    "temperature": "0 is greedy. Default: the model's `generation_config.json`, else 1.",
-    "top_p": "Sample from the most likely tokens that together have this probability.",
+    "temperature": "0 to 2; 0 is greedy. Default: the model's `generation_config.json`, else 1.",
+    "top_p": "Sample from the most likely tokens that together have this probability, above 0 and at most 1.",
     "top_k": "Sample from this many most likely tokens; 0: all.",
-    "min_p": "Sample from tokens at least this fraction as likely as the most likely one.",
-    "repetition_penalty": "Above 1: tokens of prompt and answer become less likely.",
+    "min_p": "Sample from tokens at least this fraction (0 to 1) as likely as the most likely one.",
+    "repetition_penalty": "0.01 to 100. Above 1: tokens of prompt and answer become less likely.",
     "repeat_penalty": "llama.cpp's and LM Studio's name of `repetition_penalty`.",
     "presence_penalty": "Subtracted from the logit of each token that the answer contains.",
     "frequency_penalty": "Subtracted from a token's logit once for each of its occurrences in the answer.",
@@ -100,7 +100,7 @@ WORDS = {
     "repetition_context_size": "As `repeat_last_n`, for `repetition_penalty`.",
     "presence_context_size": "As `repeat_last_n`, for `presence_penalty`.",
     "frequency_context_size": "As `repeat_last_n`, for `frequency_penalty`.",
-    "logit_bias": "Added to the logits of these token ids.",
+    "logit_bias": "Added to the logits of these token ids: −100 to 100.",
     "allowed_token_ids": "Only these tokens are sampled, within a grammar too. The model's end tokens are not added: list one "
     "to let the answer end. Markers that end a reasoning budget come in any case.",
     "bad_words": "Texts that never occur in the output, reasoning and tool calls included. Upper and lower case differ, and "

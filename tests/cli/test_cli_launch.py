@@ -127,6 +127,8 @@ def test_showing_starts_and_writes_nothing(home: Path) -> None:
         done = launch(home, "qwen", "--model", "tiny-hybrid", "--print", WEFT_URL=server.url, XDG_DATA_HOME=str(home / "data"))
 
     assert done.stdout.splitlines()[0] == "# qwen speaks /v1/chat/completions"
+    assert "no place for tools" in done.stderr
+    assert "a context of 2048 tokens" in done.stderr
     assert "arguments:" not in done.stdout
     assert done.stdout.splitlines()[-1] == "qwen"
     assert f"export QWEN_HOME={home}/data/weft/agents/qwen" in done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import ssl
 import threading
@@ -113,10 +114,13 @@ def read_reply(peer: socket.socket) -> bytes:
 def code_of(reply: bytes) -> tuple[int, str]:
     """The status of a refusal, and its code, which must be readable for clients of OpenAI's and Anthropic's dialects."""
     head, _, body = reply.partition(b"\r\n\r\n")
-    told = json.loads(body)
+    told, status = json.loads(body), int(head.split()[1])
+    assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}(\r\n|$)", head)
+    assert (b"\r\nretry-after: 1\r\n" in head) == (status == 503)
+    assert (told["error"]["type"] == "server_error") == (status >= 500)
     assert told["type"] == "error"
     assert told["error"]["type"]
-    return int(head.split()[1]), told["error"]["code"]
+    return status, told["error"]["code"]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/", BODY), ("/parts", BODY * 10)])

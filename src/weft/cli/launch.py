@@ -98,15 +98,16 @@ def launch_command(
     target = Target(client.url, client.key or NO_KEY, found.id, found.context_length, folder)
     agent = AGENTS[name].pointed_at(target)
     command = [name, *agent.arguments, *arguments]
-    if show:
-        sys.stdout.write(f"# {name} speaks {agent.endpoint}\n" + shell_script(agent, target, command))
-        return
-    if (path := shutil.which(name)) is None:
+    path = shutil.which(name)
+    if path is None and not show:
         raise WeftError(f"{name} is not installed, or not in PATH; install it with `{agent.install}`")
     if found.tools.get("shown_by") != "template":
         sys.stderr.write(f"weft: the chat template of {found.id} has no place for tools, and agents live by them\n")
     if target.context < SHORT_CONTEXT:
         sys.stderr.write(f"weft: {found.id} has a context of {target.context} tokens; an agent's first prompt may be longer\n")
+    if show or path is None:
+        sys.stdout.write(f"# {name} speaks {agent.endpoint}\n" + shell_script(agent, target, command))
+        return
     with writing(target.folder):
         target.folder.mkdir(parents=True, exist_ok=True)
         for file, text in agent.files.items():

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import socket
 import ssl
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -236,10 +237,12 @@ class Connection(HttpToolsProtocol):
         if not self._is_idle:  # an answer is on its way, and another must not stand within it
             self.transport.abort()
             return
-        error = {"type": "invalid_request_error", "message": message, "param": None, "code": code}
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        error = {"type": kind, "message": message, "param": None, "code": code}
         body = msgspec.json.encode({"type": "error", "error": error})
         line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-        head = f"{line}content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        head = f"{line}content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        head += "retry-after: 1\r\n" * (status == HTTPStatus.SERVICE_UNAVAILABLE) + f"x-request-id: {uuid.uuid4().hex}\r\n\r\n"
         self.transport.write(head.encode() + body)
         self._linger()
 
