@@ -46,6 +46,10 @@ SHAPES = {
     "a queue of ids": "{% set queue = namespace(ids=[]) %}" + LOOP + "{{ m.role }}: "
     "{% if m.role == 'tool' %}{{ queue.ids.pop(0) }} {% endif %}{{ m.content or '' }}{% for c in m.tool_calls %}"
     "{% set _ = queue.ids.append(c.function.name ~ loop.index0) %}{{ queue.ids[-1] }}=" + CALL + "{% endfor %}\n{% endfor %}",
+    "the results that follow": LOOP + "{% if m.role != 'tool' %}{{ m.role }}: {{ m.content or '' }}" + CALLS
+    + "{% set ns = namespace(open=true) %}{% for r in messages[loop.index:] if m.tool_calls %}"
+    "{% if r.role != 'tool' %}{% set ns.open = false %}{% elif ns.open %}({{ r.content }}){% endif %}{% endfor %}\n{% endif %}"
+    "{% endfor %}",
     "no user after a result": "{% set ns = namespace(last='') %}" + LOOP
     + "{% if ns.last == 'tool' and m.role == 'user' %}{{ raise_exception('no user here') }}{% endif %}{% set ns.last = m.role %}"
     "{{ m.role }}: {{ m.content or '' }}" + CALLS + "\n{% endfor %}",
@@ -133,6 +137,20 @@ def test_a_text_of_the_user_in_the_turn_of_the_results_follows_them(name: str) -
         assert found(prompt, count)[-1] < prompt.index("zqtext") - prompt.index("zqquestion")
         assert prompt.count("zqtext") == later.count("zqtext") == 1
         check_pairs(later, 1, 2)
+
+
+@pytest.mark.parametrize("name", WITH_PLACE)
+def test_a_system_message_among_the_results_stands_behind_them(name: str) -> None:
+    late = Message("system", "zqlate")
+    for count, order in orders(1, 2, 3):
+        whole = (QUESTION, *turns(count, order))
+        for more in [(), (Message("assistant", "zqanswer"), TEXT), turns(2, (1, 0), 2)]:
+            behind = writer(name).write(Conversation((*whole, late, *more), TOOLS))
+            for place in range(2, len(whole)):
+                among = (*whole[:place], late, *whole[place:])
+                assert writer(name).write(Conversation((*among, *more), TOOLS)) == behind
+            assert behind.count("zqlate") == 1
+            check_pairs(behind, count)
 
 
 @pytest.mark.parametrize("name", WITH_PLACE)

@@ -17,7 +17,7 @@ BLANK_LINE = "\n\n"
 def place_instructions(turns: list[Turn], capabilities: Capabilities, late_system: LateSystem) -> list[Turn]:
     """Merge leading system turns; hoist later ones if `late_system` says so; fold any the template rejects into user turns."""
     first = next((index for index, turn in enumerate(turns) if turn["role"] not in INSTRUCTING), len(turns))
-    leading, rest = turns[:first], turns[first:]
+    leading, rest = turns[:first], _behind_results(turns[first:])
     if late_system == "hoist":
         leading += [turn for turn in rest if turn["role"] in INSTRUCTING]
         rest = [turn for turn in rest if turn["role"] not in INSTRUCTING]
@@ -29,6 +29,25 @@ def place_instructions(turns: list[Turn], capabilities: Capabilities, late_syste
     if not capabilities.system:
         return _fold(rest, [text for turn in front if (text := as_text(turn["content"]))], capabilities)
     return [*front, *(rest if capabilities.late_system else _fold(rest, [], capabilities))]
+
+
+def _behind_results(turns: list[Turn]) -> list[Turn]:
+    """Move system turns that stand between calls and their results, or between two results, behind the last result.
+
+    Some templates take the results that follow calls up to the first turn of another role. No prompt changes in its middle,
+    because calls without results are not answered.
+    """
+    placed: list[Turn] = []
+    waiting: list[Turn] = []
+    for turn in turns:
+        if turn["role"] in INSTRUCTING and placed and (placed[-1]["role"] == "tool" or "tool_calls" in placed[-1]):
+            waiting.append(turn)
+            continue
+        if turn["role"] != "tool":
+            placed += waiting
+            waiting = []
+        placed.append(turn)
+    return placed + waiting
 
 
 def _fold(turns: list[Turn], waiting: list[str], capabilities: Capabilities) -> list[Turn]:
