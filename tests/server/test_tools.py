@@ -269,7 +269,10 @@ def test_a_model_that_was_not_made_for_tools_says_so_in_the_list_and_in_a_header
             for streams in (False, True)
         }
         plain = one.post("/v1/chat/completions", fields)
+        one.service.models[0].codec = Codec(tmp_path, describes_tools=False)
+        without = one.get("/v1/models/m").json()
 
+    assert "tools" not in without | dict.fromkeys(without["capabilities"])
     assert made_for["tools"] == {"shown_by": "template"}
     assert "tools" in row["capabilities"]
     assert row["tools"]["shown_by"] == "weft"
