@@ -178,3 +178,21 @@ def test_no_number_is_taken_that_a_client_reads_as_no_multiple(way: int, step: f
     taken = [text for text in texts if takes(matcher, text) or takes(matcher, f"{text}0")]
     assert [text for text in taken if not is_multiple(repr(float(text)), step)] == []
     assert {text for text in texts if 1 < float(text) < 1e9} <= set(taken)
+
+
+# --- exponents
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"minimum": 0}, {"exclusiveMinimum": 0}, {"minimum": 0.001}, {"minimum": -3.5}, {"maximum": 0}]
+)
+def test_numbers_with_a_bound_are_finite_for_every_client(bounds: Node) -> None:
+    matcher = compiled({"type": "number", **bounds})
+    sign = "-" if "maximum" in bounds else ""
+    wholes = [digit * count for digit in "19" for count in (1, 2, 7, 8, 9, 10, 50, 299, 300, 301, 308, 309, 310, 400)]
+    exponents = ["", *(f"e{size}" for size in (1, 99, 200, 290, *range(296, 312), 450, 999))]
+    texts = [f"{sign}{whole}{fraction}{exponent}" for whole in wholes for fraction in ("", ".5") for exponent in exponents]
+    taken = [text for text in texts if takes(matcher, text)]
+
+    assert [text for text in taken if float(text) in (float("inf"), float("-inf"))] == []
+    assert {f"{sign}9e300", f"{sign}1.5e200", f"{sign}{'9' * 300}"} <= set(taken)

@@ -9,12 +9,15 @@ from itertools import groupby
 
 FARTHEST = 300  # the exponent of a number with one digit before the point: a float reaches further
 NEAREST = Decimal(1).scaleb(-FARTHEST)  # to 0
+MAX_WHOLE = 8  # digits before the point of a number with an exponent: with more of them 1e300 were infinite
 ZEROS = 19  # behind the point of a plain number without bounds
 PLAINEST = Decimal(1).scaleb(-ZEROS - 1)
 DIGITS, FRACTION = "[0-9]*", r"(\.[0-9]+)?"
 MANTISSA = r"[1-9](\.[0-9]{1,17})?"  # as many digits as floats have: where an exponent must come, it is not put off for ever
-# The forms of a number above 0 without further bounds; its exponent follows or does not.
-ANY_POSITIVE = rf"([1-9]{DIGITS}{FRACTION}|0\.0{{0,{ZEROS}}}[1-9]{DIGITS})"
+# The forms of a number above 0 without further bounds: alone, and before an exponent. Clients read all of them as finite floats.
+ANY_POSITIVE, BEFORE_EXPONENT = (
+    rf"([1-9][0-9]{{0,{more}}}{FRACTION}|0\.0{{0,{ZEROS}}}[1-9]{DIGITS})" for more in (FARTHEST - 1, MAX_WHOLE - 1)
+)
 
 Terminal = str  # a Lark expression of regexes
 
@@ -38,8 +41,8 @@ def _positive(sign: str, low: Decimal, high: Decimal | None) -> list[Terminal]:
         return []
     first = _least_exponent(low)
     if high is None and low <= PLAINEST and low in (0, Decimal(1).scaleb(first)):
-        whole = f"/{sign}[1-9]{DIGITS}{FRACTION}{_exponent(first, FARTHEST)}/"
-        return [f"/{sign}{ANY_POSITIVE}({_exponent(first + ZEROS + 1, FARTHEST)})?/", whole]
+        whole = f"/{sign}[1-9][0-9]{{0,{MAX_WHOLE - 1}}}{FRACTION}{_exponent(first, FARTHEST)}/"
+        return [f"/{sign}{ANY_POSITIVE}/", f"/{sign}{BEFORE_EXPONENT}{_exponent(first + ZEROS + 1, FARTHEST)}/", whole]
     least = low if low > PLAINEST else Decimal(0)
     plain = [] if high is not None and high < PLAINEST else _between(sign, ANY_POSITIVE, least, high, "")
     return [*plain, *_scientific(sign, low, high)]
