@@ -123,7 +123,9 @@ class _Rules:
         terminal = number_terminal(low, high)
         if terminal is None:
             raise _Unsupported
-        return [self._rule("NUMBER", terminal)]
+        if terminal not in self._known:
+            self._known[terminal] = self._rule("NUMBER", terminal)
+        return [self._known[terminal]]
 
     def _array(self, node: Node) -> str:
         low, high = node.get("minItems", 0), node.get("maxItems")
