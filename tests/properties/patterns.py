@@ -26,6 +26,10 @@ class Node:
         """Yield where a match that begins at `start` may end."""
         raise NotImplementedError
 
+    def sample(self, rng: random.Random) -> str:
+        """Return a text that it matches."""
+        raise NotImplementedError
+
     def regex(self) -> str:
         raise NotImplementedError
 
@@ -43,6 +47,9 @@ class Literal(Node):
             yield start + len(self.text)
         elif self.text.startswith(rest):
             subject.runs_out = True
+
+    def sample(self, rng: random.Random) -> str:  # noqa: ARG002 – as the others
+        return self.text
 
     def regex(self) -> str:
         return "".join(_escaped(letter, META) for letter in self.text)
@@ -69,6 +76,10 @@ class OneOf(Node):
         elif self.has(subject.text[start]):
             yield start + 1
 
+    def sample(self, rng: random.Random) -> str:
+        named = [*self.letters, *(chr(code) for first, last in self.ranges for code in range(ord(first), ord(last) + 1))]
+        return rng.choice([letter for letter in ("aZ5 é<\n~" if self.is_negated else named) if self.has(letter)])
+
     def regex(self) -> str:
         return self._written(lambda letter: _escaped(letter, IN_CLASS))
 
@@ -92,6 +103,9 @@ class Any(Node):
         elif self.takes_line_breaks or subject.text[start] != "\n":
             yield start + 1
 
+    def sample(self, rng: random.Random) -> str:
+        return rng.choice("a5 <é\n" if self.takes_line_breaks else "a5 <é")
+
     def regex(self) -> str:
         return "."
 
@@ -111,6 +125,9 @@ class Row(Node):
             places = {end for place in places for end in part.ends(subject, place)}
         yield from places
 
+    def sample(self, rng: random.Random) -> str:
+        return "".join(part.sample(rng) for part in self.parts)
+
     def regex(self) -> str:
         return "".join(part.regex() for part in self.parts)
 
@@ -124,6 +141,9 @@ class Either(Node):
 
     def ends(self, subject: Text, start: int) -> Iterator[int]:
         yield from {end for part in self.parts for end in part.ends(subject, start)}
+
+    def sample(self, rng: random.Random) -> str:
+        return rng.choice(self.parts).sample(rng)
 
     def regex(self) -> str:
         return f"(?:{'|'.join(part.regex() for part in self.parts)})"
@@ -148,6 +168,9 @@ class Times(Node):
             found |= places if count >= self.least else set()
         yield from found
 
+    def sample(self, rng: random.Random) -> str:
+        return "".join(self.part.sample(rng) for _ in range(rng.randint(self.least, min(self.most, self.least + 3))))
+
     def regex(self) -> str:
         return f"(?:{self.part.regex()}){self.written}"
 
@@ -165,11 +188,51 @@ class Rule(Node):
     def ends(self, subject: Text, start: int) -> Iterator[int]:
         yield from self.part.ends(subject, start)
 
+    def sample(self, rng: random.Random) -> str:
+        return self.part.sample(rng)
+
     def regex(self) -> str:
         return self.part.regex()
 
     def gbnf(self, rules: list[str]) -> str:
         rules.append(f"{self.name} ::= {self.part.gbnf(rules)}")
+        return self.name
+
+
+@dataclasses.dataclass
+class Nest(Node):
+    """A rule of GBNF that names itself: a part within any number of brackets, or a list of parts."""
+
+    part: Node
+    left: str
+    right: str  # "" of a list, in which `left` separates
+    name: str
+
+    def ends(self, subject: Text, start: int) -> Iterator[int]:
+        left, right = Literal(self.left), Literal(self.right)
+        if self.right:
+            yield from self.part.ends(subject, start)
+            for inner in left.ends(subject, start):
+                for end in self.ends(subject, inner):
+                    yield from right.ends(subject, end)
+            return
+        places, found = {start}, set[int]()
+        while new := {end for place in places for end in self.part.ends(subject, place)} - found:
+            found |= new
+            places = {end for place in new for end in left.ends(subject, place)}
+        yield from found
+
+    def sample(self, rng: random.Random) -> str:
+        depth = rng.randint(0, 3)
+        if self.right:
+            return self.left * depth + self.part.sample(rng) + self.right * depth
+        return self.left.join(self.part.sample(rng) for _ in range(depth + 1))
+
+    def gbnf(self, rules: list[str]) -> str:
+        part, left, right = self.part.gbnf(rules), Literal(self.left).gbnf(rules), Literal(self.right).gbnf(rules)
+        rules.append(
+            f"{self.name} ::= " + (f"{left} {self.name} {right} | {part}" if self.right else f"({part}) ({left} {self.name})?")
+        )
         return self.name
 
 
