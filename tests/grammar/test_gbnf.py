@@ -135,3 +135,22 @@ def test_tokens_that_a_gbnf_leaves_no_choice_about_are_found() -> None:
 
     assert b"The color is".startswith(forced)
     assert len(forced) >= len(b"The color")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ("root ::= [0-9] root?", "7" * 300, ["", "7a"]),
+        ("root ::= item end\nitem ::= [a-z] item?\nend ::= [0-9]", "ab" * 150 + "1", ["1", "ab"]),
+        ('root ::= [a-z] root | [0-9] root? | "."', "a1" * 150 + ".", ["a", "1a", "..", ""]),
+        ('root ::= "a" root | [b] root | ', "ab" * 150, ["c", "ac"]),
+        ('root ::= "(" root ")" root | "x" root?', "x(x)" * 40 + "x", ["x(", "(x)", "()x", ""]),
+        ('root ::= ("a" | "ab") root | "c"', "aab" * 100 + "c", ["", "a", "bc"]),
+    ],
+)
+def test_a_rule_that_ends_in_itself_is_taken_however_often_it_comes(grammar: str, good: str, bad: list[str]) -> None:
+    matcher = compiled(grammar)
+
+    assert takes(matcher, good)
+    assert takes_bytes(matcher, good)
+    assert [text for text in bad if takes(matcher, text) or takes_bytes(matcher, text)] == []

@@ -1,4 +1,4 @@
-"""No answer is impossible: texts sampled from a pattern, which knows no notation, are taken by the compiled constraint; others not.
+"""No answer is impossible: texts sampled from a pattern that knows no notation are taken by the compiled constraint; others not.
 
 What comes over the wire shows what a model answers, never what it could not.
 """

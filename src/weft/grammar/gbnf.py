@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 
 from llguidance.gbnf_to_lark import (
+    AlternativeNode,
     ASTNode,
     GbnfToLarkError,
     GrammarParser,
@@ -36,10 +37,33 @@ def to_lark(grammar: str) -> str:
     if LARK.search(grammar):
         return grammar
     rules = _named(_Parser().parse(grammar))
+    for rule in rules.values():
+        _repeat_tails(rule)
     resolve(rules)
     for rule in rules.values():
         rule.name = rule.name.lower()  # names in capitals are terminals
     return "%llguidance {}\n" + "\n".join(str(rule) for rule in rules.values()) + "\n"
+
+
+def _repeat_tails(rule: RuleNode) -> None:
+    """Make repetitions of alternatives that end in their own rule, which cost the parser an item for each time."""
+    assert isinstance(rule.alternatives, AlternativeNode)
+    again, last = list[ASTNode](), list[ASTNode]()
+    for way in rule.alternatives.alternatives:
+        *head, tail = way.children() or [way]
+        is_optional = isinstance(tail, _Repetition) and (tail.min_times, tail.max_times) == (0, 1)
+        if not head or not _is_named(tail.node if is_optional else tail, rule.name):  # type: ignore[attr-defined]
+            last.append(way)
+            continue
+        again.append(SequenceNode(head))
+        last += [SequenceNode([*head])] if is_optional else []
+    if again and last:
+        repeated = _Repetition(AlternativeNode(again), 0, None)
+        rule.alternatives = AlternativeNode([SequenceNode([repeated, AlternativeNode(last)])])
+
+
+def _is_named(node: ASTNode, name: str) -> bool:
+    return isinstance(node, RuleRefNode) and node.name == name
 
 
 class _Repetition(RepetitionNode):
