@@ -1029,7 +1029,7 @@ GUARDS = [
     ),
     Guard(
         "no-end-in-reasoning", "grammar/constraint.py",
-        "never = ends if self.matcher is not None else ()",
+        "never = ends if is_early or self.matcher is not None else ()",
         "never = ()",
         "tests/grammar/test_constraint.py::test_what_is_thought_never_reaches_the_grammar",
         "no answer ends before its grammar has begun", "R086",
