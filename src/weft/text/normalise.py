@@ -14,11 +14,11 @@ from typing import Any
 
 from weft.errors import InvalidRequest, TemplateFailed, UnsupportedParameter
 from weft.text.control_tokens import Hiding
-from weft.text.reasoning import KNOWN
 from weft.text.template import Capabilities, ChatTemplate
 from weft.text.tool_results import one_call_per_turn, pair_results
 from weft.text.turns import INSTRUCTING as INSTRUCTING
 from weft.text.turns import Content, Turn, as_parts, join, merge_neighbours, place_instructions, without_content
+from weft.text.typed_markers import TypedMarkers, begins_with_reasoning
 from weft.text.types import Conversation, LateSystem, Message, ToolCall
 
 CUT = "⟦the answer goes on here⟧"
@@ -121,9 +121,11 @@ class PromptWriter:
             holder, key = (last, "content") if isinstance(last["content"], str) else (last["content"][-1], "text")
             holder[key] += CUT
         options = {"add_generation_prompt": conversation.add_generation_prompt, **options}
+        typed, num_past = TypedMarkers(), len(turns) - conversation.continue_final_message  # an answer that goes on may reason
+        turns = [*typed.hide(turns[:num_past], turns[num_past:], tools, options), *turns[num_past:]]
         try:
             # After the client's control tokens were hidden: the marks of calls are the model's own.
-            prompt = self.template.render(self._spelled(turns, conversation), tools=tools, **options)
+            prompt = typed.restore(self.template.render(self._spelled(turns, conversation), tools=tools, **options))
             if conversation.continue_final_message:
                 prompt, found, _ = prompt.rpartition(CUT)
                 if not found:
@@ -306,8 +308,7 @@ def _texts_to_show(message: Message) -> list[str]:
     """Return texts that the prompt must contain: names of tool calls, else the content, but none if it includes reasoning."""
     if message.tool_calls:
         return [call.name for call in message.tool_calls]
-    reasons = any(mark in text for text in message.texts for markers in KNOWN for mark in markers)
-    return [] if reasons and message.role == "assistant" else message.texts
+    return [] if message.role == "assistant" and begins_with_reasoning("".join(message.texts)) else message.texts
 
 
 def least_bytes(message: Message) -> int:
