@@ -152,7 +152,8 @@ def test_a_mark_that_a_budget_forces_comes_also_where_it_is_a_stop_token_and_the
 def test_a_stop_token_is_text_amid_an_answer_that_is_too_short_where_others_may_come_too(
     adapter: Adapter, config: EngineConfig
 ) -> None:
-    (dog,) = COMPILER.tokenizer.tokenize_str(" dog")
+    (dog,), (cat,) = COMPILER.tokenizer.tokenize_str(" dog"), COMPILER.tokenizer.tokenize_str(" cat")
+    bias = {dog: 90.0, cat: 45.0}
     for fewest in range(6):
         given = constraint("regex", "the( dog| cat)x")
-        assert answer(adapter, config, given, stop_token_ids=(dog,), min_tokens=fewest, logit_bias={dog: 90.0})[0] == "the dogx"
+        assert answer(adapter, config, given, stop_token_ids=(dog,), min_tokens=fewest, logit_bias=bias)[0] == "the dogx"
