@@ -231,8 +231,15 @@ def _tags(tag: dict[str, object]) -> str:
     assert isinstance(triggers, list), "triggers must be a list"
     assert isinstance(structures, list), "structures must be a list"
     tags = []
-    for one in structures:
-        trigger = next(trigger for trigger in triggers if one["begin"].startswith(trigger))
+    for place, one in enumerate(structures):
+        if missing := {"begin", "schema", "end"} - one.keys():
+            raise ValueError(f"structures[{place}] has no {sorted(missing)[0]}; each has a begin, a schema and an end")
+        trigger = next((trigger for trigger in triggers if one["begin"].startswith(trigger)), None)
+        if trigger is None:
+            begin, known = (json.dumps(words, ensure_ascii=False)[:MAX_SHOWN] for words in (one["begin"], triggers))
+            raise ValueError(
+                f"structures[{place}].begin {begin} begins with none of the triggers {known}; add one that it begins with"
+            )
         tags.append(StructTag(trigger=trigger, begin=one["begin"], grammar=one["schema"], end=one["end"]))
     return StructTag.to_grammar(tags, assume_special=False)
 

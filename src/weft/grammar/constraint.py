@@ -25,6 +25,11 @@ MEASURED_STEPS = 16
 LIMIT = re.compile(r"too (many|big|large)\b|fuel exhausted|_fuel\b|; max is ", re.IGNORECASE)  # of llguidance, in its words
 ADVICE = "it is too complex: use smaller counts ({m,n}, maxLength, maxItems), fewer patterns and fewer alternatives"
 
+NO_ANSWER = "NoExtensionBias"  # llguidance's only word where no text matches
+CONTRADICTION = (
+    "no text matches it: a part of it refers to nothing but itself, or asks for what excludes itself; change that part"
+)
+
 
 class Matcher:
     """The state of one sequence's grammar: which tokens it has accepted, and so which may come next."""
@@ -67,7 +72,8 @@ class Matcher:
     @property
     def error(self) -> str:
         """The error that the grammar never leaves again, in one line, with advice if it is a limit; empty if there is none."""
-        line = " ".join(self.inner.get_error().replace("<non-verbose/>", "").split())[:500]
+        words = self.inner.get_error().replace("<non-verbose/>", "").replace(NO_ANSWER, CONTRADICTION)
+        line = " ".join(words.split())[:500]
         return f"{line}; {ADVICE}" if LIMIT.search(line) else line
 
     @property
