@@ -2753,4 +2753,18 @@ GUARDS = [
         "tests/text/test_reasoning_format.py::test_an_effort_is_a_word_that_changes_the_prompt_or_else_a_budget",
         "an effort is a word only where the word changes the prompt", "R071",
     ),
+    Guard(
+        "frame-end", "text/answer_frame.py",
+        "is_end = held in self._ends",
+        "is_end = False",
+        "tests/text/test_answer_frame.py::test_the_frame_of_an_answer_is_no_part_of_it",
+        "what a template writes behind an answer is no text",
+    ),
+    Guard(
+        "call-lead", "text/tools/call_reader.py",
+        "if self._leads else len(text)",
+        "if False else len(text)",
+        "tests/text/test_answer_frame.py::test_the_frame_of_an_answer_is_no_part_of_it",
+        "what a template writes in front of a call is no text",
+    ),
 ]

@@ -11,6 +11,7 @@ from weft.errors import ContextTooLong, InvalidRequest, UnsupportedParameter
 from weft.ipc.limits import Sampling
 from weft.ipc.messages import IMAGE_KEYS, ConstraintSpec, Image, PrefixReuse, ReasoningSpec, TokenLogprob
 from weft.log import escape_unprintable
+from weft.text.answer_frame import find_leads
 from weft.text.control_tokens import ControlTokens, Hiding
 from weft.text.image_writer import ImageWriter
 from weft.text.marker_stops import MarkerStops, Stops
@@ -100,6 +101,9 @@ class Codec:
         has_channels = self.calls is not None and self.calls.family.is_harmony
         found = None if self.writer is None else find_format(self.writer, self.tokenizer, has_channels=has_channels)
         self.reasoning = found  # how the model writes its reasoning; None: not at all, or in channels
+        if self.writer is not None and self.calls is not None and self.calls.trigger and not self.describes_tools:
+            known = ("", "") if found is None else (found.markers.close, found.gap)
+            self.calls = self.calls.with_leads(find_leads(self.writer, self.calls.trigger, *known), self.tokenizer)
         close = None if found is None else found.markers.close
         self.efforts = EffortSettings() if self.writer is None else EffortSettings.of(self.writer, close)
         self.boundaries = BoundaryFinder(self.writer, self.tokenizer, self.control)
@@ -317,7 +321,8 @@ class Codec:
         detokenizer = Detokenizer(self.tokenizer, generation.skip_special_tokens, shown, follows_text=follows_text)
         stops = Stops(generation.stops, self._marker_stops(generation), generation.sampling.get("min_tokens") or 0)
         logprobs = generation.sampling.get("logprobs") is not None
-        return StreamReader(detokenizer, stops, splitter, call_reader, logprobs=logprobs)
+        ends = () if self.reasoning is None or spec is None else self.reasoning.ends
+        return StreamReader(detokenizer, stops, splitter, call_reader, logprobs=logprobs, ends=ends)
 
     def tokens(self, ids: list[int], logprobs: list[TokenLogprob | None]) -> tuple[Token, ...]:
         return tuple(token_of(self.tokenizer, one, logprob) for one, logprob in zip(ids, logprobs, strict=True))

@@ -4,10 +4,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from weft.errors import TemplateFailed
+from weft.errors import InvalidRequest, TemplateFailed
+from weft.text.answer_frame import find_ends, find_pair, tokens_of
 from weft.text.normalise import PromptWriter
 from weft.text.reasoning import Markers, find_markers
+from weft.text.reasoning_effort import SWITCHES
 from weft.text.tokenizer import Tokenizer
+from weft.text.types import Conversation, Message
 
 QUESTION, THOUGHT, ANSWER, MORE = "zq three?", "zq thought", "zq answer", "zq more"
 # A tag, or a word between two tags, as in <|open|>think<|sep|>.
@@ -24,6 +27,7 @@ class ReasoningFormat:
     markers: Markers
     gap: str = ""  # between the close marker and the answer
     begin: str = ""  # in front of an answer without reasoning
+    ends: tuple[str, ...] = ()  # between an answer and the token that ends its turn
     reopens: bool = False  # text and reasoning may alternate within one answer
     tokens: frozenset[int] = frozenset()  # of all these texts, which are read though special tokens are skipped
 
@@ -37,9 +41,21 @@ def find_format(writer: PromptWriter, tokenizer: Tokenizer, *, has_channels: boo
     markers = known if tried is None else tried.markers
     assert markers is not None
     gap, begin = (_gap_of_switch(writer, markers), "") if tried is None else (tried.gap, tried.begin)
-    texts = (*markers, gap, begin)
-    tokens = frozenset(token for text in texts for token in tokenizer.encode(text, add_special_tokens=False))
-    return ReasoningFormat(markers, gap, begin, _alternates(writer, markers), tokens)
+    ends = () if tried is None else tried.ends
+    opened, closed = find_pair(_prompt_of_reasoner(writer), markers)
+    if opened:
+        gap, ends = gap + opened, (closed, *ends)
+    tokens = tokens_of(tokenizer, (*markers, gap, begin))
+    return ReasoningFormat(markers, gap, begin, ends, _alternates(writer, markers), tokens)
+
+
+def _prompt_of_reasoner(writer: PromptWriter) -> str:
+    """Return the whole prompt of a model that is told to reason."""
+    on = next(({name: on} for name, (on, _) in SWITCHES.items() if name in writer.template.variables), {})
+    try:
+        return writer.write(Conversation((Message("user", QUESTION),), template_kwargs=on))
+    except InvalidRequest:
+        return ""
 
 
 def _try(writer: PromptWriter) -> ReasoningFormat | None:
@@ -59,8 +75,11 @@ def _try(writer: PromptWriter) -> ReasoningFormat | None:
     markers = Markers(opening, close[0])
     begin = _answered(writer, {}, more).partition(ANSWER)[0]
     begin = begin[len(prompt) :] if begin.startswith(prompt) else ""
-    is_reasoning = any(mark in begin for mark in markers)
-    return ReasoningFormat(markers, between.partition(close[0])[2], "" if is_reasoning else begin.strip("\n"))
+    is_reasoning = markers.open in begin or (markers.close in begin and begin.strip() != markers.close)
+    is_reasoning |= prompt.rstrip().endswith(markers.open)
+    gap = between.partition(close[0])[2]
+    ends = find_ends(_answered(writer, {}, more).partition(ANSWER)[2], "".join((*markers, gap)))
+    return ReasoningFormat(markers, gap, "" if is_reasoning else begin.strip("\n"), ends)
 
 
 def _opening(before: str, prompt: str, close: str) -> str:

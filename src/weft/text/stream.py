@@ -1,8 +1,10 @@
 """Turns the token ids of one choice into deltas: detokenised, reasoning and tool calls split off, ended at a stop string."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from weft.ipc.messages import TokenLogprob
+from weft.text.answer_frame import AnswerEnd
 from weft.text.marker_stops import Stops
 from weft.text.reasoning import ReasoningSplitter
 from weft.text.stop_strings import StopFinder
@@ -28,6 +30,7 @@ class StreamReader:
         calls: CallReader | HarmonyReader | None = None,
         *,
         logprobs: bool = False,
+        ends: Sequence[str] = (),
     ) -> None:
         self.stopped: str | None = None  # the stop string that ended the answer; later tokens give nothing
         self.num_reasoning_tokens = 0  # tokens of reasoning; those of its markers, and with a part of its close marker, are not
@@ -35,6 +38,7 @@ class StreamReader:
         self._detokenizer = detokenizer
         self._splitter = splitter
         self._calls = calls
+        self._end = AnswerEnd(ends) if ends else None
         self._reopening = None if splitter is None else splitter.reopening
         self._stops = StopFinder(() if stops.min_tokens else stops.texts)
         self._later_stops = stops.texts  # searched from the token behind the first `min_tokens`
@@ -62,6 +66,8 @@ class StreamReader:
                 self.num_reasoning_tokens += 1
             else:
                 self._count(text, splitter)
+        if self._end is not None:
+            pieces = self._end.feed(pieces)
         if calls is not None:
             was_channel = calls.is_reasoning
             pieces = self._read_calls(calls, pieces)
@@ -89,15 +95,20 @@ class StreamReader:
         if self.stopped is not None:
             return []
         pieces = self._splitter.finish() if self._splitter else []
+        num_dropped = 0
+        if self._end is not None:
+            pieces = self._end.feed(pieces)
+            rest_of_text, num_dropped = self._end.finish()
+            pieces += rest_of_text
         if self._calls is not None:
             pieces = [*self._read_calls(self._calls, pieces), *self._calls.finish(is_cut=is_cut)]
-        self._settle(pieces, 0)
+        self._settle(pieces, num_dropped)
         deltas = self._until_stop(pieces)
         if self.stopped is None:
             rest = self._stops.finish()
             is_reasoning = any(one is not None and one.is_reasoning for one in (self._splitter, self._calls))
             is_text = not is_reasoning and not (self._calls is not None and self._calls.held)
-            tokens = self._tokens.take_rest() if self._tokens is not None and is_text else ()
+            tokens = self._tokens.take_rest(num_dropped) if self._tokens is not None and is_text else ()
             if rest or tokens:
                 deltas.append(Text(rest, tokens))
         return deltas
@@ -136,6 +147,7 @@ class StreamReader:
     def _settle(self, pieces: list[Delta], num_held: int) -> None:
         """Assign pending tokens to the answer text in `pieces`; `num_held` characters stay undecided. No-op if a call opens."""
         if self._tokens is not None and not any(isinstance(piece, CallOpened) for piece in pieces):
+            num_held += 0 if self._end is None else len(self._end.held)
             self._tokens.settle(pieces, num_held + (len(self._calls.held) if self._calls is not None else 0))
 
     def _until_stop(self, pieces: list[Delta]) -> list[Delta]:
@@ -191,9 +203,13 @@ class AnswerTokens:
         del self._ready[: len(taken)]
         return taken
 
-    def take_rest(self) -> tuple[Token, ...]:
-        """Return all tokens not yet taken when the answer ends, including those of an incomplete character."""
-        return tuple(token for _, token in (*self._ready, *self._waiting))
+    def take_rest(self, num_dropped: int = 0) -> tuple[Token, ...]:
+        """Return all tokens not yet taken when the answer ends, including those of an incomplete character.
+
+        Those of the last `num_dropped` characters are no part of the answer.
+        """
+        waiting = [] if num_dropped else [token for _, token in self._waiting]
+        return (*(token for _, token in self._ready), *waiting)
 
 
 def token_of(tokenizer: Tokenizer, token: int, logprob: TokenLogprob | None) -> Token:

@@ -41,6 +41,7 @@ class CallFormat:
 
     family: Family
     tokens: MarkerTokens
+    leads: tuple[str, ...] = ()  # what comes between reasoning or text and a call, and is neither
     is_described: bool = False  # by weft, in the system message: the template does not show the model tools or their format
 
     @classmethod
@@ -80,7 +81,15 @@ class CallFormat:
     def reader(self, tools: Sequence[Tool], *, is_required: bool = False, reads_bare: bool = False) -> CallReader | HarmonyReader:
         if self.family.is_harmony:
             return HarmonyReader(tools)
-        return CallReader(self.family, tools, is_required=is_required, reads_bare=reads_bare)
+        return CallReader(self.family, tools, is_required=is_required, reads_bare=reads_bare, leads=self.leads)
+
+    def with_leads(self, leads: tuple[str, ...], tokenizer: Tokenizer) -> Self:
+        """Return the format with these leads; their markers are read, too."""
+        vocabulary = tokenizer.vocabulary
+        added = {vocabulary.added[token].content: token for token in vocabulary.reserved_ids}
+        texts = "\0".join(leads)
+        more = frozenset((text, token) for text, token in added.items() if text.strip() and text in texts)
+        return replace(self, leads=leads, tokens=self.tokens | more)
 
     def grammar(
         self, selection: ToolSelection, answer: GrammarSpec | None = None, *, goes_on: bool = False

@@ -96,6 +96,7 @@ class CallReader(_Reader):
         *,
         is_required: bool = False,
         reads_bare: bool = False,
+        leads: Sequence[str] = (),
     ) -> None:
         super().__init__(tools, make_id)
         self._family = family
@@ -103,6 +104,9 @@ class CallReader(_Reader):
         self._brace = "{" if family.notation is None else ""  # the first letter of arguments, where that is known
         self._opening = piece((family.begin + family.head).lstrip() + self._brace)
         self._following = piece(((family.between or "") + family.head).lstrip() + self._brace)
+        self._leads = [(piece(lead), lead[0]) for lead in leads]  # what may come between a text and a call
+        self._num_lead = 0  # characters of it at the beginning of what is held, behind white space
+        self._at_start = True  # of the answer: no text was given
         self._tail, self._end = piece(family.tail), piece(family.end.lstrip())
         self._is_list = bool(family.end) or (family.is_anchored and family.between is not None)  # what follows is known
         self._free = (lambda: self._emit_text(self.held)) if family.is_anchored else self._read_text  # anchored: no call can come
@@ -139,7 +143,7 @@ class CallReader(_Reader):
         if text and self._is_required:
             self.is_over = bool(self._ids)
         elif text:
-            self._follows_call = False
+            self._follows_call = self._at_start = False
             self._found.append(Text(text))
         return True
 
@@ -174,19 +178,34 @@ class CallReader(_Reader):
         return True
 
     def _read_text(self) -> bool:
-        text, trigger, _ = split_at(self.held, self._family.trigger)
+        text, trigger, rest = split_at(self.held, self._family.trigger)
+        start = self._lead_start(text, is_whole=bool(trigger or rest)) if self._leads else len(text)
         if trigger:
-            self._state = self._read_head
-        return (bool(text.rstrip()) and self._emit_text(text.rstrip())) or bool(trigger)
+            self._state, self._num_lead = self._read_head, len(text) - start
+        text = text[:start].rstrip()
+        return (bool(text) and self._emit_text(text)) or bool(trigger)
+
+    def _lead_start(self, text: str, *, is_whole: bool) -> int:
+        """Return where a lead begins that the text ends with; unless it `is_whole`, more text may complete it."""
+        first = len(text) - len(text.lstrip())
+        for place in range(first, len(text)):
+            for lead, letter in self._leads:
+                if text[place] != letter or (letter != "<" and not (self._at_start and place == first)):
+                    continue
+                match = lead.match(text, place)
+                if (match is not None and not text[match.end() :].strip()) or (not is_whole and lead.may_come(text, place)):
+                    return place
+        return len(text)
 
     def _read_head(self) -> bool:
         """Read a call's markup up to its arguments, after white space; if no call can come here, go on with free text."""
-        blank = len(self.held) - len(self.held.lstrip())
+        blank = len(self.held) - len(self.held.lstrip()) + self._num_lead
         if self._enter_call(self._opening, blank):
+            self._num_lead = 0
             return True
         if self._opening.may_come(self.held, blank):
             return False
-        self._state = self._free
+        self._state, self._num_lead = self._free, 0
         return self._family.is_anchored or self._emit_text(self.held[: blank + len(self._family.trigger)])
 
     def _enter_call(self, opening: Piece, start: int = 0) -> bool:
