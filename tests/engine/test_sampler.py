@@ -253,7 +253,7 @@ def test_seeded_hot_sampling_gives_the_same_tokens_alone_and_beside_seven_others
         run = Run(adapter)
         sequence = run.submit(PROMPTS[0], 30, temperature=1.0, seed=42)
         for index in range(others):
-            run.submit(PROMPTS[1 + index], 6 + 3 * index, temperature=0.5 + index, seed=index, top_p=0.9)
+            run.submit(PROMPTS[1 + index], 6 + 3 * index, temperature=0.5 + 0.2 * index, seed=index, top_p=0.9)
         run.finish()
         return sequence.output
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from weft.grammar.compiler import Compiler
 from weft.ipc.messages import TokenLogprob
 from weft.model.resolve import TINY_HYBRID
 from weft.text.codec import Codec
@@ -190,3 +191,29 @@ def test_log_probabilities_are_those_of_the_answer_without_its_frame(tmp_path: P
     tokens = [token for delta in deltas if isinstance(delta, Text) for token in delta.tokens]
     assert "".join(token.text for token in tokens).endswith(wanted[1])
     assert sum(len(token.text) for token in tokens) <= len(wanted[1]) + 1
+
+
+REQUIRED = replace(CALLING, tool_choice=read_tool_selection("required", TOOLS))
+
+
+@pytest.mark.parametrize(("family", "text"), [case for case in CASES if FAMILIES[case[0]][2][case[1]][2]])
+def test_a_required_call_may_come_as_the_template_writes_it(tmp_path: Path, family: str, text: str) -> None:
+    one, wanted = codec_of(tmp_path, family), FAMILIES[family][2][text]
+    if wanted[1]:
+        return  # with text in front of the call
+    (prompt,) = one.encode_request(REQUIRED)
+    assert prompt.constraint is not None
+    assert prompt.constraint.grammar is not None
+    spec = prompt.constraint.reasoning
+    answer = text if spec is None or not wanted[0] else text.partition(spec.close)[2]
+    answer = answer.removeprefix("" if one.reasoning is None else one.reasoning.begin)
+    gap = "" if spec is None or not wanted[0] else spec.gap
+
+    matcher = Compiler(tmp_path / "tokenizer.json", 4200, (4082,)).compile(prompt.constraint.grammar)
+    ids = one.tokenizer.encode(muse(answer.removeprefix(gap)), add_special_tokens=False)
+
+    for place, token in enumerate(ids):
+        assert matcher.allows(token), one.tokenizer.decode(ids[place:], skip_special_tokens=False)
+        matcher.accept(token)
+    assert matcher.is_finished or matcher.allows(4082)
+    assert parts(read(one, REQUIRED, muse(text))) == (wanted[0], "", wanted[2])

@@ -51,7 +51,8 @@ def find_leads(writer: PromptWriter, trigger: str, close: str, gap: str) -> tupl
     turn_end = TAG.findall(_written(writer, content=ANSWER).partition(ANSWER)[2])[-1:]
     first = one.removeprefix(prompt) if prompt and one.startswith(prompt) else ""
     found = [part.partition(trigger)[0] for part in (first, thought) if trigger in part]
-    leads = [part.rpartition(close)[2].removeprefix(gap) if close else part for part in found]
+    leads = [part.rpartition(close)[2] if close else part for part in found]
+    leads += [lead.removeprefix(gap) for lead in leads]
     leads += [between, text.partition(trigger)[0] if trigger in text else ""]
     whole = [re.sub("|".join(NAMES), NAME, lead.strip()) for lead in leads]
     is_turn_end = [bool(turn_end) and turn_end[0] not in close and lead.startswith(turn_end[0]) for lead in whole]

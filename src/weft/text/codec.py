@@ -278,11 +278,16 @@ class Codec:
             prompt.opened,
             may_open=not prompt.opened and not prompt.closed,
             budget=budget,
-            gap=self.reasoning.gap,
+            gap="" if self._has_led_call(generation) else self.reasoning.gap,
             forbidden=self.calls.trigger if self.calls is not None and has_calls else "",
             begin=self.reasoning.begin,
             reopens=self.reasoning.reopens and not prompt.closed and budget != 0,
         )
+
+    def _has_led_call(self, generation: GenerationRequest) -> bool:
+        """Whether a call must come behind the reasoning, and with a text in front of it that is not the answer's."""
+        selection = generation.tool_choice
+        return self.calls is not None and bool(self.calls.leads) and selection is not None and selection.mode == "required"
 
     def _marker_stops(self, generation: GenerationRequest) -> MarkerStops | None:
         """Return the stop strings that are markers of this request's answers. Raises UnsupportedParameter."""

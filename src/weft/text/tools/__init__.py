@@ -101,7 +101,7 @@ class CallFormat:
         is_bound = not selection.is_parallel or any(tool.strict or tool.grammar is not None for tool in selection.tools)
         if self.is_described and selection.mode == "auto" and answer is None and not is_bound:
             return None
-        return tool_grammar(self.family, selection, self.tokens, answer, goes_on=goes_on)
+        return tool_grammar(self.family, selection, self.tokens, answer, goes_on=goes_on, leads=self.leads)
 
 
 def find_family(writer: PromptWriter, vocabulary: Collection[str] = ()) -> Family | None:

@@ -43,7 +43,13 @@ MarkerTokens = frozenset[tuple[str, int]]  # the markers of calls for which a vo
 
 
 def tool_grammar(
-    family: Family, selection: ToolSelection, tokens: MarkerTokens, answer: GrammarSpec | None, *, goes_on: bool = False
+    family: Family,
+    selection: ToolSelection,
+    tokens: MarkerTokens,
+    answer: GrammarSpec | None,
+    *,
+    goes_on: bool = False,
+    leads: tuple[str, ...] = (),
 ) -> GrammarSpec:
     """Build the grammar of answers that are calls or fit `answer`. Raises InvalidRequest for what the family can not enforce.
 
@@ -54,13 +60,16 @@ def tool_grammar(
     if answer is not None and answer.kind != "json_schema":
         kind = "grammar" if answer.kind == "lark" else answer.kind  # as the fields of all dialects call it
         raise InvalidRequest(f"a {kind} can not be asked for together with tools; leave one of them out", "tools")
-    return GrammarSpec("lark", _Grammar(family, selection, dict(tokens), goes_on=goes_on).write(answer), is_ours=True)
+    return GrammarSpec("lark", _Grammar(family, selection, dict(tokens), leads, goes_on=goes_on).write(answer), is_ours=True)
 
 
 class _Grammar:
     """Builder of one Lark grammar; its methods return expressions, and add the rules that these expressions use."""
 
-    def __init__(self, family: Family, selection: ToolSelection, tokens: dict[str, int], *, goes_on: bool) -> None:
+    def __init__(
+        self, family: Family, selection: ToolSelection, tokens: dict[str, int], leads: tuple[str, ...], *, goes_on: bool
+    ) -> None:
+        self.leads = leads
         self.family, self.mode, self.tools = family, selection.mode, selection.tools
         self.is_parallel = selection.is_parallel and family.between is not None
         self.tokens = tokens
@@ -75,7 +84,7 @@ class _Grammar:
 
     def start(self, free: str) -> str:
         if self.mode == "required":
-            return f'("\\n" "\\n"?)? {self.calls()} {self.ending()}'  # as some templates write it
+            return f'("\\n" "\\n"?)? {self.led_calls()} {self.ending()}'  # as some templates write it
         if free != "TEXT":
             return f"{free} | {self.calls()}"
         if self.family.is_anchored:
@@ -88,6 +97,17 @@ class _Grammar:
         if self.family.has_bare_calls:
             return self.bare_or(section)
         return f"({section})* TEXT" if self.is_parallel else f"TEXT | {section}"
+
+    def led_calls(self) -> str:
+        """Return an expression for calls, each frame of them behind what the template writes in front of one."""
+        calls = self.calls()
+        if not self.leads:
+            return calls
+        names = f"({' | '.join(quoted(tool.name) for tool in self.tools)})"
+        written = (f" {names} ".join(map(self.literal, lead.split("⟨name⟩"))) for lead in self.leads)
+        lead = f'" "? ({" | ".join(written)})'
+        more = f"({lead} {calls})*" if self.is_parallel and self.family.end else ""
+        return f"({lead})? {calls} {more}"
 
     def bare_or(self, section: str) -> str:
         """Return an expression for free text with sections of calls, or bare calls at the start of the answer."""
