@@ -143,6 +143,7 @@ WRITTEN = {
         "{{ f.name }}({% for k, v in f.arguments | items %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %})",
         "]",
     ),
+    "functools": ("functools[", ", ", OBJECT, "]"),
     "nemotron": ("<TOOLCALL>[", ", ", OBJECT, "]</TOOLCALL>"),
     "mistral": ("", "", "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", ""),
     "mistral-ids": ("", "", "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ 'abcdefghi' }}[ARGS]{{ f.arguments | tojson }}", ""),
@@ -271,7 +272,7 @@ def test_a_model_that_is_offered_tools_has_a_place_for_the_calls_and_results_of_
 
 
 # Without a mark, or with those of another family. Of two that are written with the same marks none is guessed.
-AMBIGUOUS = {"deepseek-v3", "deepseek-v3.1", "tool-calls", "minimax-m1", "llama3", "json", "json-list", "pythonic"}
+AMBIGUOUS = {"functools", "deepseek-v3", "deepseek-v3.1", "tool-calls", "minimax-m1", "llama3", "json", "json-list", "pythonic"}
 
 
 def test_a_template_without_calls_is_known_by_the_tokens_of_the_vocabulary() -> None:
@@ -303,3 +304,12 @@ def test_a_model_shows_the_tokens_that_mark_its_calls() -> None:
     assert form.trigger == "<tool_call>"
     assert form.notice is None
     assert CallFormat.of(ours("chatml"), tokenizer) is None
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_calls_are_announced_as_the_template_asks_for_though_it_writes_the_bare_ones(asks: bool) -> None:
+    words = 'Write functools[{"name": ..., "arguments": ...}, ...].' if asks else "Write JSON."
+    family = find_family(writer(words + PLAIN % ("", ",", OBJECT, "")))
+
+    assert family is not None
+    assert family.name == ("functools" if asks else "json")

@@ -189,6 +189,7 @@ EXAMPLES: dict[str, tuple[str, list[tuple[str, Any]]]] = {
         '<function name="list-all"></function>',
         [PARIS, ALL],
     ),
+    "functools": ('functools[{"name": "list-all", "arguments": {}}]', [ALL]),
     "nemotron": ('<TOOLCALL>[{"name": "list-all", "arguments": {}}]</TOOLCALL>', [ALL]),
     "cohere": (
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": {"city": "Paris", "days": 3}},\n'

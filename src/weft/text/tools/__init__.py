@@ -117,11 +117,20 @@ def find_family(writer: PromptWriter, vocabulary: Collection[str] = ()) -> Famil
     if not one:
         return _guess_family(writer.template.with_tools.source, vocabulary) if writer.takes_results else None
     family = _read_family(writer, ARGUMENTS, FAMILIES)
+    if family is not None and family.is_anchored:
+        family = _announced(family, writer.template.with_tools.source) or family
     if family is None:  # there are templates that print all values with quotes, or none
         keyed = [family for family in FAMILIES if isinstance(family.notation, Pairs)]
         family = _read_family(writer, TEXTS, keyed) or _read_family(writer, NUMBERS, keyed)
     escaped = "\\u00e3" in "".join(_write_calls(writer, [{"word": "zq \u00e3"}]) or ())
     return family and replace(family, is_ascii=escaped)
+
+
+def _announced(family: Family, source: str) -> Family | None:
+    """Return the family of the same calls behind a begin for which the template asks in words, though it writes none itself."""
+    framed = [one for one in FAMILIES if one.begin and not one.is_anchored and one.call == family.call]
+    asked = [one for one in framed if one.begin.rstrip() + '{"name"' in source]
+    return asked[0] if len(asked) == 1 else None
 
 
 def _read_family(writer: PromptWriter, arguments: Sequence[dict[str, Any]], families: Sequence[Family]) -> Family | None:

@@ -144,6 +144,7 @@ FAMILIES = (
     _listed("phi", "<|tool_call|>", "<|/tool_call|>"),
     Family("granite", INDENTED, None, "<|tool_call|> [\n    ", ",\n    ", "\n]"),
     Family("granite-20b", f"<function_call> {OBJECT}\n", between=""),
+    Family("functools", OBJECT, None, "functools[", ", ", "]"),
     _listed("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     _listed("tool-calls", "<tool_calls>", "</tool_calls>", may_add_id=True),
     Family("minimax-m1", OBJECT, None, "<tool_calls>\n", "\n", "\n</tool_calls>"),
