@@ -163,6 +163,8 @@ def normalise(
     if not (capabilities.arguments or spells_calls):
         _refuse_calls(conversation, places, capabilities)
     turns = [_turn(message, place, capabilities) for message, place in zip(conversation.messages, places, strict=True)]
+    if conversation.tools and capabilities.tools and capabilities.tools_in_system and turns[0]["role"] not in INSTRUCTING:
+        turns.insert(0, {"role": "system", "content": ""})
     turns = merge_neighbours(place_instructions(turns, capabilities, late_system), capabilities)
     for turn in turns:
         if turn["role"] in capabilities.only_parts and isinstance(turn.get("content"), str):

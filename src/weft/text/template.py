@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import product
 from pathlib import Path
@@ -90,7 +90,14 @@ class ChatTemplate:
         values = {"tools": None, "documents": None, **self._special_tokens, **more}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         template = self.with_tools if values["tools"] else self
-        return self._runner.render(template.source, values)
+        try:
+            return self._runner.render(template.source, values)
+        except TemplateFailed:
+            if values.pop("tools") is not None:
+                raise
+            with suppress(TemplateFailed):  # some templates count the tools wherever the variable is there
+                return self._runner.render(template.source, values)
+            raise
 
 
 class LocalTemplates:
@@ -177,8 +184,11 @@ class Capabilities:
         followed = [*self._call(), self._message("user", _FIVE)]
         self.user_follows_tool = not self.arguments or self._shows(followed, _FOUR, _FIVE)  # without an answer between them
         self.user_after_tool = self.user_follows_tool and self._keeps_reasoning_before_user()
-        self.tools = _TOOL in self._render(question, tools=[_FULL_TOOL])  # tools are written down
-        self.bare_tools = _TOOL in self._render(question, tools=[_BARE_TOOL])  # also those without description and parameters
+        instructed = [self._message("system", _ONE), *question]
+        self.tools_in_system = _TOOL not in self._render(question, tools=[_FULL_TOOL])  # only beside a system message, if at all
+        asked = instructed if self.tools_in_system else question
+        self.tools = _TOOL in self._render(asked, tools=[_FULL_TOOL])  # tools are written down
+        self.bare_tools = _TOOL in self._render(asked, tools=[_BARE_TOOL])  # also those without description and parameters
         self.image = self._write_image()  # what is written for an image in a user's turn; "" for nothing
         self.images = {role for role in ("user", "tool") if self.image and self._takes_images(role)}  # roles that may send some
 
