@@ -2741,8 +2741,8 @@ GUARDS = [
     ),
     Guard(
         "guess-of-several", "text/tools/__init__.py",
-        "if len(fullest) == 1 else None",
-        "if fullest else None",
+        "if len(fullest) == 1 and spelling_of(fullest[0]) is not None else None",
+        "if fullest and spelling_of(fullest[0]) is not None else None",
         "tests/text/tools/test_tool_families.py::test_what_a_template_only_describes_is_that_family_or_none",
         "of several formats with the same markers none is guessed", "R070",
     ),
