@@ -77,7 +77,8 @@ def biases(name: str, strength: float) -> dict[int, float]:
         Elements: lambda elements: [elements.mark],
         type(None): lambda _: (),
     }[type(family.notation)]
-    texts = ['"', "'", "}", "]", ")", *own(family.notation), family.tail, family.end]
+    channels = ["<|end|>", "commentary"] if family.is_harmony else []  # random thoughts are endless too
+    texts = ['"', "'", "}", "]", ")", *own(family.notation), family.tail, family.end, *channels]
     ends = {ids(COMPILER, text.strip())[0] for text in texts if text.strip()}
     return dict.fromkeys(ends, strength) | {END: strength + 4}
 
