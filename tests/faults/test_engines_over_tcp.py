@@ -18,9 +18,9 @@ from servers import Server, running
 from waiting import HANG_SECONDS, until
 
 ASKED: list[dict[str, Any]] = [
-    *[{"prompt": f"There were {n} cats", "max_tokens": 80, "ignore_eos": True, "temperature": 0} for n in range(2)],
-    {"prompt": "A red ball", "max_tokens": 80, "ignore_eos": True, "temperature": 0.9, "seed": 6, "n": 2},
-    {"prompt": "Digits:", "max_tokens": 80, "seed": 8, "structured_outputs": {"regex": "[0-9]{60}"}},
+    *[{"prompt": f"There were {n} cats", "max_tokens": 400, "ignore_eos": True, "temperature": 0} for n in range(2)],
+    {"prompt": "A red ball", "max_tokens": 400, "ignore_eos": True, "temperature": 0.9, "seed": 6, "n": 2},
+    {"prompt": "Digits:", "max_tokens": 400, "seed": 8, "structured_outputs": {"regex": "[0-9]{300}"}},
 ]
 
 
