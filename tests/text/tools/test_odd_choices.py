@@ -11,13 +11,14 @@ from written import FAMILY, calls, function, read, write
 
 from weft.errors import InvalidRequest
 from weft.text.tools import ToolSelection, read_tools
-from weft.text.tools.arguments import Pairs, Tags
+from weft.text.tools.arguments import Elements, Pairs, Tags
 
 ENDS = {
     name: notation.close.strip() if isinstance(notation, Tags) else notation.quotes[0]
     for name, family in FAMILY.items()
     if isinstance(notation := family.notation, Tags) or (isinstance(notation, Pairs) and not notation.is_json)
 }
+ENDS |= {name: family.notation.mark for name, family in FAMILY.items() if isinstance(family.notation, Elements)}
 LINES = ["yes\n", "\nyes", "\n", "\n\nyes\n\n", " yes ", "yes", ""]
 
 

@@ -263,9 +263,9 @@ class _Grammar:
         if known_as in self.known:
             return self.known[known_as]
         node = tool.resolve(schema)
-        name = self.known[known_as] = self.rule("value", "")  # before its body: it may refer to itself
-        _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
+        name = self.named_value(tool, node, known_as, place)
         if choices := tool.choices(node):
+            choices = _writable(tool, choices, mark, place)  # the reader looks for the mark within a text
             words = [quoted(text) for one in choices if (text := one if isinstance(one, str) else json.dumps(one))]
             texts = [f"({' | '.join(words)}){'?' * ('' in choices)} {close}"]
         elif branches := alternatives(node):
@@ -311,6 +311,12 @@ class _Grammar:
             parts.sort(key=lambda part: (part[2] == "*", part[0]))
         return parts
 
+    def named_value(self, tool: Tool, node: dict[str, Any], known_as: str, place: str) -> str:
+        """Return the name of a new rule for a value, which is known before it has a body: it may refer to itself."""
+        name = self.known[known_as] = self.rule("value", "")
+        _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
+        return name
+
     def value(self, tool: Tool, schema: Any, pairs: Pairs, place: str) -> str:
         """Return an expression for a value: as JSON if the family's reader understands it, else in the family's notation."""
         if tool.grammar is not None:
@@ -323,8 +329,7 @@ class _Grammar:
         if known_as in self.known:
             return self.known[known_as]
         node = tool.resolve(schema)
-        name = self.known[known_as] = self.rule("value", "")  # before its body: it may refer to itself
-        _check_keywords(tool, node, SPELLED | (NUMERIC if {"integer", "number"} & {*types(node)} else set()), place)
+        name = self.named_value(tool, node, known_as, place)
         if choices := tool.choices(node):
             quote = self.literal(pairs.quotes[0])
             choices = _writable(tool, choices, pairs.quotes[0], place)
